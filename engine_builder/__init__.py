@@ -1,0 +1,1 @@
+"""The offline half of Preheat: export, compile, validate, publish, and the `preheat` command."""
