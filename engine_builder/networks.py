@@ -1,0 +1,202 @@
+"""The networks of a diffusers-layout folder, wrapped so that flat named tensors go in and come out.
+
+A folder is a full SDXL checkout, plain or with `variant="fp16"` or sharded weights, or `data/tiny-sdxl`. The wrappers
+change no arithmetic: they only drop dictionaries and outputs that nobody reads.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from model import components
+from model.components import PRECISIONS, Widths
+from model.errors import PreheatError
+from model.store.manifest import Signature
+
+
+class ModelFolderError(PreheatError):
+    """The folder is not a diffusers checkout that Preheat can build from."""
+
+
+class TextNetwork(nn.Module):
+    """CLIP without projection: input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width]."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
+        return (output.hidden_states[-2],)
+
+
+class PooledTextNetwork(TextNetwork):
+    """CLIP with projection: also the pooled projection of the first end-of-text token, [rows, pooled width]."""
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
+        return output.hidden_states[-2], output.text_embeds
+
+
+class UnetNetwork(nn.Module):
+    """`text_time` UNet: one step's noise prediction for every row."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(
+        self,
+        sample: torch.Tensor,
+        timestep: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        text_embeds: torch.Tensor,
+        time_ids: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        output: tuple[torch.Tensor, ...] = self.network(
+            sample,
+            timestep,
+            encoder_hidden_states=encoder_hidden_states,
+            added_cond_kwargs={"text_embeds": text_embeds, "time_ids": time_ids},
+            return_dict=False,
+        )
+        return output
+
+
+class VaeDecoderNetwork(nn.Module):
+    """Latents already divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
+
+    def __init__(self, vae: nn.Module) -> None:
+        super().__init__()
+        self.decoder = vae.decoder
+        self.post_quant_conv = getattr(vae, "post_quant_conv", None) or nn.Identity()
+
+    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.decoder(self.post_quant_conv(latents)),)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A component ready to export. `multiple`: sizes (pixels) must be multiples of it, None for text encoders."""
+
+    component: str
+    module: nn.Module
+    signature: Signature
+    architecture: dict[str, Any]
+    precision: str
+    multiple: int | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by its public name (the checkpoint's, without the wrapper's prefix)."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {public_name(name): tensor.detach() for name, tensor in named.items()}
+
+
+def public_name(name: str) -> str:
+    """The checkpoint's name of a wrapper's parameter."""
+    return name.removeprefix("network.")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A diffusers checkout on disk."""
+
+    root: Path
+
+    def config(self, part: str, file: str = "config.json") -> dict[str, Any]:
+        """A part's JSON settings. Raises ModelFolderError where the file is missing or is not JSON."""
+        path = self.root / part / file
+        try:
+            config: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ModelFolderError(
+                f"{self.root} has no {part}/{file}: give a folder in diffusers' layout, for example data/tiny-sdxl."
+            ) from error
+        except ValueError as error:
+            raise ModelFolderError(f"{path} is not JSON: {error}.") from error
+        return config
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """model_index.json."""
+        return self.config(".", "model_index.json")
+
+    def widths(self, unet: str = "unet") -> Widths:
+        """The numbers that shapes depend on, of the pipeline whose UNet is in `unet`."""
+        network, second = self.config("unet"), self.config("text_encoder_2")
+        has_first = (self.root / "text_encoder").is_dir()
+        embedded = network["projection_class_embeddings_input_dim"] - second["projection_dim"]
+        return Widths(
+            tokens=second["max_position_embeddings"],
+            text_width=self.config("text_encoder")["hidden_size"] if has_first else 0,
+            text_width_2=second["hidden_size"],
+            pooled_width=second["projection_dim"],
+            latent_channels=network["in_channels"],
+            time_ids=embedded // network["addition_time_embed_dim"],
+            vae_scale=2 ** (len(self.config("vae")["block_out_channels"]) - 1),
+        )
+
+
+# Keys that say where a config came from, not what is computed.
+_PROVENANCE = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
+
+
+def architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out."""
+    return {key: value for key, value in config.items() if key not in _PROVENANCE and key != "scaling_factor"}
+
+
+def load_network(folder: ModelFolder, component: str, precision: str, device: str = "cpu") -> Network:
+    """One component of a checkout in `precision`, in eval mode on `device`.
+
+    `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout.
+    Raises ModelFolderError where the folder lacks it or it is no SDXL network.
+    """
+    dtype_name = PRECISIONS[precision]
+    dtype = components.DTYPES[dtype_name]
+    widths = folder.widths()
+    part = {
+        components.REFINER_TEXT_ENCODER_2: "text_encoder_2",
+        components.REFINER_UNET: "unet",
+        components.VAE_DECODER: "vae",
+    }.get(component, component)
+    config = folder.config(part)
+    multiple: int | None = None
+    module: nn.Module
+    if part == "text_encoder":
+        module = TextNetwork(_load("transformers", "CLIPTextModel", folder, part, dtype))
+        signature = components.text_signature(widths.text_width, widths.tokens, dtype_name, None)
+    elif part == "text_encoder_2":
+        module = PooledTextNetwork(_load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
+        signature = components.text_signature(widths.text_width_2, widths.tokens, dtype_name, widths.pooled_width)
+    elif part == "unet":
+        if config.get("addition_embed_type") != "text_time":
+            raise ModelFolderError(f"{folder.root}/unet is no SDXL UNet (addition_embed_type is not text_time).")
+        module = UnetNetwork(_load("diffusers", "UNet2DConditionModel", folder, part, dtype))
+        signature = components.unet_signature(widths, config["cross_attention_dim"], dtype_name)
+        multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
+    else:
+        module = VaeDecoderNetwork(_load("diffusers", "AutoencoderKL", folder, part, dtype))
+        signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)
+        multiple = widths.vae_scale
+    module = module.to(device).eval().requires_grad_(False)
+    return Network(component, module, signature, architecture(config), precision, multiple)
+
+
+def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+    import importlib
+
+    files = list((folder.root / part).glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")
+    variant = "fp16" if all(".fp16" in file.name for file in files) else None
+    cls = getattr(importlib.import_module(library), name)
+    kind = "torch_dtype" if library == "diffusers" else "dtype"
+    network: nn.Module = cls.from_pretrained(
+        folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype}
+    )
+    return network

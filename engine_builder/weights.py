@@ -1,0 +1,41 @@
+"""A network's tensors -> ordered safetensors blobs in the store."""
+
+from collections.abc import Iterator
+
+import torch
+from safetensors.torch import save
+
+from engine_builder.networks import Network
+from model.errors import PreheatError
+from model.store import Store
+from model.store.manifest import BLOB_LIMIT, Blob, WeightsRecord
+
+_HEADER_ALLOWANCE = 2**20  # bytes left for a blob's safetensors header
+
+
+def write_weights(network: Network, store: Store, layout: str = "plain") -> WeightsRecord:
+    """Keep all of a network's tensors, cut into blobs of at most 256 MiB; equal tensors give equal digests."""
+    blobs = []
+    for tensors in cut(network.tensors()):
+        data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+        blobs.append(Blob(sha256=store.put_bytes(data), bytes=len(data)))
+    return WeightsRecord(
+        component=network.component, precision=network.precision, layout=layout, blobs=tuple(blobs)
+    )
+
+
+def cut(tensors: dict[str, torch.Tensor], limit: int = BLOB_LIMIT - _HEADER_ALLOWANCE) -> Iterator[dict[str, torch.Tensor]]:
+    """Groups of tensors, in order of their names, of at most `limit` bytes each. A larger single tensor is refused."""
+    group: dict[str, torch.Tensor] = {}
+    size = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.nbytes > limit:
+            raise PreheatError(f"{name} alone has {tensor.nbytes} bytes; a weight blob holds at most {limit}.")
+        if group and size + tensor.nbytes > limit:
+            yield group
+            group, size = {}, 0
+        group[name] = tensor
+        size += tensor.nbytes
+    if group:
+        yield group

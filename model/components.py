@@ -1,0 +1,113 @@
+"""What each network of an SDXL pipeline takes and gives, and the check that holds callers to it.
+
+Shapes are symbolic in rows and pixels ("height/8" is a latent's side). Both runtimes accept tensors of a wrong shape
+and answer nonsense, so every engine checks its inputs here. This module knows nothing of weights or devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from model.errors import EngineError
+from model.store.manifest import Signature, TensorSpec
+
+TEXT_ENCODER = "text_encoder"
+TEXT_ENCODER_2 = "text_encoder_2"
+UNET = "unet"
+REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
+REFINER_UNET = "refiner_unet"
+VAE_DECODER = "vae_decoder"
+
+BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER)
+REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET)
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "uint8": torch.uint8,
+}
+PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The numbers of a model that shapes depend on; see `engine_builder.networks` for where they are read."""
+
+    tokens: int
+    text_width: int
+    text_width_2: int
+    pooled_width: int
+    latent_channels: int
+    time_ids: int
+    vae_scale: int
+
+
+def text_signature(width: int, tokens: int, dtype: str, pooled_width: int | None) -> Signature:
+    """input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width] (and the pooled projection)."""
+    outputs = [TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", tokens, width))]
+    if pooled_width is not None:
+        outputs.append(TensorSpec(name="pooled", dtype=dtype, shape=("rows", pooled_width)))
+    ids = TensorSpec(name="input_ids", dtype="int64", shape=("rows", tokens))
+    return Signature(inputs=(ids,), outputs=tuple(outputs))
+
+
+def unet_signature(widths: Widths, context_width: int, dtype: str) -> Signature:
+    """Latents, timesteps and text of each row -> the predicted noise, of the latents' shape."""
+    height, width = f"height/{widths.vae_scale}", f"width/{widths.vae_scale}"
+    latent = ("rows", widths.latent_channels, height, width)
+    return Signature(
+        inputs=(
+            TensorSpec(name="sample", dtype=dtype, shape=latent),
+            TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
+            TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=("rows", widths.tokens, context_width)),
+            TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
+            TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
+        ),
+        outputs=(TensorSpec(name="noise", dtype=dtype, shape=latent),),
+    )
+
+
+def vae_decoder_signature(latent_channels: int, vae_scale: int, dtype: str) -> Signature:
+    """Latents divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
+    latent = ("rows", latent_channels, f"height/{vae_scale}", f"width/{vae_scale}")
+    return Signature(
+        inputs=(TensorSpec(name="latents", dtype=dtype, shape=latent),),
+        outputs=(TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width")),),
+    )
+
+
+def solve(signature: Signature, inputs: Mapping[str, torch.Tensor], component: str) -> dict[str, int]:
+    """Check `inputs` against the signature and return {"rows": ..., "height": ..., "width": ...} in rows and pixels.
+
+    Raises EngineError naming the input: missing or unknown, a wrong dtype, a shape that contradicts the signature or
+    another input.
+    """
+    names = [spec.name for spec in signature.inputs]
+    if set(names) != set(inputs):
+        raise EngineError(f"{component} takes {', '.join(names)}; it was given {', '.join(inputs)}.")
+    known: dict[str, int] = {}
+    for spec in signature.inputs:
+        tensor = inputs[spec.name]
+        fits = tensor.dtype == DTYPES[spec.dtype] and len(tensor.shape) == len(spec.shape)
+        for size, dimension in zip(tensor.shape, spec.shape, strict=False):
+            if isinstance(dimension, int):
+                fits = fits and size == dimension
+            else:
+                symbol, _, divisor = dimension.partition("/")
+                value = size * int(divisor or 1)
+                fits = fits and known.setdefault(symbol, value) == value
+        if not fits:
+            raise EngineError(
+                f"{component}: input {spec.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
+                f"expected {spec.dtype} {list(spec.shape)}" + (f" with {known}." if known else ".")
+            )
+    return known

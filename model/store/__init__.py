@@ -1,0 +1,66 @@
+"""Where releases live. A store holds immutable blobs by SHA-256 and releases by name; nothing else.
+
+    blobs/sha256/<digest>               written once, verified whenever they are read
+    releases/<model>/<version>.json     the only names people type
+    records/<kind>/<name>.json          the builder's notes: engines by key, drafts of releases; may be rewritten
+"""
+
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from model.errors import StoreError
+from model.store.manifest import Manifest
+
+__all__ = ["Store", "open_store"]
+
+
+class Store(Protocol):
+    """The contract of every store. Digests are SHA-256 in lower-case hex."""
+
+    url: str
+
+    def get(self, digest: str, size: int) -> Path:
+        """The verified file of a blob of `size` bytes. Raises CorruptBlob or StoreError."""
+
+    def read(self, digest: str, into: memoryview) -> None:
+        """Fill `into` (exactly the blob's bytes) and verify. Raises CorruptBlob or StoreError."""
+
+    def has(self, digest: str) -> bool:
+        """Whether a blob is there (not whether it is intact)."""
+
+    def put(self, path: Path) -> str:
+        """Keep a file's bytes; returns their digest. Doing it twice is harmless, and so is dying half-way."""
+
+    def put_bytes(self, data: bytes) -> str:
+        """Keep some bytes; returns their digest."""
+
+    def read_release(self, name: str) -> Manifest:
+        """The manifest of "model/version". Raises ReleaseNotFound or ManifestError."""
+
+    def write_release(self, manifest: Manifest) -> None:
+        """Publish. Raises ReleaseExists where the name is taken, also in a race; CorruptBlob where a blob is missing."""
+
+    def releases(self) -> list[str]:
+        """All release names, sorted."""
+
+    def read_record(self, kind: str, name: str) -> bytes | None:
+        """One of the builder's notes (kind "engines": by engine key; kind "drafts": model.target), or None."""
+
+    def write_record(self, kind: str, name: str, record: bytes) -> None:
+        """Keep a note; the last writer wins."""
+
+    def records(self, kind: str) -> list[str]:
+        """Names of the notes of a kind, sorted."""
+
+
+def open_store(url: str | Path) -> Store:
+    """file:///folder (or a plain path): a local folder, also a read-only one. Raises StoreError for anything else."""
+    from model.store.local import LocalStore
+
+    parts = urlsplit(str(url))
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return LocalStore(Path(unquote(parts.path)))
+    if parts.scheme == "":
+        return LocalStore(Path(url))
+    raise StoreError(f"{url!r} is no store this version can open: give file:///absolute/folder or a path.")

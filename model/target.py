@@ -1,0 +1,97 @@
+"""Which device this is, and the key its engines are filed under.
+
+A key is readable and complete: cuda-h200-sm90-torch2.13-cu130, cuda-a10g-sm86-trt11.4, cpu-x86_64_v3-torch2.13.
+CPU engines are compiled for a named x86-64 level, so a machine runs the engines of its own level and of those below.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Flags as /proc/cpuinfo names them, per level of the x86-64 psABI (gitlab.com/x86-psABIs, "Micro-Architecture Levels").
+_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
+    ("x86_64_v2", frozenset("cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split())),
+    ("x86_64_v3", frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())),
+    ("x86_64_v4", frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an engine is compiled for: a device and the runtime with its version.
+
+    `device` is "cuda" or "cpu"; `product` a GPU's name or an x86-64 level; `capability` e.g. "sm90", "" on a CPU.
+    """
+
+    device: str
+    product: str
+    capability: str
+    runtime_tag: str
+
+    @property
+    def key(self) -> str:
+        return "-".join(part for part in (self.device, self.product, self.capability, self.runtime_tag) if part)
+
+
+def torch_tag() -> str:
+    """Version tag of the AOTInductor runtime: "torch2.13", with "-cu130" where torch was built for CUDA."""
+    import torch
+
+    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+    cuda = torch.version.cuda
+    return f"torch{release}" + (f"-cu{cuda.replace('.', '')}" if cuda else "")
+
+
+def detect_targets() -> list[Target]:
+    """The targets whose AOTInductor engines this machine can run, best first: its GPU, else its CPU's levels."""
+    gpu = _detect_gpu()
+    if gpu is not None:
+        name, (major, minor) = gpu
+        return [Target("cuda", gpu_product(name), f"sm{major}{minor}", torch_tag())]
+    tag = torch_tag().split("-")[0]
+    return [Target("cpu", level, "", tag) for level in cpu_levels(_cpu_flags())]
+
+
+def cpu_levels(flags: Iterable[str]) -> list[str]:
+    """x86-64 levels that a CPU with these flags has, highest first; the baseline is always the last."""
+    have, levels = frozenset(flags), ["x86_64_v1"]
+    for level, needed in _LEVELS:
+        if not needed <= have:
+            break
+        levels.append(level)
+    return levels[::-1]
+
+
+def gpu_product(name: str) -> str:
+    """The short product name of a device name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4"."""
+    words = name.replace("-", " ").lower().split()
+    drop = re.compile(r"nvidia|tesla|geforce|quadro|generation|\d+gb|hbm\d\w*|sxm\d?|pcie|nvl")
+    return "".join(re.sub(r"[^a-z0-9]", "", word) for word in words if not drop.fullmatch(word)) or "gpu"
+
+
+def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
+    """Name and compute capability of GPU 0: through cuda-python, or torch where that is absent; None without a GPU."""
+    try:
+        from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
+    error, count = runtime.cudaGetDeviceCount()
+    if error != runtime.cudaError_t.cudaSuccess or count == 0:
+        return None
+    error, properties = runtime.cudaGetDeviceProperties(0)
+    if error != runtime.cudaError_t.cudaSuccess:
+        return None
+    name = properties.name.split(b"\0")[0].decode() if isinstance(properties.name, bytes) else str(properties.name)
+    return name, (int(properties.major), int(properties.minor))
+
+
+def _cpu_flags() -> list[str]:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return line.split(":", 1)[1].split()
+    return []
