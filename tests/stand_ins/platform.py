@@ -1,0 +1,83 @@
+"""The part of the Baseten platform that `truss predict` talks to, on this machine.
+
+Answers the GraphQL query that resolves a model, and passes predictions on to a running server. What truss
+asks and what it does with the answers is in truss/remote/baseten/{api,service}.py.
+"""
+
+import json
+import re
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+
+class Platform:
+    """Serves one model, `model_id`, whose development deployment is the server at `server_url`."""
+
+    def __init__(self, server_url: str, model_id: str = "m", api_key: str = "key") -> None:
+        self.model_id = model_id
+        self.api_key = api_key
+        self.asked: list[str] = []
+        """The path of each request, in order."""
+        platform = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                platform.asked.append(self.path)
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers["Authorization"] != f"Bearer {platform.api_key}":
+                    return self.answer(401, b'{"error": "unauthorized"}')
+                if self.path == "/graphql/":
+                    return self.answer(200, json.dumps(platform._resolve(json.loads(body)["query"])).encode())
+                if self.path == "/development/predict":
+                    answer = httpx.post(
+                        f"{server_url}/v1/models/model:predict", content=body, trust_env=False
+                    )
+                    return self.answer(answer.status_code, answer.content)
+                return self.answer(404, b'{"error": "no such path"}')
+
+            def answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the truss command talk to this platform and to nothing else."""
+        return {
+            "BASETEN_TRUSS_AUTH_REMOTE_URL": self.url,
+            "BASETEN_TRUSS_AUTH_API_KEY": self.api_key,
+            "TRUSS_NO_UPDATE_CHECK": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def _resolve(self, query: str) -> dict[str, object]:
+        asked_for = re.search(r'model\(id: "([^"]*)"\)', query)
+        if asked_for is None or asked_for[1] != self.model_id:
+            return {"errors": [{"message": "No such model.", "extensions": {"code": "RESOURCE_NOT_FOUND"}}]}
+        version = {"id": "v1", "semver": "0.1.0", "truss_hash": "", "truss_signature": "", "is_draft": True}
+        model = {"id": self.model_id, "name": "stub", "hostname": self.url, "primary_version": version}
+        return {"data": {"model": model}}
+
+    def __enter__(self) -> Self:
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

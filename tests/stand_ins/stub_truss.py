@@ -1,0 +1,24 @@
+"""A Truss with a model of a few lines, laid out as its image would be."""
+
+import shutil
+import textwrap
+from pathlib import Path
+
+from engine_builder.server import Layout, build_context, lay_out
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, model: str, config: str = "") -> Path:
+    """Write a Truss whose model.py is `model` and whose model/errors.py is Preheat's. Returns `folder`."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "config.yaml").write_text("model_name: stub\npython_version: py311\n" + textwrap.dedent(config))
+    (folder / "model" / "model.py").write_text(textwrap.dedent(model))
+    for shared in ("__init__.py", "errors.py"):
+        shutil.copy(REPOSITORY / "model" / shared, folder / "model")
+    return folder
+
+
+def laid_out(folder: Path, model: str, config: str = "") -> Layout:
+    truss = write(folder / "truss", model, config)
+    return lay_out(build_context(truss, truss / "config.yaml", folder / "build"), folder / "root")

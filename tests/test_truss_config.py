@@ -1,0 +1,210 @@
+"""The deployments: that truss takes their configs, that they agree, and what of this repository they ship."""
+
+import ast
+import re
+import sys
+import warnings
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from engine_builder.server import Layout, build_context, lay_out
+
+with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
+    from truss.base.truss_config import TrussConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCTION = ROOT / "config.yaml"
+CONFIGS = [PRODUCTION, *sorted((ROOT / "truss" / "configs").glob("*.yaml"))]
+
+# What model/ may import without a config's asking for it, each only where a config or an engine names it.
+OPTIONAL = {"diffusers", "transformers", "tensorrt"}
+
+
+def load(path: Path) -> TrussConfig:
+    return TrussConfig.from_yaml(path)
+
+
+def settings(path: Path) -> dict[str, Any]:
+    return load(path).model_metadata["preheat"]
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Requirement -> its exact version. Fails on any that is not pinned."""
+    found = {}
+    for line in load(path).requirements:
+        if line.startswith("--extra-index-url "):
+            continue
+        requirement = Requirement(line)
+        [specifier] = requirement.specifier
+        assert specifier.operator == "==", line
+        found[canonicalize_name(requirement.name)] = specifier.version
+    return found
+
+
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+
+
+def test_there_is_one_config_per_gpu_and_one_without() -> None:
+    assert {"cpu-demo", "l4", "a10g", "a100", "h100", "h200"} <= {path.stem for path in CONFIGS}
+    assert load(PRODUCTION) == load(ROOT / "truss" / "configs" / "h100.yaml")
+
+
+def test_the_folder_of_configs_does_not_hide_the_truss_package() -> None:
+    assert not list((ROOT / "truss").rglob("__init__.py"))
+
+
+@every_config
+def test_truss_knows_every_key(path: Path) -> None:
+    load(path).validate_forbid_extra()
+
+
+@every_config
+def test_python_is_the_one_that_the_tests_run_on(path: Path) -> None:
+    assert load(path).python_version == f"py{sys.version_info.major}{sys.version_info.minor}"
+
+
+@every_config
+def test_the_accelerator_is_the_one_in_the_name(path: Path) -> None:
+    resources = load(path).resources
+    if path.stem == "cpu-demo":
+        assert not resources.use_gpu and resources.accelerator.accelerator is None
+    else:
+        name = "h100" if path == PRODUCTION else path.stem
+        assert resources.use_gpu and resources.accelerator.accelerator.value.lower() == name
+
+
+@every_config
+def test_more_requests_reach_the_model_than_it_queues(path: Path) -> None:
+    assert load(path).runtime.predict_concurrency >= 256
+
+
+@every_config
+def test_a_replica_that_never_gets_ready_is_given_up(path: Path) -> None:
+    checks = load(path).runtime.health_checks
+    assert 0 < checks.stop_traffic_threshold_seconds < checks.restart_threshold_seconds
+    assert checks.restart_threshold_seconds < checks.startup_threshold_seconds < 1800
+
+
+@every_config
+def test_pins_are_those_installed_here_and_in_the_production_config(path: Path) -> None:
+    production = pins(PRODUCTION)
+    for name, pinned in pins(path).items():
+        assert pinned.partition("+")[0] == production[name].partition("+")[0], name
+        if name != "cuda-python":  # not installed where there is no GPU
+            assert pinned.partition("+")[0] == version(name).partition("+")[0], name
+    assert set(production) - set(pins(path)) <= ({"cuda-python"} if path.stem == "cpu-demo" else set())
+
+
+def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) -> None:
+    lines = (layout.root / "requirements.txt").read_text().splitlines()
+    assert [line for line in lines if line.startswith("numpy")] == [f"numpy=={version('numpy')}"]
+
+
+@every_config
+def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
+    preheat = settings(path)
+    assert set(preheat) == {"store", "release", "cache_dir", "buckets", "eager_fallback"}
+    assert preheat["eager_fallback"] is False
+    assert preheat["store"].startswith("s3://") or path.stem == "cpu-demo"
+    assert Path(preheat["cache_dir"]).is_absolute()
+    for bucket in preheat["buckets"]:
+        assert set(bucket) == {"height", "width", "rows"}
+        assert bucket["height"] % 8 == 0 and bucket["width"] % 8 == 0
+        assert bucket["rows"] >= 2, "no image with guidance fits"
+    assert preheat["buckets"] or path.stem == "cpu-demo"
+
+
+@every_config
+def test_secrets_are_declared_for_a_store_that_needs_them_and_hold_nothing(path: Path) -> None:
+    secrets = load(path).secrets
+    needed = (
+        {"aws_access_key_id", "aws_secret_access_key"} if settings(path)["store"].startswith("s3:") else set()
+    )
+    assert set(secrets) == needed
+    assert not any(secrets.values())
+
+
+@every_config
+def test_the_example_is_a_request_that_the_deployment_serves(path: Path) -> None:
+    from model.request import GenerationRequest
+
+    example = load(path).model_metadata["example_model_input"]
+    GenerationRequest.model_validate(example)
+    sizes = {(bucket["width"], bucket["height"]) for bucket in settings(path)["buckets"]}
+    assert not sizes or (example["width"], example["height"]) in sizes
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_context(ROOT, ROOT / "truss" / "configs" / "l4.yaml", tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture(scope="module")
+def layout(context: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return lay_out(context, tmp_path_factory.mktemp("root"))
+
+
+def test_the_upload_is_the_model_and_its_config(context: Path) -> None:
+    upload = context.parent / "upload"
+    assert {path.name for path in upload.iterdir()} <= {"config.yaml", "model", "packages"}
+    assert not list(upload.rglob("__pycache__"))
+    assert sum(path.stat().st_size for path in upload.rglob("*") if path.is_file()) < 4 << 20
+
+
+def test_the_image_holds_all_of_model_and_nothing_of_the_offline_half(layout: Layout) -> None:
+    modules = {path.relative_to(ROOT / "model") for path in (ROOT / "model").rglob("*.py")}
+    assert modules == {
+        path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")
+    }
+    names = {part for path in layout.root.rglob("*") for part in path.relative_to(layout.root).parts}
+    assert not names & {
+        "engine_builder",
+        "training",
+        "tests",
+        "docs",
+        ".git",
+        ".venv",
+        ".preheat",
+        "tiny-sdxl",
+    }
+    assert not [path for path in layout.root.rglob("*") if path.suffix in (".safetensors", ".pt2", ".plan")]
+
+
+def test_the_image_s_config_is_the_one_asked_for(layout: Layout) -> None:
+    assert layout.config["resources"]["accelerator"] == "L4"
+    assert layout.config["model_metadata"]["preheat"] == settings(ROOT / "truss" / "configs" / "l4.yaml")
+
+
+def test_what_model_imports_is_in_the_image(layout: Layout) -> None:
+    lines = (layout.root / "requirements.txt").read_text().splitlines()
+    required = [line for line in lines if line and line[0] not in "#-"]
+    installed = {canonicalize_name(re.split(r"[<>=\[ ;]", line)[0]) for line in required}
+    # Names that a required distribution brings under another's, and cuda, which only a GPU's machine has.
+    brought = {
+        "starlette": {"fastapi"},
+        "pydantic_core": {"pydantic"},
+        "botocore": {"boto3"},
+        "cuda": {"cuda-python"},
+    }
+    distributions = packages_distributions()
+    for path in (ROOT / "model").rglob("*.py"):
+        for name in third_party(path) - OPTIONAL:
+            provided_by = brought.get(name) or {canonicalize_name(d) for d in distributions.get(name, [name])}
+            assert provided_by & installed, (
+                f"{path.relative_to(ROOT)} imports {name}, which no config requires"
+            )
+
+
+def third_party(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names - sys.stdlib_module_names - {"model"}

@@ -1,0 +1,140 @@
+"""The way a user goes: the real `truss predict` command, its output piped into our saving of pictures."""
+
+import base64
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from engine_builder.calling import CallFailed, generate, save_images, save_predicted
+from engine_builder.server import Server
+from tests.stand_ins import stub_truss
+from tests.stand_ins.platform import Platform
+
+PAINTER = """
+    import base64
+    import io
+
+    from PIL import Image
+    from starlette.responses import JSONResponse
+
+    class Model:
+        async def predict(self, request):
+            if "prompt" not in request:
+                return JSONResponse({"error": "prompt: is missing"}, status_code=400)
+            images = []
+            for seed in range(request.get("num_images", 1)):
+                file = io.BytesIO()
+                Image.effect_noise((64, 64), 100 + seed).save(file, "JPEG")
+                images.append({"data": base64.b64encode(file.getvalue()).decode(), "seed": seed})
+            return {"status": "success", "data": images[0]["data"], "images": images}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(stub_truss.laid_out(tmp_path_factory.mktemp("painter"), PAINTER)) as server:
+        server.wait_ready(120)
+        yield server
+
+
+def truss_predict(
+    platform: Platform, home: Path, request: dict[str, object]
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            str(Path(sys.executable).with_name("truss")),
+            "predict",
+            "--model",
+            platform.model_id,
+            "-d",
+            json.dumps(request),
+        ],
+        cwd=home,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **platform.environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: Path) -> None:
+    with Platform(server.url) as platform:
+        ran = truss_predict(platform, tmp_path, {"prompt": "a lighthouse"})
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("Calling predict on development deployment"), (
+        "what save_predicted skips is gone"
+    )
+    assert platform.asked == ["/graphql/", "/development/predict"]
+    [path] = save_predicted(io.StringIO(ran.stdout), tmp_path / "out.png")
+    assert path == tmp_path / "out.jpg"
+    with Image.open(path) as picture:
+        assert (picture.format, picture.size) == ("JPEG", (64, 64))
+
+
+def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tmp_path: Path) -> None:
+    with Platform(server.url) as platform:
+        ran = truss_predict(platform, tmp_path, {})
+    assert ran.returncode == 0
+    with pytest.raises(CallFailed, match="prompt: is missing"):
+        save_predicted(io.StringIO(ran.stdout), tmp_path / "out.png")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    "output, says",
+    [
+        ("", "no response to save"),
+        ("Calling predict on deployment ID v1...\n", "no response to save in 'Calling predict"),
+        ('Calling...\n{"data": "abc', "cut off"),
+        ('{"data": "not base64!"}', "not base64"),
+        ('{"data": "' + base64.b64encode(b"#!/bin/sh").decode() + '"}', "not a PNG, JPEG or WebP"),
+        ('{"data": null}', "holds no picture"),
+        ('{"images": [], "error": {"message": "seed: -1 is too small"}}', "seed: -1 is too small"),
+    ],
+)
+def test_what_holds_no_picture_is_a_readable_error(output: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=says):
+        save_predicted(io.StringIO(output), tmp_path / "out.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_generate_answers_with_the_response(server: Server, tmp_path: Path) -> None:
+    response = generate(server.url, {"prompt": "two", "num_images": 2}, timeout=60)
+    paths = save_images(response, tmp_path / "new" / "out.jpeg")
+    assert [path.name for path in paths] == ["out-1.jpeg", "out-2.jpeg"]
+    assert [path.read_bytes() for path in paths] == [base64.b64decode(i["data"]) for i in response["images"]]
+
+
+def test_generate_says_why_it_was_refused(server: Server) -> None:
+    with pytest.raises(CallFailed, match="400: prompt: is missing") as refusal:
+        generate(server.url, {}, timeout=60)
+    assert refusal.value.status == 400
+
+
+def test_generate_says_that_nothing_answers() -> None:
+    with pytest.raises(CallFailed, match="cannot be reached.*preheat serve") as failure:
+        generate("http://127.0.0.1:9", {"prompt": "x"}, timeout=5)
+    assert failure.value.status is None
+
+
+@pytest.mark.parametrize(
+    "name, format, expected",
+    [
+        ("out.png", "PNG", "out.png"),
+        ("out", "WEBP", "out.webp"),
+        ("release-1.0", "PNG", "release-1.0.png"),
+        ("out.JPG", "PNG", "out.png"),
+    ],
+)
+def test_the_suffix_is_the_picture_s_own(name: str, format: str, expected: str, tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, format)
+    [path] = save_images({"data": base64.b64encode(file.getvalue()).decode()}, tmp_path / name)
+    assert path == tmp_path / expected
