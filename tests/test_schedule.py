@@ -1,0 +1,465 @@
+"""The tables against the schedulers of diffusers that they replace, and the refusals.
+
+The reference is always a real scheduler made by `from_config` from SDXL's own scheduler_config.json, driven
+as the two SDXL pipelines drive it. The model is a toy: what matters is that both sides call the same one.
+"""
+
+import inspect
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    LCMScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+)
+
+from model import schedule
+from model.errors import ManifestError, RequestRefused
+from model.schedule import COLUMNS, SAMPLERS, NoiseSchedule, Table
+
+# diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: theirs to mend.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+SDXL: dict[str, Any] = {
+    "_class_name": "EulerDiscreteScheduler",
+    "_diffusers_version": "0.19.0.dev0",
+    "beta_end": 0.012,
+    "beta_schedule": "scaled_linear",
+    "beta_start": 0.00085,
+    "clip_sample": False,
+    "interpolation_type": "linear",
+    "num_train_timesteps": 1000,
+    "prediction_type": "epsilon",
+    "sample_max_value": 1.0,
+    "set_alpha_to_one": False,
+    "skip_prk_steps": True,
+    "steps_offset": 1,
+    "timestep_spacing": "leading",
+    "trained_betas": None,
+    "use_karras_sigmas": False,
+}
+REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
+    "Euler": (EulerDiscreteScheduler, {}),
+    "Euler a": (EulerAncestralDiscreteScheduler, {}),
+    "DDIM": (DDIMScheduler, {}),
+    "DPM++ 2M": (DPMSolverMultistepScheduler, {}),
+    "DPM++ 2M Karras": (DPMSolverMultistepScheduler, {"use_karras_sigmas": True}),
+    "DPM++ 2M SDE Karras": (
+        DPMSolverMultistepScheduler,
+        {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"},
+    ),
+    "LCM": (LCMScheduler, {}),
+}
+STEPS = (1, 2, 3, 4, 5, 14, 15, 20, 30, 50, 100)
+SPACINGS = ("leading", "trailing", "linspace")
+SHAPE = (1, 4, 3, 5)
+TOLERANCE = 1e-5  # relative to the largest latent; both sides are float32
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def served(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
+    return [(name, n) for name in samplers for n in steps if not (name == "LCM" and n > 50)]
+
+
+def reference(sampler: str, steps: int, config: dict[str, Any]) -> Any:
+    kind, settings = REFERENCES[sampler]
+    scheduler = kind.from_config(config, **settings)
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def toy(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
+    """An eps that depends on all it is given, and not evenly over the latent."""
+    tilt = torch.linspace(0.5, 1.5, model_input.numel()).reshape(SHAPE)
+    return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
+
+
+def denoise(part: Table, latents: torch.Tensor, generator: torch.Generator, spare: int = 0) -> torch.Tensor:
+    """The loop of the device on one row, in float32, over `spare` padded steps more than it needs."""
+    timesteps, coefficients = schedule.stack([part], part.steps + spare)
+    previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
+    for i, row in enumerate(torch.from_numpy(coefficients[0])):
+        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = row
+        eps = toy(c_in * latents, timesteps[0, i])
+        denoised = a * latents + b * eps
+        if i < part.steps and part.noise_drawn[i]:
+            noise = torch.randn(SHAPE, generator=generator)
+        latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
+        previous = denoised
+    return latents
+
+
+def diffuse(
+    scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """The loop both SDXL pipelines have, with their `prepare_extra_step_kwargs`."""
+    takes = set(inspect.signature(scheduler.step).parameters)
+    extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in takes}
+    for t in timesteps:
+        eps = toy(scheduler.scale_model_input(latents, t), float(t))
+        latents = scheduler.step(eps, t, latents, **extra, return_dict=False)[0]
+    return latents
+
+
+def first_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(SHAPE, generator=generator) * init_sigma, generator
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert torch.isfinite(theirs).all()
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize(("sampler", "steps"), served())
+def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: str) -> None:
+    config = SDXL | {"timestep_spacing": spacing}
+    scheduler = reference(sampler, steps, config)
+    ours = schedule.table(sampler, steps, NoiseSchedule.from_config(config))
+    assert len(ours) == ours.steps == steps
+    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
+    assert ours.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
+
+    latents, our_draws = first_latents(ours.init_sigma, seed=7)
+    result = denoise(ours, latents, our_draws)
+    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=7)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    assert_same(result, diffuse(scheduler, scheduler.timesteps, latents, their_draws))
+    assert torch.equal(our_draws.get_state(), their_draws.get_state())
+
+
+@pytest.mark.parametrize(
+    ("frac", "spacing"),
+    [
+        (0.8, "leading"),
+        (0.5, "leading"),
+        (0.95, "leading"),
+        (0.01, "leading"),
+        (0.8, "trailing"),
+        (0.999, "trailing"),
+        (0.5, "linspace"),
+    ],
+)
+@pytest.mark.parametrize(("sampler", "steps"), served(steps=(1, 2, 5, 15, 20)))
+def test_base_and_refiner_denoise_as_the_two_pipelines_do(
+    sampler: str, steps: int, frac: float, spacing: str
+) -> None:
+    config = SDXL | {"timestep_spacing": spacing}
+    noise_schedule = NoiseSchedule.from_config(config)
+    base, refiner = schedule.split(schedule.table(sampler, steps, noise_schedule), noise_schedule, frac)
+
+    latents, our_draws = first_latents(base.init_sigma, seed=11)
+    half_way = denoise(base, latents, our_draws)
+    result = denoise(refiner, half_way, our_draws)
+
+    scheduler = reference(sampler, steps, config)
+    cutoff = int(round(1000 - (frac * 1000)))  # StableDiffusionXLPipeline.__call__, 8.1
+    timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=11)
+    theirs = diffuse(scheduler, timesteps, latents, their_draws)
+    assert base.timesteps.tolist() == timesteps.tolist()
+    assert_same(half_way, theirs)
+
+    scheduler = reference(sampler, steps, config)
+    pipeline = SimpleNamespace(scheduler=scheduler)
+    timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
+    assert refiner.timesteps.tolist() == timesteps.tolist()
+    assert len(refiner) == count == steps - len(base)
+    assert_same(result, diffuse(scheduler, timesteps, theirs, their_draws))
+    assert torch.equal(our_draws.get_state(), their_draws.get_state())
+
+
+@pytest.mark.parametrize("betas", [{}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_timesteps_are_those_of_diffusers_for_every_step_count(sampler: str, betas: dict[str, Any]) -> None:
+    # Karras timesteps are rounded, so one sigma that is slightly off shows as another integer somewhere here.
+    spaceless = sampler == "LCM" or "Karras" in sampler  # these pay the spacing no heed
+    for spacing in SPACINGS[:1] if spaceless else SPACINGS:
+        config = SDXL | betas | {"timestep_spacing": spacing}
+        noise_schedule = NoiseSchedule.from_config(config)
+        for steps in range(1, 51 if sampler == "LCM" else 101):
+            theirs = reference(sampler, steps, config).timesteps.tolist()
+            ours = schedule.table(sampler, steps, noise_schedule).timesteps.tolist()
+            if len(theirs) != steps:  # the deviation that the module owns up to
+                assert (steps, spacing, theirs.pop()) == (61, "trailing", -1)
+            assert ours == theirs, (steps, spacing)
+
+
+@pytest.mark.parametrize("beta_schedule", ["linear", "scaled_linear"])
+@pytest.mark.parametrize("count", [101, 500, 1000])
+def test_the_noise_schedule_is_the_float32_one_bit_for_bit(beta_schedule: str, count: int) -> None:
+    config = SDXL | {"beta_schedule": beta_schedule, "num_train_timesteps": count, "steps_offset": 0}
+    theirs = DDIMScheduler.from_config(config).alphas_cumprod
+    config["original_inference_steps"] = 50
+    assert NoiseSchedule.from_config(config).alphas_cumprod().tolist() == theirs.double().tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "changed"),
+    [
+        ("DDIM", {"set_alpha_to_one": True}),
+        ("DDIM", {"steps_offset": 0}),
+        ("LCM", {"original_inference_steps": 25}),
+        ("LCM", {"timestep_scaling": 0.01}),
+        ("Euler", {"steps_offset": 3, "num_train_timesteps": 700}),
+        ("DPM++ 2M Karras", {"beta_schedule": "linear"}),
+    ],
+)
+def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
+    plain = schedule.table(sampler, 8, NoiseSchedule.from_config(SDXL))
+    ours = schedule.table(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
+    scheduler = reference(sampler, 8, SDXL | changed)
+    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
+    latents, our_draws = first_latents(ours.init_sigma, seed=3)
+    result = denoise(ours, latents, our_draws)
+    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=3)
+    assert_same(result, diffuse(scheduler, scheduler.timesteps, latents, their_draws))
+    assert not np.array_equal(plain.coefficients, ours.coefficients)
+
+
+def test_ancestral_and_sde_draw_at_the_last_step_and_lcm_does_not() -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    drawn = {name: schedule.table(name, 3, noise_schedule).noise_drawn.tolist() for name in SAMPLERS}
+    always, never = [True] * 3, [False] * 3
+    assert drawn == {
+        "Euler": never,
+        "Euler a": always,
+        "DDIM": never,
+        "DPM++ 2M": never,
+        "DPM++ 2M Karras": never,
+        "DPM++ 2M SDE Karras": always,
+        "LCM": [True, True, False],
+    }
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_first_row_of_each_part_takes_nothing_from_before_it(sampler: str) -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    whole = schedule.table(sampler, 20, noise_schedule)
+    prev = COLUMNS.index("prev")
+    multistep = sampler.startswith("DPM++")
+    for part in (whole, *schedule.split(whole, noise_schedule, 0.6)):
+        assert part.coefficients[0, prev] == 0
+        assert (part.coefficients[1, prev] != 0) == multistep
+    # the whole table is not touched by being split
+    assert (whole.coefficients[12, prev] != 0) == multistep
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_part_may_be_empty(sampler: str) -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    whole = schedule.table(sampler, 4, noise_schedule)
+    base, refiner = schedule.split(whole, noise_schedule, 1.0)
+    assert (len(base), len(refiner)) == (4, 0)
+    assert not refiner
+    for frac in (0.0, 0.0001):
+        base, refiner = schedule.split(whole, noise_schedule, frac)
+        assert (len(base), len(refiner)) == (0, 4)
+        assert np.array_equal(refiner.coefficients, whole.coefficients)
+
+
+@pytest.mark.parametrize("frac", [-0.5, 1.01, float("nan")])
+def test_a_fraction_that_splits_nothing_is_refused(frac: float) -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    with pytest.raises(RequestRefused, match="denoising_frac") as refused:
+        schedule.split(schedule.table("Euler", 4, noise_schedule), noise_schedule, frac)
+    assert refused.value.field == "denoising_frac"
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_padding_leaves_the_latents_alone(sampler: str) -> None:
+    part = schedule.table(sampler, 6, NoiseSchedule.from_config(SDXL))
+    latents, draws = first_latents(part.init_sigma, seed=5)
+    plain = denoise(part, latents, draws)
+    latents, draws = first_latents(part.init_sigma, seed=5)
+    assert torch.equal(denoise(part, latents, draws, spare=9), plain)
+
+
+def test_stack_lays_tables_of_different_lengths_side_by_side() -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    tables = [schedule.table(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
+    timesteps, coefficients = schedule.stack(tables, 5)
+    assert timesteps.dtype == coefficients.dtype == np.float32
+    assert timesteps.shape == (2, 5)
+    assert coefficients.shape == (2, 5, len(COLUMNS))
+    assert timesteps[0].tolist() == [*tables[0].timesteps, 0, 0]
+    assert np.array_equal(coefficients[1], tables[1].coefficients.astype(np.float32))
+    with pytest.raises(RequestRefused, match="num_inference_steps"):
+        schedule.stack(tables, 4)
+    assert [part.shape for part in schedule.stack([], 4)] == [(0, 4), (0, 4, 7)]
+
+
+def test_tables_cannot_be_written_to() -> None:
+    part = schedule.table("Euler", 3, NoiseSchedule.from_config(SDXL))
+    for array in (part.timesteps, part.coefficients, part.noise_drawn):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_step_counts_past_the_limits_are_refused(sampler: str) -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    most = 50 if sampler == "LCM" else 100
+    assert len(schedule.table(sampler, most, noise_schedule)) == most
+    for steps in (0, -1, most + 1):
+        with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {most}") as refused:
+            schedule.table(sampler, steps, noise_schedule)
+        assert refused.value.field == "num_inference_steps"
+
+
+def test_lcm_takes_no_more_steps_than_it_was_distilled_with() -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL | {"original_inference_steps": 20})
+    assert len(schedule.table("LCM", 20, noise_schedule)) == 20
+    with pytest.raises(RequestRefused, match="1 to 20"):
+        schedule.table("LCM", 21, noise_schedule)
+
+
+def test_public_names_and_class_names_are_both_taken() -> None:
+    assert [schedule.sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
+    classes = {kind.__name__: name for name, (kind, settings) in REFERENCES.items() if not settings}
+    assert {name: schedule.sampler_name(name) for name in classes} == classes
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    assert schedule.table("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
+
+
+@pytest.mark.parametrize("name", ["euler", "", "PNDMScheduler", "DPM++ 3M"])
+def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> None:
+    for ask in (schedule.sampler_name, lambda n: schedule.table(n, 4, NoiseSchedule.from_config(SDXL))):
+        with pytest.raises(RequestRefused) as refused:
+            ask(name)
+        assert refused.value.field == "scheduler"
+        for known in (repr(name), *SAMPLERS, "LCMScheduler"):
+            assert known in str(refused.value)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_what_diffusers_saves_asks_for_the_sampler_it_was(sampler: str) -> None:
+    kind, settings = REFERENCES[sampler]
+    saved = json.loads(kind.from_config(SDXL, **settings).to_json_string())
+    assert schedule.configured_sampler(saved) == sampler
+    assert NoiseSchedule.from_config(saved) == NoiseSchedule.from_config(SDXL)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"_class_name": "PNDMScheduler"}, {**SDXL, "_class_name": "DPMSolverMultistepScheduler"}]
+)
+def test_a_file_that_asks_for_no_sampler_of_ours_is_refused(config: dict[str, Any]) -> None:
+    config = {**config, "algorithm_type": "sde-dpmsolver++"}  # without Karras sigmas, it has no public name
+    with pytest.raises(ManifestError, match="scheduler_config.json"):
+        schedule.configured_sampler(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prediction_type", "v_prediction"),
+        ("prediction_type", "sample"),
+        ("beta_schedule", "squaredcos_cap_v2"),
+        ("timestep_spacing", "sideways"),
+        ("trained_betas", [0.1, 0.2]),
+        ("clip_sample", True),
+        ("thresholding", True),
+        ("rescale_betas_zero_snr", True),
+        ("final_sigmas_type", "sigma_min"),
+        ("interpolation_type", "log_linear"),
+        ("timestep_type", "continuous"),
+        ("use_karras_sigmas", True),
+        ("use_exponential_sigmas", True),
+        ("use_beta_sigmas", True),
+        ("use_lu_lambdas", True),
+        ("use_flow_sigmas", True),
+        ("algorithm_type", "dpmsolver"),
+        ("solver_order", 3),
+        ("solver_type", "heun"),
+        ("lambda_min_clipped", -5.1),
+        ("variance_type", "learned_range"),
+        ("num_train_timesteps", 100),
+        ("num_train_timesteps", 1000.0),
+        ("num_train_timesteps", 10**9),
+        ("beta_start", 0.0),
+        ("beta_end", 0.0008),
+        ("beta_end", float("nan")),
+        ("beta_end", "0.012"),
+        ("steps_offset", 10),
+        ("steps_offset", -1),
+        ("steps_offset", True),
+        ("set_alpha_to_one", 1),
+        ("original_inference_steps", 0),
+        ("timestep_scaling", float("inf")),
+    ],
+)
+def test_a_setting_that_is_not_served_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ManifestError, match=key):
+        NoiseSchedule.from_config(SDXL | {key: value})
+
+
+@pytest.mark.parametrize("key", schedule.REQUIRED)
+def test_a_setting_the_classes_disagree_on_must_be_written(key: str) -> None:
+    with pytest.raises(ManifestError, match=f"add {key}"):
+        NoiseSchedule.from_config({k: v for k, v in SDXL.items() if k != key})
+
+
+def test_every_setting_of_the_reference_is_read_refused_or_known_to_change_nothing() -> None:
+    """Also that a setting left out means the same to every class, or must be written."""
+    idle = {
+        # bounds of what is refused above
+        "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value",
+        # of Karras sigmas for Euler, and of flow matching
+        "sigma_min", "sigma_max", "flow_shift", "use_dynamic_shifting", "time_shift_type",
+        # both concern the last step, which is first order anyway where the last sigma is zero
+        "lower_order_final", "euler_at_final",
+    }  # fmt: skip
+    fields = set(NoiseSchedule.__dataclass_fields__)
+    defaults: dict[str, set[Any]] = {}
+    for kind, _ in REFERENCES.values():
+        for key, parameter in inspect.signature(kind.__init__).parameters.items():
+            if key not in ("self", *idle):
+                defaults.setdefault(key, set()).add(parameter.default)
+    assert set(defaults) == fields | set(schedule.SUPPORTED)
+    left_out = {key for key, values in defaults.items() if len(values) > 1}
+    assert left_out == set(schedule.REQUIRED)
+    filled = NoiseSchedule.from_config({key: SDXL[key] for key in schedule.REQUIRED}).to_dict()
+    for key in fields - left_out:
+        assert {filled[key]} == defaults[key], key
+    for key in set(schedule.SUPPORTED) - left_out:
+        assert defaults[key] <= set(schedule.SUPPORTED[key]), key
+
+
+def test_a_noise_schedule_survives_a_manifest() -> None:
+    changed = SDXL | {"timestep_spacing": "trailing", "timestep_scaling": 5.0}
+    for noise_schedule in (NoiseSchedule.from_config(SDXL), NoiseSchedule.from_config(changed)):
+        assert NoiseSchedule.from_dict(json.loads(json.dumps(noise_schedule.to_dict()))) == noise_schedule
+    assert NoiseSchedule.from_config(SDXL) != NoiseSchedule.from_config(changed)
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda d: d.pop("beta_end"), "beta_end"),
+        (lambda d: d.update(sigma_data=0.5), "sigma_data"),
+        (lambda d: d.update(steps_offset=None), "steps_offset"),
+        (lambda d: d.update(prediction_type="v_prediction"), "prediction_type"),
+    ],
+)
+def test_a_damaged_noise_schedule_is_refused(damage: Callable[[dict[str, Any]], Any], named: str) -> None:
+    values = NoiseSchedule.from_config(SDXL).to_dict()
+    damage(values)
+    with pytest.raises(ManifestError, match=named):
+        NoiseSchedule.from_dict(values)
