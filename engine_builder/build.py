@@ -1,0 +1,407 @@
+"""A diffusers folder -> engines and weights in a store, and a draft of the release they will make.
+
+Every step ends in a blob or a record that is written atomically, so an interrupted build leaves the store consistent
+and the next one continues where it stopped. Engines are found again by their key, which leaves the weights out: a
+second model of the same architecture compiles nothing, but its engines are checked anew with its own weights.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+
+from engine_builder import compile as compiler
+from engine_builder.networks import ModelFolder, ModelFolderError, Network, load_network
+from engine_builder.tokenizers import export_tokenizer
+from engine_builder.validate import InaccurateEngine, validate
+from engine_builder.weights import write_weights
+from model import components
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.engines import Engine, EngineSet
+from model.engines.aot_inductor import AotInductorEngine
+from model.engines.eager import EagerEngine
+from model.errors import CorruptBlob, PreheatError
+from model.pipeline import LoadedModel, generate
+from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
+from model.schedule import NoiseSchedule, configured_sampler
+from model.store import Store
+from model.store.manifest import (
+    Accuracy,
+    Blob,
+    Bucket,
+    EngineRecord,
+    Manifest,
+    Precision,
+    RefinerSettings,
+    Settings,
+    TokenizerRecord,
+)
+from model.target import Target
+from model.tokenizer import ClipTokenizer, TokenizerSettings
+
+_REAL_PROMPT = "a large red circle on a blue background"
+_REAL_SIDE_LIMIT = 512  # pixels; real inputs of a CPU build are taken no larger, or a full SDXL would take an hour
+_DRAFT = "draft"
+
+Report = Callable[[str, str, int, int], None]
+"""Told (component, what is being done, steps done, steps in all)."""
+
+
+class CachedEngine(BaseModel):
+    """What a store remembers under an engine key."""
+
+    blob: Blob
+    constants: Blob
+    runtime_version: str
+    build_seconds: float
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.
+
+    No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component.
+    """
+
+    model: str
+    base: ModelFolder
+    refiner: ModelFolder | None
+    target: Target
+    precision: Precision
+    sizes: tuple[tuple[int, int, int], ...] = ()
+    layout: str = "plain"
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return BASE_COMPONENTS + (REFINER_COMPONENTS if self.refiner else ())
+
+    def folder_of(self, component: str) -> ModelFolder:
+        if component not in REFINER_COMPONENTS:
+            return self.base
+        assert self.refiner is not None
+        return self.refiner
+
+    def buckets_of(self, network: Network) -> list[Bucket]:
+        """The buckets one component is compiled for. Text encoders take one row a text, decoders one an image."""
+        if not self.sizes:
+            return [compiler.dynamic_bucket(network.multiple)]
+        if network.multiple is None:
+            return [compiler.static_bucket(rows, None, None) for rows in (1, 2)]
+        if network.component == components.VAE_DECODER:
+            return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
+        return [compiler.static_bucket(*size) for size in self.sizes]
+
+    @property
+    def draft_name(self) -> str:
+        return f"{self.model}.{self.target.key}.{self.precision}"
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """The draft that `publish` will turn into a release, and what this build had to do for it."""
+
+    draft: Manifest
+    compiled: tuple[str, ...]
+    reused: tuple[str, ...]
+
+
+def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> BuildResult:
+    """Bring everything the plan names into the store. Raises ModelFolderError, CompileError or InaccurateEngine."""
+    source = fingerprint(plan)
+    draft = _current_draft(plan, store, source)
+    if draft is not None:
+        return BuildResult(draft, (), tuple(engine.component for engine in draft.engines))
+    steps = 2 * len(plan.components) + 1
+    networks: dict[str, Network] = {}
+    weights = []
+    for done, name in enumerate(plan.components):
+        report(name, "writing weights", done, steps)
+        networks[name] = load_network(plan.folder_of(name), name, plan.precision, plan.target.device)
+        weights.append(write_weights(networks[name], store, plan.layout))
+    report("pipeline", "drawing a picture in eager PyTorch", len(plan.components), steps)
+    settings, tokenizers = read_settings(plan), write_tokenizers(plan, store)
+    schedulers = read_schedulers(plan)
+    real = _real_inputs(plan, networks, settings, tokenizers, schedulers, store)
+    compiled: list[str] = []
+    reused: list[str] = []
+    engines: list[EngineRecord] = []
+    for done, (name, network) in enumerate(networks.items()):
+        buckets = plan.buckets_of(network)
+        for number, bucket in enumerate(buckets, start=1):
+            of = f" ({number} of {len(buckets)})" if len(buckets) > 1 else ""
+            step = len(plan.components) + 1 + done
+            key = compiler.engine_key(network, plan.target, bucket, plan.layout)
+            cached = find_engine(store, key)
+            if cached is None:
+                report(name, f"compiling{of}", step, steps)
+                cached, accuracy = _compile(plan, network, bucket, key, real[name], store)
+                compiled.append(name)
+            else:
+                report(name, f"checking{of}", step, steps)
+                accuracy = _check(plan, network, bucket, cached, real[name], store)
+                reused.append(name)
+            engines.append(
+                EngineRecord(
+                    component=name,
+                    key=key,
+                    target=plan.target.key,
+                    runtime="aot_inductor",
+                    bucket=bucket,
+                    precision=plan.precision,
+                    layout=plan.layout,
+                    signature=network.signature,
+                    accuracy=accuracy,
+                    **cached.model_dump(),
+                )
+            )
+    report("release", "drafting", steps, steps)
+    draft = Manifest(
+        model=plan.model,
+        version=_DRAFT,
+        family="sdxl",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        builder=_versions() | {"source": source},
+        settings=settings,
+        defaults=read_release_defaults(plan),
+        schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},  # type: ignore[misc]
+        tokenizers=tokenizers,  # type: ignore[arg-type]
+        architectures={name: _digest(network.architecture) for name, network in networks.items()},
+        engines=tuple(engines),
+        weights=tuple(weights),
+    )
+    store.write_record("drafts", plan.draft_name, draft.to_json())
+    return BuildResult(draft, tuple(compiled), tuple(reused))
+
+
+def fingerprint(plan: BuildPlan) -> str:
+    """SHA-256 over every file of the model's folders, its name and bytes; READMEs and the like left out."""
+    digest = hashlib.sha256()
+    roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
+    for index, root in enumerate(roots):
+        for path in sorted(root.rglob("*")):
+            inside = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)
+            if path.is_file() and path.suffix in (".json", ".txt", ".safetensors") and not inside:
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+                digest.update(f"{index}/{path.relative_to(root)}={content}\n".encode())
+    return digest.hexdigest()
+
+
+def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | None:
+    """The draft of an earlier, finished build of exactly this plan, if all of its blobs are still there."""
+    data = store.read_record("drafts", plan.draft_name)
+    if data is None:
+        return None
+    try:
+        draft = Manifest.model_validate_json(data)
+    except ValueError:
+        return None
+    unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
+    have = {(bucket.rows.min, bucket.height.min, bucket.width.min) for bucket in unets if bucket.height and bucket.width}
+    same = draft.builder == _versions() | {"source": source} and set(draft.architectures) == set(plan.components)
+    same = same and (have == set(plan.sizes) if plan.sizes else len(unets) == 1)
+    return draft if same and all(store.has(digest) for digest in draft.blobs()) else None
+
+
+def find_engine(store: Store, key: str) -> CachedEngine | None:
+    """The engine kept under a key, if its record is sound and its blobs are intact."""
+    data = store.read_record("engines", key)
+    if data is None:
+        return None
+    try:
+        cached = CachedEngine.model_validate_json(data)
+        for blob in (cached.blob, cached.constants):
+            store.get(blob.sha256, blob.bytes)
+    except (ValueError, CorruptBlob):
+        return None
+    return cached
+
+
+def _compile(
+    plan: BuildPlan, network: Network, bucket: Bucket, key: str, real: list[dict[str, torch.Tensor]], store: Store
+) -> tuple[CachedEngine, Accuracy]:
+    """Compile, check, and only then keep."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
+        made = compiler.compile_network(network, plan.target, bucket, Path(folder) / f"{network.component}.pt2")
+        seconds = time.perf_counter() - began
+        constants = made.constants_json()
+        engine = _open(plan, network, bucket, made.package, constants)
+        accuracy = validate(network, engine, _fit(real, bucket))
+        cached = CachedEngine(
+            blob=Blob(sha256=store.put(made.package), bytes=made.package.stat().st_size),
+            constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
+            runtime_version=torch.__version__.split("+")[0],
+            build_seconds=round(seconds, 1),
+        )
+    store.write_record("engines", key, cached.model_dump_json().encode())
+    return cached, accuracy
+
+
+def _check(
+    plan: BuildPlan,
+    network: Network,
+    bucket: Bucket,
+    cached: CachedEngine,
+    real: list[dict[str, torch.Tensor]],
+    store: Store,
+) -> Accuracy:
+    """Hold an engine that is already there against this model's weights."""
+    package = store.get(cached.blob.sha256, cached.blob.bytes)
+    constants = store.get(cached.constants.sha256, cached.constants.bytes).read_bytes()
+    return validate(network, _open(plan, network, bucket, package, constants), _fit(real, bucket))
+
+
+def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, constants: bytes) -> Engine:
+    return AotInductorEngine(
+        network.component, package, network.signature, bucket, constants, network.tensors(), torch.device(plan.target.device)
+    )
+
+
+def _fit(real: list[dict[str, torch.Tensor]], bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+    """Real inputs at a bucket's rows: rows are repeated or dropped, which a row does not notice."""
+    fitted = []
+    for inputs in real:
+        rows = len(next(iter(inputs.values())))
+        wanted = min(max(rows, bucket.rows.min), bucket.rows.max)
+        index = torch.arange(wanted) % rows
+        fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
+    return fitted
+
+
+def _real_inputs(
+    plan: BuildPlan,
+    networks: dict[str, Network],
+    settings: Settings,
+    tokenizers: dict[str, TokenizerRecord],
+    schedulers: dict[str, NoiseSchedule],
+    store: Store,
+) -> dict[str, list[dict[str, torch.Tensor]]]:
+    """What each component is given while a short picture is drawn, refiner included, in eager PyTorch."""
+    eager = {
+        name: EagerEngine(name, network.module, network.signature, recording=True)
+        for name, network in networks.items()
+    }
+    model = LoadedModel(
+        engines={name: EngineSet([engine]) for name, engine in eager.items()},
+        tokenizers={name: _tokenizer(store, record) for name, record in tokenizers.items()},
+        noise_schedules=schedulers,  # type: ignore[arg-type]
+        settings=settings,
+        device=torch.device(plan.target.device),
+    )
+    sizes = {(h, w) for _, h, w in plan.sizes}
+    if not sizes:
+        sizes = {(min(settings.native_height, _REAL_SIDE_LIMIT), min(settings.native_width, _REAL_SIDE_LIMIT))}
+    for height, width in sorted(sizes):
+        request = GenerationRequest(
+            prompt=_REAL_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
+            use_refiner=plan.refiner is not None, denoising_frac=0.5,
+        )  # fmt: skip
+        served = ServedModel(
+            native_width=width,
+            native_height=height,
+            sizes=SizeRange(1, 2**16, 1),
+            has_refiner=plan.refiner is not None,
+            defaults=read_defaults({}),
+        )
+        generate(model, [resolve(request, served)])
+    return {name: engine.seen for name, engine in eager.items()}
+
+
+def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
+    settings = TokenizerSettings(
+        record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id
+    )
+    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)
+
+
+def read_settings(plan: BuildPlan) -> Settings:
+    """What the pipeline must know, from the folders' JSON. Raises ModelFolderError for what is not served."""
+    widths, vae = plan.base.widths(), plan.base.config("vae")
+    if vae.get("latents_mean") or vae.get("latents_std"):
+        raise ModelFolderError(f"{plan.base.root}/vae normalises latents (latents_mean), which is not served.")
+    side = plan.base.config("unet")["sample_size"] * widths.vae_scale
+    refiner = None
+    if plan.refiner is not None:
+        index = plan.refiner.index
+        refiner = RefinerSettings(
+            force_zeros_for_empty_prompt=index.get("force_zeros_for_empty_prompt", True),
+            requires_aesthetics_score=index.get("requires_aesthetics_score", False),
+        )
+    return Settings(
+        native_height=side,
+        native_width=side,
+        vae_scale_factor=widths.vae_scale,
+        vae_scaling_factor=vae["scaling_factor"],
+        latent_channels=widths.latent_channels,
+        force_zeros_for_empty_prompt=plan.base.index.get("force_zeros_for_empty_prompt", True),
+        refiner=refiner,
+    )
+
+
+def read_schedulers(plan: BuildPlan) -> dict[str, NoiseSchedule]:
+    """The noise schedule each pipeline was trained with. Raises ManifestError for settings that are not served."""
+    read = {"base": NoiseSchedule.from_config(plan.base.config("scheduler", "scheduler_config.json"))}
+    if plan.refiner is not None:
+        read["refiner"] = NoiseSchedule.from_config(plan.refiner.config("scheduler", "scheduler_config.json"))
+        if read["refiner"] != read["base"]:
+            raise ModelFolderError(
+                f"{plan.refiner.root} was trained with another noise schedule than {plan.base.root}: it cannot take over "
+                "half-way through."
+            )
+    return read
+
+
+def read_release_defaults(plan: BuildPlan) -> dict[str, object]:
+    """Default request values: the scheduler the folder asks for, and what its optional defaults.json says."""
+    sampler = configured_sampler(plan.base.config("scheduler", "scheduler_config.json"))
+    own = plan.base.config(".", "defaults.json") if (plan.base.root / "defaults.json").is_file() else {}
+    defaults: dict[str, object] = {"scheduler": sampler} | own
+    read_defaults(defaults)
+    return defaults
+
+
+def write_tokenizers(plan: BuildPlan, store: Store) -> dict[str, TokenizerRecord]:
+    """Both tokenizers as blobs."""
+    records = {}
+    for name in ("tokenizer", "tokenizer_2"):
+        data, settings = export_tokenizer(plan.base.root / name)
+        records[name] = TokenizerRecord(
+            blob=Blob(sha256=store.put_bytes(data), bytes=len(data)),
+            max_length=settings.max_length,
+            pad_token_id=settings.pad_token_id,
+            bos_token_id=settings.bos_token_id,
+            eos_token_id=settings.eos_token_id,
+        )
+    return records
+
+
+def _versions() -> dict[str, str]:
+    names = ("preheat", "torch", "diffusers", "transformers")
+    return {name: importlib.metadata.version(name) for name in names} | {"recipe": str(compiler.RECIPE)}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def resolve_folders(model: Path, refiner: Path | None) -> tuple[ModelFolder, ModelFolder | None]:
+    """The base's folder and the refiner's: named, or the base's own `refiner/` where there is one."""
+    if not (model / "model_index.json").is_file():
+        raise ModelFolderError(f"{model} has no model_index.json: give a folder in diffusers' layout, e.g. data/tiny-sdxl.")
+    if refiner is None and (model / "refiner" / "model_index.json").is_file():
+        refiner = model / "refiner"
+    return ModelFolder(model), ModelFolder(refiner) if refiner else None
+
+
+__all__: Sequence[str] = (
+    "BuildPlan", "BuildResult", "InaccurateEngine", "PreheatError", "Report", "build", "resolve_folders",
+)  # fmt: skip

@@ -1,0 +1,68 @@
+"""Drafts of one model, of any number of targets -> one release. Nothing is compiled or changed here."""
+
+from datetime import UTC, datetime
+
+from model.errors import ManifestError, PreheatError
+from model.store import Store
+from model.store.manifest import Manifest, split_name
+
+
+class NothingToPublish(PreheatError):
+    """No draft of the model is in the store, or the drafts do not belong together."""
+
+
+def publish(store: Store, name: str) -> tuple[Manifest, bool]:
+    """Publish the drafts of `name` ("model/version", or "model": the next whole number).
+
+    Returns the manifest and whether it is new: with no version given, drafts equal to the newest release make none.
+    Raises NothingToPublish, ReleaseExists, CorruptBlob.
+    """
+    model, _, version = name.partition("/")
+    split_name(f"{model}/{version or '1'}")
+    drafts = read_drafts(store, model)
+    merged = merge(drafts)
+    if not version:
+        numbers = sorted(int(v) for m, v in map(split_name, store.releases()) if m == model and v.isdigit())
+        if numbers:
+            newest = store.read_release(f"{model}/{numbers[-1]}")
+            if _content(newest) == _content(merged):
+                return newest, False
+        version = str(numbers[-1] + 1 if numbers else 1)
+    manifest = merged.model_copy(
+        update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+    )
+    store.write_release(manifest)
+    return manifest, True
+
+
+def read_drafts(store: Store, model: str) -> list[Manifest]:
+    """The model's drafts, newest first, of the newest's source: older weights of other targets are left out."""
+    drafts = []
+    for record in store.records("drafts"):
+        data = store.read_record("drafts", record)
+        try:
+            draft = Manifest.model_validate_json(data or b"")
+        except ValueError as error:
+            raise ManifestError(f"The draft {record} in {store.url} is damaged: run `preheat build` again.") from error
+        if draft.model == model:
+            drafts.append(draft)
+    if not drafts:
+        raise NothingToPublish(f"{store.url} has no build of {model}: run `preheat build` first.")
+    drafts.sort(key=lambda draft: draft.created, reverse=True)
+    return [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
+
+
+def merge(drafts: list[Manifest]) -> Manifest:
+    """One manifest with the engines and weights of all drafts (same source, so the rest agrees)."""
+    newest = drafts[0]
+    engines = {(engine.component, engine.key): engine for draft in reversed(drafts) for engine in draft.engines}
+    weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
+    return newest.model_copy(
+        update={"engines": tuple(engines.values()), "weights": tuple(weights.values())}
+    )
+
+
+def _content(manifest: Manifest) -> object:
+    """What makes two releases the same, whenever they were made."""
+    left_out = {"version": True, "created": True, "engines": {"__all__": {"accuracy", "build_seconds"}}}
+    return manifest.model_dump(mode="json", exclude=left_out)

@@ -1,0 +1,50 @@
+"""The phases of a cold start: timed, logged as one JSON line, exported as metrics.
+
+Phases: import (process start to load), resolve, weights, engines, warm-up, and first image (process start to the first
+finished picture). Verification happens inside weights and engines: a blob is hashed where it is opened.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import Gauge
+
+logger = logging.getLogger("preheat")
+
+SECONDS = Gauge("preheat_cold_start_seconds", "Seconds of the cold start, by phase.", ["phase"])
+
+
+def seconds_since_process_start() -> float:
+    """Wall-clock seconds since this process was created (proc(5): field 22 of stat, in clock ticks since boot)."""
+    ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+class ColdStart:
+    """Collects phases in the order they end."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+
+    def record(self, phase: str, seconds: float) -> None:
+        self.phases[phase] = round(seconds, 4)
+        SECONDS.labels(phase).set(seconds)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase; one that fails is not recorded."""
+        began = time.perf_counter()
+        yield
+        self.record(name, time.perf_counter() - began)
+
+    def first_image(self) -> None:
+        """Called after every picture; only the first counts."""
+        if "first_image" not in self.phases:
+            self.record("first_image", seconds_since_process_start())
+            logger.info(json.dumps({"event": "cold_start", "seconds": self.phases}))
