@@ -4,10 +4,9 @@
 into a folder as the Dockerfile would copy it into an image, and `Server` runs the server of that layout in a
 process of its own. Only what reaches the image is importable there: `import engine_builder` fails, as it
 would in production. Promises that the server listens on 127.0.0.1 only and outlives neither `stop` nor the
-process that started it. Knows nothing of images, requests or releases.
+process that started it. For Linux, as the images are. Knows nothing of pictures, requests or releases.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -32,7 +31,8 @@ from model.errors import PreheatError
 
 # What a container would get from its host; everything else of our environment stays out of the server.
 _PASSED_ON = re.compile(
-    r"(PREHEAT|TRUSS_SECRET|AWS|CUDA|NVIDIA|LC)_.*|PATH|LD_LIBRARY_PATH|LANG|TZ|TMPDIR|SSL_CERT_FILE|NO_PROXY|no_proxy"
+    r"(PREHEAT|TRUSS_SECRET|AWS|CUDA|NVIDIA|LC)_.*"
+    r"|PATH|LD_LIBRARY_PATH|LANG|TZ|TMPDIR|SSL_CERT_FILE|NO_PROXY|no_proxy"
 )
 _POLL_SECONDS = 0.05
 _LAST_LINES = 8
@@ -132,7 +132,7 @@ class Server:
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._exit_code() is None
 
     def start(self) -> Self:
         """Start the process and return at once; `wait_ready` waits for it."""
@@ -141,7 +141,7 @@ class Server:
         if not _is_free(self.port):
             # Else the other server's answers would pass for this one's.
             raise ServerFailed(f"Port {self.port} of 127.0.0.1 is taken: name another, or leave it out.")
-        self._scratch = tempfile.TemporaryDirectory(prefix="preheat-server-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="preheat-server-", ignore_cleanup_errors=True)
         home = Path(self._scratch.name)
         self._log = _Log(self._kept_log or home / "server.log")
         with self._log.path.open("wb") as log:
@@ -164,13 +164,13 @@ class Server:
         Raises ServerFailed as soon as the process ends, however it ends, and after `timeout` seconds, when
         the process is stopped.
         """
-        process, log = self._started(), self._read_log()
+        log = self._read_log()
         end = time.monotonic() + timeout
         # Not through a proxy, whatever the environment says: this is our own machine.
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while True:
                 # First whether it lives, then what it said, so that a dead process's last words are read.
-                exit_code = process.poll()
+                exit_code = self._exit_code()
                 for message in log.new_messages():
                     if progress is not None:
                         progress(message)
@@ -187,7 +187,9 @@ class Server:
 
     def wait(self) -> int:
         """Block until the server ends by itself. Returns its exit code; negative: what signal ended it."""
-        return self._started().wait()
+        exit_code = self._exit_code(block=True)
+        assert exit_code is not None
+        return exit_code
 
     def stop(self, grace: float = 10.0) -> None:
         """End the process and what it has spawned. Requests in flight have `grace` seconds to finish."""
@@ -224,19 +226,24 @@ class Server:
             "INFERENCE_SERVER_PORT": str(self.port),
         }
 
+    def _exit_code(self, block: bool = False) -> int | None:
+        """How the process ended, None while it runs. Does not reap it, so that stop can name its group."""
+        options = os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG)
+        ended = os.waitid(os.P_PID, self._started().pid, options)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
     def _end(self, grace: float) -> None:
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(grace)
-            except subprocess.TimeoutExpired:
-                pass
-            with contextlib.suppress(ProcessLookupError):  # nothing is left: the usual case
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        os.kill(process.pid, signal.SIGTERM)
+        end = time.monotonic() + grace
+        while self._exit_code() is None and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
         assert process.stdin is not None
         process.stdin.close()
         self._process = None

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -225,11 +226,13 @@ def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
 
 def test_a_server_killed_while_it_serves_is_noticed(server: Server) -> None:
     assert server.running
+    child = ask(server)["child"]
     os.kill(server.pid, signal.SIGKILL)
     assert server.wait() == -signal.SIGKILL
     assert not server.running
     with pytest.raises(ServerFailed, match="SIGKILL"):
         server.wait_ready(TIMEOUT)
+    assert eventually(lambda: gone(child)), "what the dead server had spawned lives on"
 
 
 def test_stop_leaves_no_process(layout: Layout) -> None:
@@ -242,7 +245,27 @@ def test_stop_leaves_no_process(layout: Layout) -> None:
     assert all(eventually(lambda pid=pid: gone(pid)) for pid in pids)
 
 
-def test_the_server_ends_with_the_process_that_started_it(layout: Layout) -> None:
+def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
+    model = """
+        import asyncio
+        from pathlib import Path
+
+        class Model:
+            async def predict(self, request):
+                Path(request["begun"]).touch()
+                await asyncio.sleep(1)
+                return "answered"
+    """
+    begun = tmp_path / "begun"
+    with Server(stub_truss.laid_out(tmp_path, model)) as server, ThreadPoolExecutor() as thread:
+        server.wait_ready(TIMEOUT)
+        answer = thread.submit(ask, server, begun=str(begun))
+        assert eventually(begun.exists)
+        server.stop()
+        assert answer.result() == "answered"
+
+
+def test_the_server_ends_with_the_process_that_started_it(layout: Layout, tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
@@ -256,6 +279,7 @@ def test_the_server_ends_with_the_process_that_started_it(layout: Layout) -> Non
     ended = subprocess.run(
         [sys.executable, "-c", script, str(layout.root)],
         cwd=stub_truss.REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed process cannot clear away its scratch folder
         capture_output=True,
         text=True,
     )
