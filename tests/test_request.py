@@ -1,0 +1,383 @@
+"""The public request, through the very calls that Truss makes: parse_raw for JSON, parse_obj for msgpack."""
+
+import dataclasses
+import importlib.util
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.errors import ManifestError, RequestRefused
+from model.request import (
+    Defaults,
+    GenerationRequest,
+    GenerationSettings,
+    ServedModel,
+    SizeList,
+    SizeRange,
+    read_defaults,
+    resolve,
+)
+
+# Truss calls pydantic's older names, which warn; the server process does not turn warnings into errors.
+pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
+
+FIELDS = (
+    "prompt, negative_prompt, width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, "
+    "use_refiner, denoising_frac, seed, num_images, output_format, quality"
+)
+SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
+SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
+
+
+def _truss_wording() -> Callable[[pydantic.ValidationError], str]:
+    truss = importlib.util.find_spec("truss")
+    assert truss is not None and truss.origin is not None
+    path = Path(truss.origin).parent / "templates/server/_truss_common/errors.py"
+    spec = importlib.util.spec_from_file_location("truss_errors", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    wording: Callable[[pydantic.ValidationError], str] = module.format_pydantic_validation_error
+    return wording
+
+
+truss_wording = _truss_wording()
+
+
+def answer(body: str) -> list[str]:
+    """The lines of Truss's 400 for a body, without its heading; none where the body is accepted."""
+    try:
+        GenerationRequest.parse_raw(body.encode())
+    except pydantic.ValidationError as error:
+        text = truss_wording(error)
+        text.encode()  # what cannot be encoded would be a 500
+        return [line.strip() for line in text.splitlines()[1:]]
+    return []
+
+
+def request(**fields: Any) -> GenerationRequest:
+    return GenerationRequest(**{"prompt": "a cat", **fields})
+
+
+# what is accepted
+
+
+def test_a_prompt_is_enough() -> None:
+    got = GenerationRequest.parse_raw(b'{"prompt": "a cat"}')
+    assert got.model_dump(exclude_none=True) == {
+        "prompt": "a cat",
+        "num_images": 1,
+        "output_format": "jpeg",
+        "quality": 95,
+    }
+
+
+def test_every_field_at_both_ends_of_its_range() -> None:
+    low = dict(prompt="a", negative_prompt="", width=64, height=64)
+    low |= dict(
+        num_inference_steps=1,
+        guidance_scale=0,
+        end_cfg_frac=0,
+        scheduler="E",
+        use_refiner=False,
+        denoising_frac=0,
+        seed=0,
+        num_images=1,
+    )
+    low |= dict(output_format="png", quality=1)
+    high = dict(prompt="é" * 4000, negative_prompt="é" * 4000, width=4096, height=4096)
+    high |= dict(num_inference_steps=100, guidance_scale=30.0, end_cfg_frac=1)
+    high |= dict(scheduler="E" * 64, use_refiner=True, denoising_frac=1.0)
+    high |= dict(seed=2**32 - 1, num_images=8, output_format="webp", quality=100)
+    assert ", ".join(low) == ", ".join(high) == FIELDS
+    for fields in (low, high):
+        assert GenerationRequest.parse_raw(json.dumps(fields)).model_dump() == fields
+        assert GenerationRequest.parse_obj(fields).model_dump() == fields
+
+
+def test_an_integer_will_do_for_a_number() -> None:
+    got = GenerationRequest.parse_raw(b'{"prompt": "a", "guidance_scale": 7}')
+    assert isinstance(got.guidance_scale, float) and got.guidance_scale == 7.0
+
+
+def test_control_characters_other_than_nul_pass() -> None:
+    assert answer(r'{"prompt": "a\tb\ncd\u0007"}') == []
+
+
+# what is refused, in words
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt", '""', 'got "", expected a string of 1 to 4000 characters'),
+        ("prompt", "null", "got null, expected a string of 1 to 4000 characters"),
+        ("prompt", '" \\n\\u3000"', 'got " \\n\\u3000", nothing but whitespace: say what the picture shows'),
+        ("prompt", r'"ab\u0000{c}"', "character 3 is NUL (U+0000), which no text needs: remove it"),
+        (
+            "prompt",
+            r'"ab\ud83d"',
+            "character 3 is half of a surrogate pair, which is not Unicode text: send the whole of it",
+        ),
+        (
+            "prompt",
+            '"' + "x{}é" * 1001 + '"',
+            'got "' + "x{}é" * 15 + '… (4004 characters)", expected a string of 1 to 4000 characters',
+        ),
+        ("negative_prompt", "{}", "got an object, expected a string of 0 to 4000 characters, or null"),
+        ("negative_prompt", r'"\u0000"', "character 1 is NUL (U+0000), which no text needs: remove it"),
+        ("width", "63", "got 63, expected an integer from 64 to 4096, or null"),
+        ("width", "1024.0", "got 1024.0, expected an integer from 64 to 4096, or null"),
+        ("height", "4097", "got 4097, expected an integer from 64 to 4096, or null"),
+        ("num_inference_steps", '"30"', 'got "30", expected an integer from 1 to 100, or null'),
+        ("num_inference_steps", "0", "got 0, expected an integer from 1 to 100, or null"),
+        ("num_inference_steps", "101", "got 101, expected an integer from 1 to 100, or null"),
+        ("guidance_scale", "NaN", "got NaN, expected a number from 0 to 30, or null"),
+        ("guidance_scale", "1e999", "got Infinity, expected a number from 0 to 30, or null"),
+        ("guidance_scale", '"7.5"', 'got "7.5", expected a number from 0 to 30, or null'),
+        ("guidance_scale", "true", "got true, expected a number from 0 to 30, or null"),
+        ("guidance_scale", "30.01", "got 30.01, expected a number from 0 to 30, or null"),
+        (
+            "guidance_scale",
+            "1" + "0" * 400,
+            "got 1" + "0" * 59 + "… (401 characters), expected a number from",
+        ),
+        ("end_cfg_frac", "-0.1", "got -0.1, expected a number from 0 to 1, or null"),
+        ("denoising_frac", "1.1", "got 1.1, expected a number from 0 to 1, or null"),
+        ("scheduler", "[1]", "got a list, expected a string of 1 to 64 characters, or null"),
+        ("use_refiner", "1", "got 1, expected true or false, or null"),
+        ("use_refiner", '"true"', 'got "true", expected true or false, or null'),
+        ("seed", "-1", "got -1, expected an integer from 0 to 4294967295, or null"),
+        ("seed", "4294967296", "got 4294967296, expected an integer from 0 to 4294967295, or null"),
+        ("seed", "true", "got true, expected an integer from 0 to 4294967295, or null"),
+        ("num_images", "9", "got 9, expected an integer from 1 to 8"),
+        ("output_format", '"gif"', 'got "gif", expected one of "png", "jpeg", "webp"'),
+        ("output_format", '["png"]', 'got a list, expected one of "png", "jpeg", "webp"'),
+        ("quality", "null", "got null, expected an integer from 1 to 100"),
+        ("promt", '"a"', "is not a field; the fields are " + FIELDS),
+    ],
+)
+def test_a_refusal_names_the_field_the_value_and_what_is_accepted(
+    field: str, value: str, message: str
+) -> None:
+    body = f'{{"{field}": {value}}}' if field == "prompt" else f'{{"prompt": "a", "{field}": {value}}}'
+    [line] = answer(body)
+    assert line.startswith(f"`{field}`: {message}")
+    assert line.endswith(".") and not line.endswith("..")
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("{}", "`prompt`: is required: a string of 1 to 4000 characters."),
+        ("[]", f"`request`: got a list, expected a JSON object with the fields {FIELDS}."),
+        (
+            r'{"prompt": "a", "\ud800": 1}',
+            "`request`: the name of a field is not Unicode text (it holds half of a surrogate pair).",
+        ),
+    ],
+)
+def test_a_body_of_the_wrong_shape(body: str, line: str) -> None:
+    assert answer(body) == [line]
+
+
+def test_all_problems_come_in_one_answer() -> None:
+    assert [line.split(":")[0] for line in answer('{"width": 1, "seed": -1}')] == [
+        "`prompt`",
+        "`width`",
+        "`seed`",
+    ]
+
+
+def test_an_answer_stays_short() -> None:
+    body = json.dumps({"prompt": "a" * 100_000, **{"k" * 1000 + str(i): i for i in range(1000)}})
+    assert len(answer(body)) == 20
+    assert len("\n".join(answer(body))) < 10_000
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=())),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from(FIELDS.split(", ")) | st.text(st.characters(exclude_categories=()), max_size=5)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(names, values, max_size=6) | values)
+def test_any_json_is_accepted_or_refused_in_words(body: Any) -> None:
+    for line in answer(json.dumps(body)):
+        assert line.startswith("`") and line.endswith(".") and "Input should" not in line
+
+
+def test_the_schema_describes_every_field() -> None:
+    schema = GenerationRequest.schema()  # what Truss publishes
+    assert ", ".join(schema["properties"]) == FIELDS
+    assert schema["required"] == ["prompt"]
+    assert schema["additionalProperties"] is False
+    assert all(len(field["description"]) > 20 for field in schema["properties"].values())
+    assert "DPM++ 2M SDE Karras" in schema["properties"]["scheduler"]["description"]
+
+
+# defaults of a release
+
+
+def test_a_release_changes_the_defaults_it_names() -> None:
+    defaults = read_defaults({"num_inference_steps": 4, "guidance_scale": 0, "scheduler": "LCM"})
+    assert defaults == Defaults(num_inference_steps=4, guidance_scale=0.0, scheduler="LCM")
+    assert (defaults.end_cfg_frac, defaults.denoising_frac, defaults.use_refiner) == (1.0, 0.8, False)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"num_inference_steps": 101},
+            "default for num_inference_steps: got 101, expected an integer from 1 to 100",
+        ),
+        ({"guidance_scale": math.nan}, "default for guidance_scale: got NaN, expected a number from 0 to 30"),
+        ({"steps": 3}, "default for steps: is not a field"),
+        ({"scheduler": "Heun"}, "default for scheduler: 'Heun' is not one of"),
+        (
+            {"scheduler": "LCM", "num_inference_steps": 51},
+            "default for num_inference_steps: 51 is too many for LCM",
+        ),
+    ],
+)
+def test_a_wrong_default_is_an_error_of_the_manifest(entries: dict[str, Any], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        read_defaults(entries)
+
+
+# resolving
+
+
+def test_what_is_left_open_is_the_releases() -> None:
+    defaults = Defaults(
+        num_inference_steps=4,
+        guidance_scale=0.0,
+        end_cfg_frac=0.5,
+        scheduler="EulerAncestralDiscreteScheduler",
+        use_refiner=True,
+        denoising_frac=0.7,
+    )
+    served = ServedModel(1216, 832, SIZES, has_refiner=True, defaults=defaults)
+    assert resolve(request(seed=7), served) == GenerationSettings(
+        prompt="a cat",
+        negative_prompt=None,
+        width=1216,
+        height=832,
+        num_inference_steps=4,
+        guidance_scale=0.0,
+        end_cfg_frac=0.5,
+        scheduler="Euler a",
+        use_refiner=True,
+        denoising_frac=0.7,
+        seed=7,
+        num_images=1,
+        output_format="jpeg",
+        quality=95,
+    )
+
+
+def test_what_is_asked_for_is_kept_zero_and_false_too() -> None:
+    asked = dict(
+        prompt="a dog",
+        negative_prompt="",
+        width=832,
+        height=1216,
+        num_inference_steps=1,
+        guidance_scale=0.0,
+        end_cfg_frac=0.0,
+        scheduler="DDIM",
+        use_refiner=False,
+        denoising_frac=0.0,
+        seed=0,
+        num_images=2,
+        output_format="png",
+        quality=1,
+    )
+    served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
+    assert dataclasses.asdict(resolve(GenerationRequest(**asked), served)) == asked
+
+
+def test_a_seed_is_drawn_each_time_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[int] = []
+    monkeypatch.setattr("secrets.randbelow", lambda end: ranges.append(end) or 1000 + len(ranges))
+    assert [resolve(request(), SERVED).seed for _ in range(2)] == [1001, 1002]
+    assert ranges == [2**32] * 2
+
+
+def test_image_seeds_count_up_and_wrap() -> None:
+    assert resolve(request(seed=5, num_images=3), SERVED).seeds == (5, 6, 7)
+    assert resolve(request(seed=2**32 - 1, num_images=2), SERVED).seeds == (2**32 - 1, 0)
+
+
+def test_one_side_given_takes_the_other_from_the_native_size() -> None:
+    served = ServedModel(512, 768, SizeRange(64, 1024, 64), has_refiner=False, defaults=Defaults())
+    wide, tall = resolve(request(width=640), served), resolve(request(height=640), served)
+    assert ((wide.width, wide.height), (tall.width, tall.height)) == ((640, 768), (512, 640))
+
+
+@pytest.mark.parametrize(
+    ("size", "field"), [((1000, 1000), "width"), ((1024, 1000), "height"), ((832, 832), "height")]
+)
+def test_a_size_outside_the_list_is_refused_with_the_list(size: tuple[int, int], field: str) -> None:
+    with pytest.raises(RequestRefused) as refusal:
+        resolve(request(width=size[0], height=size[1]), SERVED)
+    assert refusal.value.field == field
+    assert str(refusal.value) == (
+        f"{field}: {size[0]}x{size[1]} is not a size served here; "
+        "the sizes (width x height) are 832x1216, 1024x1024, 1216x832."
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "field", "side"),
+    [
+        ((64, 256), "width", 64),
+        ((256, 520), "height", 520),
+        ((258, 256), "width", 258),
+        ((256, 260), "height", 260),
+    ],
+)
+def test_a_size_outside_the_range_is_refused_with_the_rule(
+    size: tuple[int, int], field: str, side: int
+) -> None:
+    served = ServedModel(256, 256, SizeRange(128, 512, 8), has_refiner=False, defaults=Defaults())
+    with pytest.raises(RequestRefused) as refusal:
+        resolve(request(width=size[0], height=size[1]), served)
+    assert refusal.value.field == field
+    assert str(refusal.value) == f"{field}: {side} is not served here; give a multiple of 8 from 128 to 512."
+    for edge in (128, 512):
+        assert resolve(request(width=edge, height=edge), served).width == edge
+
+
+def test_lcm_takes_fifty_steps_and_no_more() -> None:
+    assert resolve(request(scheduler="LCMScheduler", num_inference_steps=50), SERVED).scheduler == "LCM"
+    with pytest.raises(RequestRefused, match="num_inference_steps: 51 is too many for LCM; give 1 to 50"):
+        resolve(request(scheduler="LCM", num_inference_steps=51), SERVED)
+    assert resolve(request(scheduler="DDIM", num_inference_steps=100), SERVED).num_inference_steps == 100
+
+
+def test_an_unknown_scheduler_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="scheduler: 'Heun' is not one of Euler") as refusal:
+        resolve(request(scheduler="Heun"), SERVED)
+    assert refusal.value.field == "scheduler"
+
+
+def test_a_refiner_that_is_not_there_is_refused() -> None:
+    without = dataclasses.replace(SERVED, has_refiner=False)
+    assert resolve(request(use_refiner=False), without).use_refiner is False
+    with pytest.raises(
+        RequestRefused, match="use_refiner: true is not accepted, this release has no refiner"
+    ) as it:
+        resolve(request(use_refiner=True), without)
+    assert it.value.field == "use_refiner"

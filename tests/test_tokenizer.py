@@ -1,0 +1,212 @@
+"""Ids against transformers.CLIPTokenizer, on a small vocabulary made here: every byte, and some merges."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import CLIPTokenizer
+
+from engine_builder.tokenizers import export_tokenizer
+from model.errors import MissingComponent
+from model.tokenizer import ClipTokenizer, TokenizerSettings
+
+MERGES = ["t h", "th e</w>", "c a", "ca t</w>", "i n", "in g</w>", "! !</w>", "' s</w>", "Ã ©</w>", "a b"]
+
+PROMPTS = {
+    "empty": "",
+    "one word": "cat",
+    "case": "The CAT in THE hat",
+    "spaces": "  the\t\tcat \r\n\n sat\u00a0on\u3000it ",
+    "only spaces": " \n\t ",
+    "emoji": "a 🐈‍⬛ and 👩‍🚀🚀 flag 🇫🇷",
+    "cjk": "一只猫坐在垫子上 高精細 고양이",
+    "combining": "cafe\u0301 = café, Z\u0351a\u0300\u0316lgo, \u0130stanbul",
+    "digits": "in 1999 at 24fps 3.5 x 1024²",
+    "apostrophes": "the cat's he'll I'M they'VE don't 'twas rock'n'roll o’clock",
+    "punctuation": "wow!!! (detailed:1.2), [a|b] <lora:x> ... -- __x__",
+    "pad token": "! !! hey! !",
+    "end token inside": "a cat<|endoftext|>a dog <|ENDOFTEXT|>",
+    "begin token inside": "<|startoftext|>a cat",
+    "controls": "a\x07b\x1bc\ufffd\u200b\u202e",
+    "75 tokens": "z " * 75,
+    "76 tokens": "z " * 76,
+    "long": "the cat sat on the mat, " * 60,
+    "100k": "aé猫🐈 '!1" * 12_500,
+    "100k in one word": "ab" * 50_000,
+}
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that byte-level BPE writes bytes with (GPT-2's bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
+
+
+def write_tokenizer(folder: Path, **config: object) -> Path:
+    alphabet = byte_alphabet()
+    words = [
+        *alphabet,
+        *(letter + "</w>" for letter in alphabet),
+        *(merge.replace(" ", "") for merge in MERGES),
+    ]
+    words += ["<|startoftext|>", "<|endoftext|>"]
+    folder.mkdir()
+    vocabulary = {word: index for index, word in enumerate(words)}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]), encoding="utf-8")
+    # As in SDXL's own folders: tokens spelled out, and matched after the text is lower-cased.
+    flags = {
+        "__type": "AddedToken",
+        "lstrip": False,
+        "normalized": True,
+        "rstrip": False,
+        "single_word": False,
+    }
+    begin, end = {**flags, "content": "<|startoftext|>"}, {**flags, "content": "<|endoftext|>"}
+    tokens = {"bos_token": begin, "eos_token": end, "unk_token": end, "pad_token": "<|endoftext|>"}
+    config = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, **tokens, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["<|endoftext|>", "!"], ids=["pads-with-end", "pads-with-!"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[CLIPTokenizer, ClipTokenizer]:
+    """Transformers' tokenizer and ours, of SDXL's `tokenizer` and of its `tokenizer_2`."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("clip") / "tokenizer", pad_token=request.param)
+    return CLIPTokenizer.from_pretrained(str(folder)), ClipTokenizer(*export_tokenizer(folder))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_ids_are_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenizer], prompt: str) -> None:
+    theirs, ours = pair
+    expected = theirs(prompt, padding="max_length", max_length=77, truncation=True).input_ids
+    whole = theirs(prompt).input_ids
+    assert ours.encode(prompt) == (expected, max(0, len(whole) - 77))
+
+
+def test_the_vocabulary_is_put_to_use(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
+    # Else the comparison above could hold between two tokenizers that know no merges.
+    _, ours = pair
+    assert len({tuple(ours.encode(prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
+    assert ours.encode("z the cat")[0][:5] == [
+        ours.settings.bos_token_id,
+        256 + 89,
+        513,
+        515,
+        ours.settings.eos_token_id,
+    ]
+
+
+def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
+    theirs, ours = pair
+    ids, lost = ours.encode("")
+    assert lost == 0
+    assert ids == [theirs.bos_token_id, theirs.eos_token_id] + [theirs.pad_token_id] * 75
+
+
+def test_a_prompt_that_fits_drops_nothing(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
+    _, ours = pair
+    fits = "z " * 75
+    assert ours.encode(fits)[1] == 0
+    assert ours.dropped_text(fits) == ""
+    assert ours.dropped_text("") == ""
+
+
+def test_dropped_text_is_the_end_of_the_prompt_as_it_was_typed(
+    pair: tuple[CLIPTokenizer, ClipTokenizer],
+) -> None:
+    theirs, ours = pair
+    kept, dropped = "z " * 72 + "The Cat's ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
+    assert ours.dropped_text(kept + dropped) == dropped
+    assert ours.encode(kept + dropped)[1] == len(theirs(dropped).input_ids) - 2
+    assert ours.encode(kept)[1] == 0
+
+
+def test_dropped_text_starts_with_the_character_that_was_cut_in_two(
+    pair: tuple[CLIPTokenizer, ClipTokenizer],
+) -> None:
+    _, ours = pair
+    assert ours.encode("z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
+    assert ours.dropped_text("z " * 74 + "猫 b") == "猫 b"
+
+
+def test_a_file_exported_after_use_carries_no_habits(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", pad_token="!")
+    theirs = CLIPTokenizer.from_pretrained(str(folder))
+    theirs("a", padding="max_length", max_length=20, truncation=True)
+    used = theirs.backend_tokenizer.to_str().encode()
+    assert json.loads(used)["truncation"] is not None
+    _, settings = export_tokenizer(folder)
+    ids, lost = ClipTokenizer(used, settings).encode("z " * 90)
+    assert (len(ids), lost) == (77, 15)
+
+
+def test_the_settings_are_read_from_the_folder(tmp_path: Path) -> None:
+    _, first = export_tokenizer(write_tokenizer(tmp_path / "tokenizer", pad_token="<|endoftext|>"))
+    _, second = export_tokenizer(
+        write_tokenizer(tmp_path / "tokenizer_2", pad_token="!", model_max_length=64)
+    )
+    assert first == TokenizerSettings(max_length=77, bos_token_id=522, eos_token_id=523, pad_token_id=523)
+    assert second == TokenizerSettings(max_length=64, bos_token_id=522, eos_token_id=523, pad_token_id=0)
+
+
+def test_a_length_other_than_77(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", model_max_length=8)
+    ids, lost = ClipTokenizer(*export_tokenizer(folder)).encode("z " * 10)
+    assert ids == CLIPTokenizer.from_pretrained(str(folder))("z " * 10, truncation=True).input_ids
+    assert (len(ids), lost) == (8, 4)
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingComponent, match="no CLIP tokenizer can be read from"):
+        export_tokenizer(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_a_folder_that_lacks_a_file_is_an_error(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (folder / name).unlink()
+    with pytest.raises(MissingComponent, match=f"it has no {name}; download"):
+        export_tokenizer(folder)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
+def test_a_damaged_file_is_an_error(tmp_path: Path, name: str) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+    with pytest.raises(MissingComponent, match="no CLIP tokenizer can be read from"):
+        export_tokenizer(folder)
+
+
+def test_a_folder_with_tokenizer_json_alone_will_do(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", pad_token="!")
+    data, settings = export_tokenizer(folder)
+    (folder / "tokenizer.json").write_bytes(data)
+    (folder / "vocab.json").unlink()
+    (folder / "merges.txt").unlink()
+    again, same_settings = export_tokenizer(folder)
+    assert same_settings == settings
+    for prompt in PROMPTS.values():
+        assert ClipTokenizer(again, settings).encode(prompt) == ClipTokenizer(data, settings).encode(prompt)
+
+
+def test_a_tokenizer_that_does_not_say_its_length_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(MissingComponent, match='set "model_max_length"'):
+        export_tokenizer(write_tokenizer(tmp_path / "tokenizer", model_max_length=None))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version": "1.0"}'])
+def test_bytes_that_are_no_tokenizer_are_an_error(data: bytes) -> None:
+    with pytest.raises(MissingComponent, match="tokenizer.json cannot be read"):
+        ClipTokenizer(data, TokenizerSettings(77, 0, 1, 1))
+
+
+@pytest.mark.parametrize("field", ["bos_token_id", "eos_token_id"])
+def test_settings_of_another_tokenizer_are_an_error(tmp_path: Path, field: str) -> None:
+    data, settings = export_tokenizer(write_tokenizer(tmp_path / "tokenizer"))
+    with pytest.raises(MissingComponent, match=r"encodes an empty prompt as \[522, 523\]"):
+        ClipTokenizer(data, dataclasses.replace(settings, **{field: 5}))
