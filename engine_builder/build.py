@@ -171,8 +171,8 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
         builder=_versions() | {"source": source},
         settings=settings,
         defaults=read_release_defaults(plan),
-        schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},  # type: ignore[misc]
-        tokenizers=tokenizers,  # type: ignore[arg-type]
+        schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
+        tokenizers=tokenizers,
         architectures={name: _digest(network.architecture) for name, network in networks.items()},
         engines=tuple(engines),
         weights=tuple(weights),
@@ -205,7 +205,9 @@ def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | Non
     except ValueError:
         return None
     unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
-    have = {(bucket.rows.min, bucket.height.min, bucket.width.min) for bucket in unets if bucket.height and bucket.width}
+    have = {
+        (bucket.rows.min, bucket.height.min, bucket.width.min) for bucket in unets if bucket.height and bucket.width
+    }
     same = draft.builder == _versions() | {"source": source} and set(draft.architectures) == set(plan.components)
     same = same and (have == set(plan.sizes) if plan.sizes else len(unets) == 1)
     return draft if same and all(store.has(digest) for digest in draft.blobs()) else None
@@ -226,7 +228,12 @@ def find_engine(store: Store, key: str) -> CachedEngine | None:
 
 
 def _compile(
-    plan: BuildPlan, network: Network, bucket: Bucket, key: str, real: list[dict[str, torch.Tensor]], store: Store
+    plan: BuildPlan,
+    network: Network,
+    bucket: Bucket,
+    key: str,
+    real: list[dict[str, torch.Tensor]],
+    store: Store,
 ) -> tuple[CachedEngine, Accuracy]:
     """Compile, check, and only then keep."""
     began = time.perf_counter()
@@ -262,7 +269,13 @@ def _check(
 
 def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, constants: bytes) -> Engine:
     return AotInductorEngine(
-        network.component, package, network.signature, bucket, constants, network.tensors(), torch.device(plan.target.device)
+        network.component,
+        package,
+        network.signature,
+        bucket,
+        constants,
+        network.tensors(),
+        torch.device(plan.target.device),
     )
 
 
@@ -287,13 +300,12 @@ def _real_inputs(
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """What each component is given while a short picture is drawn, refiner included, in eager PyTorch."""
     eager = {
-        name: EagerEngine(name, network.module, network.signature, recording=True)
-        for name, network in networks.items()
+        name: EagerEngine(name, network.module, network.signature, recording=True) for name, network in networks.items()
     }
     model = LoadedModel(
         engines={name: EngineSet([engine]) for name, engine in eager.items()},
         tokenizers={name: _tokenizer(store, record) for name, record in tokenizers.items()},
-        noise_schedules=schedulers,  # type: ignore[arg-type]
+        noise_schedules=schedulers,
         settings=settings,
         device=torch.device(plan.target.device),
     )
@@ -317,9 +329,7 @@ def _real_inputs(
 
 
 def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
-    settings = TokenizerSettings(
-        record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id
-    )
+    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
     return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)
 
 
@@ -396,7 +406,9 @@ def _digest(value: object) -> str:
 def resolve_folders(model: Path, refiner: Path | None) -> tuple[ModelFolder, ModelFolder | None]:
     """The base's folder and the refiner's: named, or the base's own `refiner/` where there is one."""
     if not (model / "model_index.json").is_file():
-        raise ModelFolderError(f"{model} has no model_index.json: give a folder in diffusers' layout, e.g. data/tiny-sdxl.")
+        raise ModelFolderError(
+            f"{model} has no model_index.json: give a folder in diffusers' layout, e.g. data/tiny-sdxl."
+        )
     if refiner is None and (model / "refiner" / "model_index.json").is_file():
         refiner = model / "refiner"
     return ModelFolder(model), ModelFolder(refiner) if refiner else None

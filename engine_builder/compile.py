@@ -110,7 +110,10 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     example = _example_of(network, bucket, device)
     with _quiet():
         exported = torch.export.export(
-            network.module, tuple(example.values()), dynamic_shapes=_dynamic_shapes(network, bucket), strict=False
+            network.module,
+            tuple(example.values()),
+            dynamic_shapes=_dynamic_shapes(network, bucket),
+            strict=False,
         )
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package), inductor_configs=_inductor_settings(target)

@@ -15,7 +15,7 @@ from torch import nn
 from model import components
 from model.components import PRECISIONS, Widths
 from model.errors import PreheatError
-from model.store.manifest import Signature
+from model.store.manifest import Precision, Signature
 
 
 class ModelFolderError(PreheatError):
@@ -70,10 +70,10 @@ class UnetNetwork(nn.Module):
 class VaeDecoderNetwork(nn.Module):
     """Latents already divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
 
-    def __init__(self, vae: nn.Module) -> None:
+    def __init__(self, vae: Any) -> None:
         super().__init__()
-        self.decoder = vae.decoder
-        self.post_quant_conv = getattr(vae, "post_quant_conv", None) or nn.Identity()
+        self.decoder: nn.Module = vae.decoder
+        self.post_quant_conv: nn.Module = getattr(vae, "post_quant_conv", None) or nn.Identity()
 
     def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.decoder(self.post_quant_conv(latents)),)
@@ -87,7 +87,7 @@ class Network:
     module: nn.Module
     signature: Signature
     architecture: dict[str, Any]
-    precision: str
+    precision: Precision
     multiple: int | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -125,8 +125,8 @@ class ModelFolder:
         """model_index.json."""
         return self.config(".", "model_index.json")
 
-    def widths(self, unet: str = "unet") -> Widths:
-        """The numbers that shapes depend on, of the pipeline whose UNet is in `unet`."""
+    def widths(self) -> Widths:
+        """The numbers that shapes depend on."""
         network, second = self.config("unet"), self.config("text_encoder_2")
         has_first = (self.root / "text_encoder").is_dir()
         embedded = network["projection_class_embeddings_input_dim"] - second["projection_dim"]
@@ -142,7 +142,14 @@ class ModelFolder:
 
 
 # Keys that say where a config came from, not what is computed.
-_PROVENANCE = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
+_PROVENANCE = (
+    "_name_or_path",
+    "_diffusers_version",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+)
 
 
 def architecture(config: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +157,7 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in _PROVENANCE and key != "scaling_factor"}
 
 
-def load_network(folder: ModelFolder, component: str, precision: str, device: str = "cpu") -> Network:
+def load_network(folder: ModelFolder, component: str, precision: Precision, device: str = "cpu") -> Network:
     """One component of a checkout in `precision`, in eval mode on `device`.
 
     `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout.
@@ -196,7 +203,5 @@ def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.
     variant = "fp16" if all(".fp16" in file.name for file in files) else None
     cls = getattr(importlib.import_module(library), name)
     kind = "torch_dtype" if library == "diffusers" else "dtype"
-    network: nn.Module = cls.from_pretrained(
-        folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype}
-    )
+    network: nn.Module = cls.from_pretrained(folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype})
     return network

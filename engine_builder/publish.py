@@ -57,12 +57,12 @@ def merge(drafts: list[Manifest]) -> Manifest:
     newest = drafts[0]
     engines = {(engine.component, engine.key): engine for draft in reversed(drafts) for engine in draft.engines}
     weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
-    return newest.model_copy(
-        update={"engines": tuple(engines.values()), "weights": tuple(weights.values())}
-    )
+    return newest.model_copy(update={"engines": tuple(engines.values()), "weights": tuple(weights.values())})
 
 
 def _content(manifest: Manifest) -> object:
     """What makes two releases the same, whenever they were made."""
-    left_out = {"version": True, "created": True, "engines": {"__all__": {"accuracy", "build_seconds"}}}
-    return manifest.model_dump(mode="json", exclude=left_out)
+    return manifest.model_dump(
+        mode="json",
+        exclude={"version": True, "created": True, "engines": {"__all__": {"accuracy", "build_seconds"}}},
+    )

@@ -19,12 +19,12 @@ def write_weights(network: Network, store: Store, layout: str = "plain") -> Weig
     for tensors in cut(network.tensors()):
         data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
         blobs.append(Blob(sha256=store.put_bytes(data), bytes=len(data)))
-    return WeightsRecord(
-        component=network.component, precision=network.precision, layout=layout, blobs=tuple(blobs)
-    )
+    return WeightsRecord(component=network.component, precision=network.precision, layout=layout, blobs=tuple(blobs))
 
 
-def cut(tensors: dict[str, torch.Tensor], limit: int = BLOB_LIMIT - _HEADER_ALLOWANCE) -> Iterator[dict[str, torch.Tensor]]:
+def cut(
+    tensors: dict[str, torch.Tensor], limit: int = BLOB_LIMIT - _HEADER_ALLOWANCE
+) -> Iterator[dict[str, torch.Tensor]]:
     """Groups of tensors, in order of their names, of at most `limit` bytes each. A larger single tensor is refused."""
     group: dict[str, torch.Tensor] = {}
     size = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from model.errors import EngineError
-from model.store.manifest import Signature, TensorSpec
+from model.store.manifest import Dtype, Precision, Signature, TensorSpec
 
 TEXT_ENCODER = "text_encoder"
 TEXT_ENCODER_2 = "text_encoder_2"
@@ -22,7 +22,7 @@ VAE_DECODER = "vae_decoder"
 BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER)
 REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET)
 
-DTYPES = {
+DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -30,7 +30,7 @@ DTYPES = {
     "int32": torch.int32,
     "uint8": torch.uint8,
 }
-PRECISIONS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+PRECISIONS: dict[Precision, Dtype] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -51,7 +51,7 @@ class Widths:
     vae_scale: int
 
 
-def text_signature(width: int, tokens: int, dtype: str, pooled_width: int | None) -> Signature:
+def text_signature(width: int, tokens: int, dtype: Dtype, pooled_width: int | None) -> Signature:
     """input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width] (and the pooled projection)."""
     outputs = [TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", tokens, width))]
     if pooled_width is not None:
@@ -60,7 +60,7 @@ def text_signature(width: int, tokens: int, dtype: str, pooled_width: int | None
     return Signature(inputs=(ids,), outputs=tuple(outputs))
 
 
-def unet_signature(widths: Widths, context_width: int, dtype: str) -> Signature:
+def unet_signature(widths: Widths, context_width: int, dtype: Dtype) -> Signature:
     """Latents, timesteps and text of each row -> the predicted noise, of the latents' shape."""
     height, width = f"height/{widths.vae_scale}", f"width/{widths.vae_scale}"
     latent = ("rows", widths.latent_channels, height, width)
@@ -76,7 +76,7 @@ def unet_signature(widths: Widths, context_width: int, dtype: str) -> Signature:
     )
 
 
-def vae_decoder_signature(latent_channels: int, vae_scale: int, dtype: str) -> Signature:
+def vae_decoder_signature(latent_channels: int, vae_scale: int, dtype: Dtype) -> Signature:
     """Latents divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
     latent = ("rows", latent_channels, f"height/{vae_scale}", f"width/{vae_scale}")
     return Signature(

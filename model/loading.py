@@ -58,7 +58,11 @@ class Loaded:
 
 
 def load_release(
-    store: Store, release: str, targets: Sequence[Target], buckets: Sequence[ServedBucket], cold_start: ColdStart
+    store: Store,
+    release: str,
+    targets: Sequence[Target],
+    buckets: Sequence[ServedBucket],
+    cold_start: ColdStart,
 ) -> Loaded:
     """Load `release` for the first of `targets` it has engines for; an empty `buckets` means all of them.
 
@@ -85,9 +89,7 @@ def load_release(
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,
-        noise_schedules={
-            name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
-        },
+        noise_schedules={name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()},
         settings=manifest.settings,
         device=device,
         shares_text_encoder_2=components.REFINER_TEXT_ENCODER_2 in weights
@@ -139,9 +141,7 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
     )
 
 
-def choose_engines(
-    manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]
-) -> list[EngineRecord]:
+def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
     """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
     every = [engine for engine in manifest.engines if engine.component == name and engine.target == target]
     precision = min((engine.precision for engine in every), key=_PRECISIONS.index)
@@ -164,7 +164,11 @@ def choose_engines(
 def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     """The weights in the precision and layout that an engine wants. Raises MissingComponent."""
     for record in manifest.weights:
-        if (record.component, record.precision, record.layout) == (engine.component, engine.precision, engine.layout):
+        if (record.component, record.precision, record.layout) == (
+            engine.component,
+            engine.precision,
+            engine.layout,
+        ):
             return record
     raise MissingComponent(
         f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}: "
@@ -184,9 +188,7 @@ def check_memory(device: torch.device, records: Sequence[WeightsRecord] | Any) -
         )
 
 
-def served_sizes(
-    chosen: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]
-) -> SizeList | SizeRange:
+def served_sizes(chosen: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]) -> SizeList | SizeRange:
     """The sizes that every sized component serves: a rule where engines are dynamic, else a list.
 
     Configured buckets narrow it: only their sizes are served then.
@@ -198,7 +200,9 @@ def served_sizes(
     if all(len(component) == 1 and component[0][0].min < component[0][0].max for component in spans):
         sides = [side for component in spans for side in component[0]]
         return SizeRange(
-            max(side.min for side in sides), min(side.max for side in sides), max(side.multiple for side in sides)
+            max(side.min for side in sides),
+            min(side.max for side in sides),
+            max(side.multiple for side in sides),
         )
     listed = [{(width.min, height.min) for height, width in component} for component in spans]
     return SizeList(tuple(sorted(set.intersection(*listed))))
@@ -215,16 +219,14 @@ def _tokenizer(store: Store, manifest: Manifest, name: Any) -> ClipTokenizer:
     return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)
 
 
-def _open(
-    store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device
-) -> Engine:
+def _open(store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device) -> Engine:
     if record.runtime != "aot_inductor":
-        raise NoEngineForTarget(f"This server runs AOTInductor engines; {record.component} is built for {record.runtime}.")
+        raise NoEngineForTarget(
+            f"This server runs AOTInductor engines; {record.component} is built for {record.runtime}."
+        )
     package = store.get(record.blob.sha256, record.blob.bytes)
     constants = store.get(record.constants.sha256, record.constants.bytes).read_bytes()
-    return AotInductorEngine(
-        record.component, package, record.signature, record.bucket, constants, weights, device
-    )
+    return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, weights, device)
 
 
 __all__ = ["Defaults", "Loaded", "ServedBucket", "load_release"]

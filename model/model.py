@@ -57,8 +57,17 @@ class Model:
         with self._cold_start.phase("warm_up"):
             self._worker.submit(lambda: _warm_up(loaded)).result()
         self._loaded = loaded
-        logger.info(json.dumps({"event": "loaded", "release": loaded.release, "target": loaded.target,
-                                "weight_bytes": loaded.weight_bytes, "seconds": self._cold_start.phases}))
+        logger.info(
+            json.dumps(
+                {
+                    "event": "loaded",
+                    "release": loaded.release,
+                    "target": loaded.target,
+                    "weight_bytes": loaded.weight_bytes,
+                    "seconds": self._cold_start.phases,
+                }
+            )
+        )
 
     async def predict(self, request: GenerationRequest, http: Request) -> Any:
         """A GenerationResponse, or a JSONResponse with {"error": ...}: 400 for what is not served, 500 for no picture."""
@@ -74,7 +83,9 @@ class Model:
             return JSONResponse({"error": str(refusal), "field": refusal.field}, status_code=400)
         except BrokenImage as broken:
             seed = settings.seed
-            logger.error(json.dumps({"event": "broken_image", "request": request_id, "seed": seed, "error": str(broken)}))
+            logger.error(
+                json.dumps({"event": "broken_image", "request": request_id, "seed": seed, "error": str(broken)})
+            )
             return JSONResponse({"error": f"{broken} The request's seed was {seed}."}, status_code=500)
         self._cold_start.first_image()
         return GenerationResponse(
@@ -152,6 +163,11 @@ def _draw(loaded: Loaded, settings: GenerationSettings) -> tuple[list[str], dict
 
 def _warm_up(loaded: Loaded) -> None:
     """Run every engine once at the native size, so that no request pays for lazy loading."""
-    request = GenerationRequest(prompt="warm up", num_inference_steps=4, seed=0, use_refiner=loaded.served.has_refiner,
-                                denoising_frac=0.5)
+    request = GenerationRequest(
+        prompt="warm up",
+        num_inference_steps=4,
+        seed=0,
+        use_refiner=loaded.served.has_refiner,
+        denoising_frac=0.5,
+    )
     generate(loaded.model, [resolve(request, loaded.served)])

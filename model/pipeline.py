@@ -237,7 +237,7 @@ def denoise(
         previous[at] = denoised
         if on_step is not None:
             on_step(step + 1, longest)
-    return list(x.split(1))
+    return [x[index : index + 1] for index in range(len(x))]
 
 
 def _predict_noise(
@@ -280,7 +280,8 @@ def _draw_noise(rows: Sequence[Row], step: int, like: torch.Tensor) -> torch.Ten
         return torch.zeros_like(like)
     shape = (1, *like.shape[1:])
     drawn = [
-        torch.randn(shape, generator=row.generator) if row.table.noise_drawn[step] else torch.zeros(shape) for row in rows
+        torch.randn(shape, generator=row.generator) if row.table.noise_drawn[step] else torch.zeros(shape)
+        for row in rows
     ]
     return torch.cat(drawn).to(like.device)
 
@@ -305,16 +306,16 @@ def refine(
         assert rest is not None
         size = [float(request.height), float(request.width), 0.0, 0.0]
         scores = (
-            ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE]) if settings.requires_aesthetics_score else (size[:2], size[:2])
+            ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE])
+            if settings.requires_aesthetics_score
+            else (size[:2], size[:2])
         )
         time_ids = ([*size, *scores[0]], [*size, *scores[1]])
         conditional, unconditional = encode_prompt(model, request, refiner=True, time_ids=time_ids)
         guidance = guidance_by_step(request)[base.steps :]
         for row in request_rows:
             indices.append(where[id(row)])
-            handed_over.append(
-                Row(latents[where[id(row)]], rest, guidance, row.generator, conditional, unconditional)
-            )
+            handed_over.append(Row(latents[where[id(row)]], rest, guidance, row.generator, conditional, unconditional))
     height = refined[0][0].height
     width = refined[0][0].width
     finished = denoise(model.engines[components.REFINER_UNET], handed_over, height, width, on_step)
@@ -334,5 +335,7 @@ def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:
     scaled = torch.cat(list(latents)) / model.settings.vae_scaling_factor
     height, width = scaled.shape[-2] * scale, scaled.shape[-1] * scale
     # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
-    pictures = [decoder.run({"latents": one.to(dtype)}, height, width)["pixels"].float() for one in scaled.split(1)]
+    pictures = [
+        decoder.run({"latents": one.to(dtype)}, height, width)["pixels"].float() for one in scaled.chunk(len(scaled))
+    ]
     return to_uint8(torch.cat(pictures))

@@ -42,4 +42,6 @@ def _read(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
     try:
         return load_file(path, device=str(device))
     except SafetensorError as error:
-        raise CorruptBlob(f"Blob {path.name[:12]} is no safetensors file ({error}): publish the release again.") from error
+        raise CorruptBlob(
+            f"Blob {path.name[:12]} is no safetensors file ({error}): publish the release again."
+        ) from error

@@ -37,7 +37,9 @@ class AotInductorEngine:
         # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         if set(loader.get_constant_fqns()) != set(mapped):
-            raise EngineError(f"The {component} engine and its constant map disagree: build it again (`preheat build`).")
+            raise EngineError(
+                f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
+            )
         # A call before constants are loaded, or with some missing, would be a segmentation fault.
         loader.load_constants(mapped, False, True, True)
         self._loader = loader

@@ -1,8 +1,8 @@
 """Where releases live. A store holds immutable blobs by SHA-256 and releases by name; nothing else.
 
-    blobs/sha256/<digest>               written once, verified whenever they are read
-    releases/<model>/<version>.json     the only names people type
-    records/<kind>/<name>.json          the builder's notes: engines by key, drafts of releases; may be rewritten
+blobs/sha256/<digest>               written once, verified whenever they are read
+releases/<model>/<version>.json     the only names people type
+records/<kind>/<name>.json          the builder's notes: engines by key, drafts of releases; may be rewritten
 """
 
 from pathlib import Path

@@ -50,7 +50,10 @@ class LocalStore:
 
     def read(self, digest: str, into: memoryview) -> None:
         path = self._blob_path(digest)
-        with _reading(path, f"Blob {digest[:12]} is missing from {self.url}"), path.open("rb", buffering=0) as file:
+        with (
+            _reading(path, f"Blob {digest[:12]} is missing from {self.url}"),
+            path.open("rb", buffering=0) as file,
+        ):
             size = os.fstat(file.fileno()).st_size
             if size != len(into):
                 raise CorruptBlob(_corrupt(digest, self.url, f"it has {size} bytes instead of {len(into)}"))
@@ -180,7 +183,9 @@ def _writing(store: LocalStore, target: Path) -> Iterator[Path]:
         temporary.chmod(0o644)
         yield temporary
     except OSError as error:
-        raise StoreError(f"{store.url} cannot be written: {error.strerror or error}. Nothing in it was changed.") from error
+        raise StoreError(
+            f"{store.url} cannot be written: {error.strerror or error}. Nothing in it was changed."
+        ) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Dimension = int | Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[0-9]{1,3})$")]
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 Runtime = Literal["aot_inductor", "tensorrt"]
 
 
@@ -39,7 +40,7 @@ class TensorSpec(_Record):
     """One tensor at a component's border. `shape` counts rows, or pixels ("height/8" for a latent side)."""
 
     name: Name
-    dtype: Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+    dtype: Dtype
     shape: tuple[Dimension, ...]
 
 
@@ -206,7 +207,7 @@ class Manifest(_Record):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """"model/version" -> its two halves. Names are data: anything that could leave the store's folder is refused."""
+    """ "model/version" -> its two halves. Names are data: anything that could leave the store's folder is refused."""
     parts = name.split("/")
     if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", part) for part in parts):
         raise ManifestError(
@@ -243,5 +244,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
             f"The manifest of {name} is damaged at {where}: {problem['msg']}. Publish the release again (`preheat publish`)."
         ) from error
     if manifest.name != name:
-        raise ManifestError(f"The manifest under the name {name} is that of {manifest.name}: publish it under its own name.")
+        raise ManifestError(
+            f"The manifest under the name {name} is that of {manifest.name}: publish it under its own name."
+        )
     return manifest
