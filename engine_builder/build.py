@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,14 +21,14 @@ from pydantic import BaseModel
 from engine_builder import compile as compiler
 from engine_builder.networks import ModelFolder, ModelFolderError, Network, load_network
 from engine_builder.tokenizers import export_tokenizer
-from engine_builder.validate import InaccurateEngine, validate
+from engine_builder.validate import validate
 from engine_builder.weights import write_weights
 from model import components
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines import Engine, EngineSet
 from model.engines.aot_inductor import AotInductorEngine
 from model.engines.eager import EagerEngine
-from model.errors import CorruptBlob, PreheatError
+from model.errors import CorruptBlob
 from model.pipeline import LoadedModel, generate
 from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
 from model.schedule import NoiseSchedule, configured_sampler
@@ -401,19 +401,3 @@ def _versions() -> dict[str, str]:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def resolve_folders(model: Path, refiner: Path | None) -> tuple[ModelFolder, ModelFolder | None]:
-    """The base's folder and the refiner's: named, or the base's own `refiner/` where there is one."""
-    if not (model / "model_index.json").is_file():
-        raise ModelFolderError(
-            f"{model} has no model_index.json: give a folder in diffusers' layout, e.g. data/tiny-sdxl."
-        )
-    if refiner is None and (model / "refiner" / "model_index.json").is_file():
-        refiner = model / "refiner"
-    return ModelFolder(model), ModelFolder(refiner) if refiner else None
-
-
-__all__: Sequence[str] = (
-    "BuildPlan", "BuildResult", "InaccurateEngine", "PreheatError", "Report", "build", "resolve_folders",
-)  # fmt: skip

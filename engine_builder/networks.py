@@ -197,6 +197,9 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
 def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
     import importlib
 
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # the build has a bar of its own
     files = list((folder.root / part).glob("*.safetensors"))
     if not files:
         raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")

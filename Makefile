@@ -1,0 +1,49 @@
+# Two commands for a newcomer: `make demo` and `make test`. Every target sets .venv up by itself.
+#
+#   make demo PROMPT="two green squares on a white background" SEED=7 OUT=squares.png
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    # no NVIDIA GPU: torch without CUDA's gigabytes
+
+PYTHON ?= python3.11
+TORCH_INDEX ?=
+PROMPT ?= a large red circle on a blue background
+SEED ?= 7
+OUT ?= demo.png
+RELEASE ?= tiny-sdxl/1
+PORT ?= 8080
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet
+
+.PHONY: setup demo serve test check
+.DEFAULT_GOAL := demo
+
+setup: $(READY)
+
+# The Truss server's own requirements come from the truss package, so that the server runs here on what it runs on
+# in the image; its pin of numpy below 2 gives way to ours, as config.yaml's does.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) --editable '.[dev]'
+	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
+	sed -e '/^-i /d' -e '/^numpy/d' $$server/requirements.txt > .venv/server-requirements.txt; \
+	$(PIP) --requirement .venv/server-requirements.txt --constraint $$server/constraints.txt
+	touch $@
+
+demo: export PROMPT := $(PROMPT)
+demo: export SEED := $(SEED)
+demo: export OUT := $(OUT)
+demo: $(READY)
+	$(BIN)/preheat demo
+
+serve: $(READY)
+	$(BIN)/preheat serve $(RELEASE) --port $(PORT)
+
+test: $(READY)
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy

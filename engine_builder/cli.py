@@ -1,0 +1,367 @@
+"""The `preheat` command: every job of the offline half, and a client for the online one."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from engine_builder import demo as demo_run
+from engine_builder.calling import generate as call
+from engine_builder.calling import save_images, save_predicted
+from model.errors import CorruptBlob, PreheatError
+from model.store import Store, open_store
+from model.store.manifest import Manifest, Precision
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console(highlight=False)
+
+StoreOption = Annotated[
+    str, typer.Option("--store", envvar="PREHEAT_STORE", help="Folder or file:// URL that holds blobs and releases.")
+]
+DEFAULT_STORE = str(ROOT / ".preheat" / "store")
+
+
+def main() -> None:
+    """Entry point: errors written for people end with status 1 and no traceback."""
+    try:
+        app()
+    except PreheatError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]preheat:[/] {_plain(str(error))}")
+        sys.exit(1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+@app.command()
+def build(
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    refiner: Annotated[
+        str | None, typer.Option(help="The refiner's; default: MODEL/refiner where there is one.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each (GPU)."),
+    ] = None,
+) -> None:
+    """Compile the networks of MODEL for this machine, check them, keep them with the weights in the store."""
+    result = run_build(open_store(store), model, refiner, name, precision, size or [])
+    console.print(f"Next: preheat publish {result.model} --store {store}")
+
+
+def run_build(
+    store: Store, model: str, refiner: str | None, name: str | None, precision: str | None, sizes: list[str]
+) -> Manifest:
+    """Build with progress on the console; prints a table of the engines; returns the draft."""
+    with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.build import BuildPlan
+        from engine_builder.build import build as build_model
+        from engine_builder.checkout import find_folders
+        from engine_builder.compile import build_target
+
+    base, refiner_folder = find_folders(model, refiner)
+    target = build_target()
+    chosen = precision or ("fp16" if target.device == "cuda" else "fp32")
+    if chosen not in ("fp32", "fp16", "bf16"):
+        raise typer.BadParameter(f"{chosen!r} is not fp32, fp16 or bf16", param_hint="--precision")
+    plan = BuildPlan(
+        model=name or base.root.resolve().name,
+        base=base,
+        refiner=refiner_folder,
+        target=target,
+        precision=cast(Precision, chosen),
+        sizes=tuple(_size(text) for text in sizes),
+    )
+    console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}")
+    began = time.perf_counter()
+    with _progress() as report:
+        result = build_model(plan, store, report)
+    table = Table("component", "engine", "KiB", "compiled in", "worst error", "relative error")
+    for engine in result.draft.engines:
+        state = "compiled" if engine.component in result.compiled else "reused"
+        table.add_row(
+            engine.component, state, f"{engine.blob.bytes // 1024:,}", f"{engine.build_seconds:.0f} s",
+            f"{engine.accuracy.worst:.1e}", f"{engine.accuracy.relative:.1e}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"Built in {time.perf_counter() - began:.0f} s: {store.url}")
+    return result.draft
+
+
+@app.command()
+def publish(
+    name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Make a release of what was built: one manifest, written once."""
+    run_publish(open_store(store), name)
+
+
+def run_publish(store: Store, name: str) -> Manifest:
+    """Publish and say what happened."""
+    from engine_builder.publish import publish as publish_drafts
+
+    manifest, new = publish_drafts(store, name)
+    size = sum(blob.bytes for blob in manifest.blobs().values())
+    said = "Published" if new else "Unchanged since"
+    console.print(
+        f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
+        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs"
+    )
+    return manifest
+
+
+@app.command()
+def releases(store: StoreOption = DEFAULT_STORE) -> None:
+    """List the releases of a store."""
+    opened = open_store(store)
+    names = opened.releases()
+    table = Table("release", "targets", "components", "created", "MiB")
+    for name in names:
+        manifest = opened.read_release(name)
+        size = sum(blob.bytes for blob in manifest.blobs().values())
+        table.add_row(
+            name, "\n".join(manifest.targets), str(len(manifest.components)), manifest.created, f"{size / 2**20:.0f}"
+        )
+    console.print(table if names else f"No release in {opened.url}: run preheat build and preheat publish.")
+
+
+@app.command()
+def verify(
+    release: Annotated[str | None, typer.Argument(help="MODEL/VERSION; default: every release.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Hash every blob that a release names. Exit status 1 where anything is damaged."""
+    opened = open_store(store)
+    names = [release] if release else opened.releases()
+    blobs = {digest: blob for name in names for digest, blob in opened.read_release(name).blobs().items()}
+    damaged = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("Hashing", total=sum(blob.bytes for blob in blobs.values()))
+        for digest, blob in blobs.items():
+            try:
+                opened.get(digest, blob.bytes)
+            except CorruptBlob as error:
+                damaged.append(str(error))
+            progress.advance(task, blob.bytes)
+    for message in damaged:
+        console.print(f"[red]damaged[/] {_plain(message)}")
+    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    release: Annotated[str, typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION.")],
+    store: StoreOption = DEFAULT_STORE,
+    config: Annotated[Path, typer.Option(help="The deployment's config.yaml.")] = DEMO_CONFIG,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8080,
+) -> None:
+    """Run the real Truss server on this machine until it is interrupted."""
+    url = open_store(store).url
+    with demo_run.serving(ROOT, config, ROOT / ".preheat" / "serve", url, release, port) as server:
+        with console.status(f"Starting {release}"):
+            server.wait_ready(600)
+        console.print(f"Serving [bold]{release}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
+        _print_cold_start(demo_run.cold_start_phases(server.url))
+        try:
+            code = server.wait()
+        except KeyboardInterrupt:
+            console.print("Stopping")
+            return
+    raise PreheatError(f"The server ended by itself (exit code {code}).")
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What the picture shows.")],
+    url: Annotated[str, typer.Option(help="The server, without a path.")] = "http://127.0.0.1:8080",
+    out: Annotated[Path, typer.Option(help="Where to write; several images get numbers.")] = Path("image.png"),
+    negative_prompt: str | None = None,
+    width: int | None = None,
+    height: int | None = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    guidance_scale: float | None = None,
+    scheduler: str | None = None,
+    refiner: Annotated[bool | None, typer.Option(help="Finish with the refiner.")] = None,
+    seed: int | None = None,
+    images: Annotated[int, typer.Option(help="How many.")] = 1,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
+) -> None:
+    """Ask a running server for a picture and save it."""
+    given = {
+        "negative_prompt": negative_prompt,
+        "width": width,
+        "height": height,
+        "num_inference_steps": steps,
+        "guidance_scale": guidance_scale,
+        "scheduler": scheduler,
+        "use_refiner": refiner,
+        "seed": seed,
+    }
+    request = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
+    request |= {key: value for key, value in given.items() if value is not None}
+    with console.status("Drawing"):
+        response = call(url, request, timeout)
+    _print_response(response, save_images(response, out))
+
+
+@app.command()
+def save(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("image.png")) -> None:
+    """Write the pictures in what `truss predict` prints, read from standard input."""
+    for path in save_predicted(sys.stdin, out):
+        console.print(str(path))
+
+
+@app.command()
+def bench(
+    release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
+    store: StoreOption = DEFAULT_STORE,
+    prompt: str = "a large red circle on a blue background",
+    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
+    images: Annotated[int, typer.Option(help="Images a request.")] = 1,
+    refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
+    warm_ups: int = 3,
+    runs: int = 20,
+    peer: Annotated[
+        Path | None, typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in this run.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")] = None,
+) -> None:
+    """Measure latency by stage on this machine. The last line is JSON."""
+    with console.status("Loading"):
+        from engine_builder import bench as measuring
+        from model.coldstart import ColdStart
+        from model.loading import load_release
+        from model.request import GenerationRequest, resolve
+        from model.target import detect_targets
+
+        loaded = load_release(open_store(store), release, detect_targets(), [], ColdStart())
+    request = GenerationRequest(
+        prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
+    )
+    with console.status(f"Measuring {release}"):
+        rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
+    if peer is not None:
+        with console.status("Measuring diffusers"):
+            settings = resolve(request, loaded.served)
+            rows.append(measuring.bench_diffusers(peer, settings, rows[0].precision, min(warm_ups, 2), runs))
+    table = Table("case", "p50 ms", "p90 ms", "p99 ms", "runs", "stages (median ms)")
+    for row in rows:
+        stages = ", ".join(f"{stage} {value:g}" for stage, value in row.stages.items())
+        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), stages)
+    console.print(table)
+    console.print(f"{rows[0].gpu}, torch {rows[0].torch}, {rows[0].precision}, {steps} steps, batch {images}")
+    if out is not None:
+        kept = json.loads(out.read_text()) if out.exists() else []
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(kept + [row.to_dict() for row in rows], indent=1) + "\n")
+    print(json.dumps([row.to_dict() for row in rows]))
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Option(envvar="PROMPT")] = "a large red circle on a blue background",
+    seed: Annotated[int, typer.Option(envvar="SEED")] = 7,
+    out: Annotated[Path, typer.Option(envvar="OUT")] = Path("demo.png"),
+    refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
+    model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
+) -> None:
+    """Build, publish, start the real server, draw one picture over HTTP, and say what took how long."""
+    store = open_store(DEFAULT_STORE)
+    draft = run_build(store, str(model), None, None, None, [])
+    manifest = run_publish(store, draft.model)
+    work = ROOT / ".preheat" / "demo"
+    request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
+    with (
+        console.status("Starting the Truss server and drawing"),
+        demo_run.serving(ROOT, DEMO_CONFIG, work, store.url, manifest.name, log=work / "server.log") as server,
+    ):
+        picture = demo_run.draw_once(server, request, out, timeout=300)
+    _print_cold_start(picture.cold_start)
+    _print_response(picture.response, picture.paths)
+
+
+def _print_cold_start(phases: dict[str, float]) -> None:
+    names = {"first_image": "process start to first image"}
+    table = Table("cold start", "seconds", title_justify="left")
+    for phase, seconds in phases.items():
+        table.add_row(names.get(phase, phase), f"{seconds:.2f}")
+    console.print(table)
+
+
+def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
+    table = Table("stage", "ms")
+    for stage, milliseconds in response["timings"].items():
+        table.add_row(stage, f"{milliseconds:.0f}")
+    table.add_row("request", f"{response['time'] * 1000:.0f}")
+    console.print(table)
+    for warning in response["warnings"]:
+        console.print(f"[yellow]warning[/] {_plain(warning)}")
+    for path, image in zip(paths, response["images"], strict=True):
+        console.print(f"[bold]{path.resolve()}[/]  seed {image['seed']}, {image['width']}x{image['height']}")
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on a terminal; elsewhere a line for each thing begun, so that a log shows life."""
+    if not console.is_terminal:
+        began = time.perf_counter()
+
+        def say(component: str, doing: str, done: int, steps: int) -> None:
+            console.print(f"{time.perf_counter() - began:6.1f} s  {done:2}/{steps}  {component}: {doing}")
+            sys.stdout.flush()
+
+        yield say
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("Starting", total=None)
+
+        def show(component: str, doing: str, done: int, steps: int) -> None:
+            progress.update(task, description=f"{component}: {doing}", completed=done, total=steps)
+
+        yield show
+
+
+def _size(text: str) -> tuple[int, int, int]:
+    """ "1024x768@2" (width x height @ rows) -> (rows, height, width)."""
+    sides, _, rows = text.partition("@")
+    width, _, height = sides.partition("x")
+    if not (width.isdigit() and height.isdigit() and (rows or "2").isdigit()):
+        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@ROWS, for example 1024x1024@2", param_hint="--size")
+    return int(rows or 2), int(height), int(width)
+
+
+def _format_of(out: Path) -> str:
+    return {".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}.get(out.suffix.lower(), "png")
+
+
+def _plain(text: str) -> str:
+    """Text that rich must not read as markup."""
+    return text.replace("[", "\\[")
+
+
+if __name__ == "__main__":
+    main()
