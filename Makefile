@@ -10,6 +10,8 @@ SEED ?= 7
 OUT ?= demo.png
 RELEASE ?= tiny-sdxl/1
 PORT ?= 8080
+# See truss/configs/cpu-demo.yaml: spinning threads starve each other on a machine that has other work.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -35,6 +35,7 @@ DEFAULT_STORE = str(ROOT / ".preheat" / "store")
 
 def main() -> None:
     """Entry point: errors written for people end with status 1 and no traceback."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; see truss/configs/cpu-demo.yaml
     try:
         app()
     except PreheatError as error:
