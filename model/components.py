@@ -93,7 +93,7 @@ def solve(signature: Signature, inputs: Mapping[str, torch.Tensor], component: s
     """
     names = [spec.name for spec in signature.inputs]
     if set(names) != set(inputs):
-        raise EngineError(f"{component} takes {', '.join(names)}; it was given {', '.join(inputs)}.")
+        raise EngineError(f"{component} takes {', '.join(names)}; it was given {', '.join(inputs) or 'nothing'}.")
     known: dict[str, int] = {}
     for spec in signature.inputs:
         tensor = inputs[spec.name]

@@ -4,9 +4,10 @@ Promises that nothing of a release is used before its digest was checked, and th
 here is refused with one sentence that says why and which command mends it.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,18 +16,20 @@ from model.coldstart import ColdStart
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines import Engine, EngineSet
 from model.engines.aot_inductor import AotInductorEngine
-from model.errors import ManifestError, MissingComponent, NoEngineForTarget
+from model.errors import ManifestError, MissingComponent, NoEngineForTarget, RequestRefused
 from model.pipeline import LoadedModel
 from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defaults
 from model.schedule import NoiseSchedule
 from model.store import Store
-from model.store.manifest import EngineRecord, Manifest, WeightsRecord
+from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Runtime, Span, WeightsRecord
 from model.target import Target
 from model.tokenizer import ClipTokenizer, TokenizerSettings
 from model.weights import WeightsCache
 
-# Where a release has a component in several precisions, the first of these is served.
-_PRECISIONS = ("fp16", "bf16", "fp32")
+_TOKENIZERS: tuple[Literal["tokenizer", "tokenizer_2"], ...] = ("tokenizer", "tokenizer_2")
+# Where a release has a component in several precisions, the first of these is served: what changes pictures comes last.
+_PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "fp32", "fp8", "int8")
+_RUNTIMES: tuple[Runtime, ...] = ("aot_inductor",)
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,14 @@ class ServedBucket:
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any]) -> "ServedBucket":
-        try:
-            return cls(**{key: int(value) for key, value in entry.items()})
-        except (TypeError, ValueError) as error:
-            raise ManifestError(f"config: a bucket is height, width and rows as numbers, not {dict(entry)}.") from error
+        """Raises ManifestError unless `entry` is three whole numbers above zero."""
+        whole = isinstance(entry, Mapping) and set(entry) == {"height", "width", "rows"}
+        if not whole or not all(type(value) is int and value > 0 for value in entry.values()):
+            raise ManifestError(
+                f"config: a bucket is {{height: 1024, width: 1024, rows: 2}}, three whole numbers, not {entry!r:.200}: "
+                "mend model_metadata.preheat.buckets in config.yaml."
+            )
+        return cls(**entry)
 
 
 @dataclass(frozen=True)
@@ -66,41 +73,38 @@ def load_release(
 ) -> Loaded:
     """Load `release` for the first of `targets` it has engines for; an empty `buckets` means all of them.
 
-    Raises ReleaseNotFound, ManifestError, MissingComponent, NoEngineForTarget, CorruptBlob or EngineError.
+    Raises ReleaseNotFound, ManifestError, MissingComponent, NoEngineForTarget, StoreError, CorruptBlob or EngineError;
+    whatever the manifest alone can tell, before any blob is read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
-        defaults = read_defaults(manifest.defaults)
         names = required_components(manifest)
         target = choose_target(manifest, targets, names)
         chosen = {name: choose_engines(manifest, name, target, buckets) for name in names}
-        weights = {name: weights_of(manifest, chosen[name][0]) for name in names}
-        check_memory(device, weights.values())
+        weights = {name: [weights_of(manifest, engine) for engine in engines] for name, engines in chosen.items()}
+        served = served_model(manifest, chosen, buckets)
+        noise_schedules: dict[str, NoiseSchedule] = {
+            name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
+        }
+        check_memory(device, [record for records in weights.values() for record in records])
     with cold_start.phase("weights"):
         cache = WeightsCache(store, device)
-        tensors = {name: cache.load(record) for name, record in weights.items()}
-        tokenizers = {name: _tokenizer(store, manifest, name) for name in ("tokenizer", "tokenizer_2")}
+        tensors = {name: [cache.load(record) for record in records] for name, records in weights.items()}
+        tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
     with cold_start.phase("engines"):
         engines = {
-            name: EngineSet([_open(store, record, tensors[name], device) for record in records])
+            name: EngineSet([_open(store, *pair, device) for pair in zip(records, tensors[name], strict=True)])
             for name, records in chosen.items()
         }
+    second, refiners = weights[components.TEXT_ENCODER_2], weights.get(components.REFINER_TEXT_ENCODER_2, [])
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,
-        noise_schedules={name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()},
+        noise_schedules=noise_schedules,
         settings=manifest.settings,
         device=device,
-        shares_text_encoder_2=components.REFINER_TEXT_ENCODER_2 in weights
-        and weights[components.REFINER_TEXT_ENCODER_2].identity == weights[components.TEXT_ENCODER_2].identity,
-    )
-    served = ServedModel(
-        native_width=manifest.settings.native_width,
-        native_height=manifest.settings.native_height,
-        sizes=served_sizes(chosen, buckets),
-        has_refiner=manifest.has_refiner,
-        defaults=defaults,
+        shares_text_encoder_2={record.identity for record in second} == {record.identity for record in refiners},
     )
     return Loaded(model, served, release, target, chosen[components.UNET][0].runtime, cache.bytes)
 
@@ -110,7 +114,7 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
     names = BASE_COMPONENTS + (REFINER_COMPONENTS if manifest.settings.refiner else ())
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
-    missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
+    missing += [name for name in _TOKENIZERS if name not in manifest.tokenizers]
     missing += [f"{name} scheduler" for name in ("base", "refiner") if _lacks_scheduler(manifest, name)]
     if missing:
         raise MissingComponent(
@@ -137,13 +141,20 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
     some = f" for its {', '.join(sorted(lacking))}" if targets[0].key in built else ""
     raise NoEngineForTarget(
         f"Release {manifest.name} has no engine for this machine ({targets[0].key}){some}; it has engines for "
-        f"{', '.join(manifest.targets) or 'nothing'}. Run `preheat build` on such a machine and publish a new release."
+        f"{', '.join(manifest.targets) or 'nothing'}. Run `preheat build` on such a machine and publish "
+        "a new release (`preheat publish`)."
     )
 
 
 def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
     """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
     every = [engine for engine in manifest.engines if engine.component == name and engine.target == target]
+    every = [engine for engine in every if engine.runtime in _RUNTIMES]
+    if not every:
+        raise NoEngineForTarget(
+            f"Release {manifest.name} has no {name} engine for {target} of a runtime that this server runs "
+            f"({', '.join(_RUNTIMES)}): build one (`preheat build`) and publish a new release (`preheat publish`)."
+        )
     precision = min((engine.precision for engine in every), key=_PRECISIONS.index)
     every = [engine for engine in every if engine.precision == precision]
     if not buckets:
@@ -154,8 +165,9 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
         fitting = [e for e in fitting if e.bucket.rows.min <= bucket.rows]
         if not fitting:
             raise NoEngineForTarget(
-                f"Release {manifest.name} has no {name} engine for {bucket.width}x{bucket.height} with {bucket.rows} rows "
-                f"on {target}: build that bucket, or take it out of the config's buckets."
+                f"Release {manifest.name} has no {name} engine for {bucket.width}x{bucket.height} with {bucket.rows} "
+                f"rows on {target}: build it (`preheat build --size {bucket.width}x{bucket.height}@{bucket.rows}`) and "
+                "publish a new release, or take that bucket out of the config."
             )
         chosen |= {engine.key: engine for engine in fitting}
     return list(chosen.values())
@@ -172,11 +184,11 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
             return record
     raise MissingComponent(
         f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}: "
-        "build it again and publish a new release."
+        "build it again and publish a new release (`preheat build`, `preheat publish`)."
     )
 
 
-def check_memory(device: torch.device, records: Sequence[WeightsRecord] | Any) -> None:
+def check_memory(device: torch.device, records: Iterable[WeightsRecord]) -> None:
     """Refuse before loading what cannot fit: the distinct weights against the GPU's free memory."""
     if device.type != "cuda":
         return
@@ -188,27 +200,61 @@ def check_memory(device: torch.device, records: Sequence[WeightsRecord] | Any) -
         )
 
 
+def served_model(
+    manifest: Manifest, chosen: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]
+) -> ServedModel:
+    """What requests may ask for. Raises ManifestError or NoEngineForTarget where the release's own defaults are not
+    served: every request that leaves them open would be refused."""
+    defaults = read_defaults(manifest.defaults)
+    settings = manifest.settings
+    if defaults.use_refiner and not manifest.has_refiner:
+        raise ManifestError(
+            f"Release {manifest.name} uses a refiner by default and has none: build it with one "
+            "(`preheat build --refiner`) and publish a new release (`preheat publish`)."
+        )
+    native = f"{settings.native_width}x{settings.native_height}"
+    sizes = served_sizes(chosen, buckets)
+    try:
+        sizes.check(settings.native_width, settings.native_height)
+    except RequestRefused as error:
+        raise NoEngineForTarget(
+            f"Release {manifest.name} draws {native} unless asked otherwise, and what is loaded here does not: {error} "
+            "Build that size (`preheat build`), or add it to the config's buckets."
+        ) from error
+    return ServedModel(settings.native_width, settings.native_height, sizes, manifest.has_refiner, defaults)
+
+
 def served_sizes(chosen: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]) -> SizeList | SizeRange:
-    """The sizes that every sized component serves: a rule where engines are dynamic, else a list.
+    """The sizes that every sized component serves: a rule where all engines are dynamic, else a list.
 
     Configured buckets narrow it: only their sizes are served then.
     """
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
-    sized = [[e.bucket for e in records if e.bucket.height] for records in chosen.values()]
-    spans = [[(b.height, b.width) for b in component if b.height and b.width] for component in sized if component]
-    if all(len(component) == 1 and component[0][0].min < component[0][0].max for component in spans):
-        sides = [side for component in spans for side in component[0]]
-        return SizeRange(
-            max(side.min for side in sides),
-            min(side.max for side in sides),
-            max(side.multiple for side in sides),
-        )
-    listed = [{(width.min, height.min) for height, width in component} for component in spans]
-    return SizeList(tuple(sorted(set.intersection(*listed))))
+    sized = [spans for records in chosen.values() if (spans := _spans(records))]
+    static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
+    if static or not sized:
+        held = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]
+        return SizeList(tuple(sorted(held)))
+    # Of several dynamic engines of a component the widest decides.
+    sides = [side for spans in sized for side in max(spans, key=lambda span: span[0].max)]
+    return SizeRange(
+        max(side.min for side in sides),
+        min(side.max for side in sides),
+        math.lcm(*(side.multiple for side in sides)),
+    )
 
 
-def _tokenizer(store: Store, manifest: Manifest, name: Any) -> ClipTokenizer:
+def _spans(records: Sequence[EngineRecord]) -> list[tuple[Span, Span]]:
+    """Heights and widths of a component's engines; none for a text encoder."""
+    return [(e.bucket.height, e.bucket.width) for e in records if e.bucket.height and e.bucket.width]
+
+
+def _holds(span: tuple[Span, Span], size: tuple[int, int]) -> bool:
+    return span[0].holds(size[1]) and span[1].holds(size[0])
+
+
+def _tokenizer(store: Store, manifest: Manifest, name: Literal["tokenizer", "tokenizer_2"]) -> ClipTokenizer:
     record = manifest.tokenizers[name]
     settings = TokenizerSettings(
         max_length=record.max_length,
@@ -216,17 +262,20 @@ def _tokenizer(store: Store, manifest: Manifest, name: Any) -> ClipTokenizer:
         eos_token_id=record.eos_token_id,
         pad_token_id=record.pad_token_id,
     )
-    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)
+    return ClipTokenizer(_read(store, record.blob), settings)
 
 
 def _open(store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device) -> Engine:
-    if record.runtime != "aot_inductor":
-        raise NoEngineForTarget(
-            f"This server runs AOTInductor engines; {record.component} is built for {record.runtime}."
-        )
+    constants = _read(store, record.constants)
     package = store.get(record.blob.sha256, record.blob.bytes)
-    constants = store.get(record.constants.sha256, record.constants.bytes).read_bytes()
     return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, weights, device)
+
+
+def _read(store: Store, blob: Blob) -> bytes:
+    """A small blob whole; the bytes that were checked are the bytes that are used."""
+    buffer = bytearray(blob.bytes)
+    store.read(blob.sha256, memoryview(buffer))
+    return bytes(buffer)
 
 
 __all__ = ["Defaults", "Loaded", "ServedBucket", "load_release"]

@@ -4,6 +4,7 @@ A key is readable and complete: cuda-h200-sm90-torch2.13-cu130, cuda-a10g-sm86-t
 CPU engines are compiled for a named x86-64 level, so a machine runs the engines of its own level and of those below.
 """
 
+import platform
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 class Target:
     """What an engine is compiled for: a device and the runtime with its version.
 
-    `device` is "cuda" or "cpu"; `product` a GPU's name or an x86-64 level; `capability` e.g. "sm90", "" on a CPU.
+    `device` is "cuda" or "cpu"; `product` a GPU's name, an x86-64 level or another processor's name; `capability` e.g.
+    "sm90", "" on a CPU.
     """
 
     device: str
@@ -50,6 +52,9 @@ def detect_targets() -> list[Target]:
         name, (major, minor) = gpu
         return [Target("cuda", gpu_product(name), f"sm{major}{minor}", torch_tag())]
     tag = torch_tag().split("-")[0]
+    machine = platform.machine().lower()
+    if machine not in ("x86_64", "amd64"):
+        return [Target("cpu", re.sub(r"[^a-z0-9_]", "", machine) or "unknown", "", tag)]
     return [Target("cpu", level, "", tag) for level in cpu_levels(_cpu_flags())]
 
 
@@ -63,25 +68,38 @@ def cpu_levels(flags: Iterable[str]) -> list[str]:
     return levels[::-1]
 
 
+# Words of a device name that say how it is packed, not which chip it is. "Laptop" stays: there it is another chip.
+_PACKING = re.compile(
+    r"nvidia|tesla|geforce|quadro|gpu|generation|edition|workstation|server|max|q|\d+gb?|hbm\d\w*|sxm\d?|pcie|nvl"
+)
+
+
 def gpu_product(name: str) -> str:
-    """The short product name of a device name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4"."""
+    """The short product name of a device name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4".
+
+    A slice of a GPU is a product of its own ("h100mig1g10gb"): it has fewer cores than engines were tuned for.
+    """
     words = name.replace("-", " ").lower().split()
-    drop = re.compile(r"nvidia|tesla|geforce|quadro|generation|\d+gb|hbm\d\w*|sxm\d?|pcie|nvl")
-    return "".join(re.sub(r"[^a-z0-9]", "", word) for word in words if not drop.fullmatch(word)) or "gpu"
+    return "".join(re.sub(r"[^a-z0-9]", "", word) for word in words if not _PACKING.fullmatch(word)) or "gpu"
 
 
 def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
-    """Name and compute capability of GPU 0: through cuda-python, or torch where that is absent; None without a GPU."""
+    """Name and compute capability of GPU 0: through cuda-python, or torch where that is absent.
+
+    None without a GPU, without its driver, and where torch was built for the CPU and could not use it.
+    """
+    import torch
+
+    if torch.version.cuda is None:
+        return None
     try:
         from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        import torch
-
         if not torch.cuda.is_available():
             return None
         return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)
     error, count = runtime.cudaGetDeviceCount()
-    if error != runtime.cudaError_t.cudaSuccess or count == 0:
+    if error != runtime.cudaError_t.cudaSuccess or not count:
         return None
     error, properties = runtime.cudaGetDeviceProperties(0)
     if error != runtime.cudaError_t.cudaSuccess:
@@ -91,7 +109,12 @@ def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
 
 
 def _cpu_flags() -> list[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    """Flags of the first processor; none where the system does not say, which leaves the baseline."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
         if line.startswith("flags"):
             return line.split(":", 1)[1].split()
     return []

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from model.errors import CorruptBlob
+from model.errors import CorruptBlob, StoreError
 from model.store import Store
 from model.store.manifest import WeightsRecord
 
@@ -21,14 +21,23 @@ class WeightsCache:
         self._loaded: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
 
     def load(self, record: WeightsRecord) -> dict[str, torch.Tensor]:
-        """Tensors by name. On the CPU they are views of the mapped, verified files. Raises CorruptBlob."""
+        """Tensors by name. On the CPU they are views of the mapped, verified files.
+
+        Raises CorruptBlob or StoreError.
+        """
         if record.identity not in self._loaded:
             # Hashing releases the interpreter lock, so blobs are verified side by side.
             with ThreadPoolExecutor(max_workers=8) as pool:
                 paths = list(pool.map(lambda blob: self._store.get(blob.sha256, blob.bytes), record.blobs))
             tensors: dict[str, torch.Tensor] = {}
             for path in paths:
-                tensors.update(_read(path, self._device))
+                read = _read(path, self._device)
+                if twice := tensors.keys() & read.keys():
+                    raise CorruptBlob(
+                        f"The weights of {record.component} have {min(twice)} in two blobs: build and publish the "
+                        "release again (`preheat build`, `preheat publish`)."
+                    )
+                tensors |= read
             self._loaded[record.identity] = tensors
         return self._loaded[record.identity]
 
@@ -43,5 +52,8 @@ def _read(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
         return load_file(path, device=str(device))
     except SafetensorError as error:
         raise CorruptBlob(
-            f"Blob {path.name[:12]} is no safetensors file ({error}): publish the release again."
+            f"Blob {path.name[:12]} is no safetensors file ({error}): build and publish the release again "
+            "(`preheat build`, `preheat publish`)."
         ) from error
+    except OSError as error:
+        raise StoreError(f"Blob {path.name[:12]} cannot be mapped: {error.strerror or error}.") from error

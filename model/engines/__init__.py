@@ -5,8 +5,9 @@ from typing import Protocol
 
 import torch
 
+from model.components import solve
 from model.errors import EngineError
-from model.store.manifest import Bucket, Signature
+from model.store.manifest import Bucket, Signature, Span
 
 __all__ = ["Engine", "EngineSet"]
 
@@ -19,7 +20,7 @@ class Engine(Protocol):
     bucket: Bucket
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Named tensors in, named tensors out, on the current stream. Raises EngineError for inputs it does not take."""
+        """Named tensors in and out, on the current stream. Raises EngineError for inputs it does not take."""
 
 
 class EngineSet:
@@ -27,23 +28,34 @@ class EngineSet:
     or in several calls where no bucket is large enough."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
+        """`engines`: at least one, all of one component. Raises EngineError where they do not take the same inputs."""
         self.engines = sorted(engines, key=lambda engine: engine.bucket.rows.max)
         self.component = engines[0].component
         self.signature = engines[0].signature
+        if any(engine.signature != self.signature for engine in engines):
+            raise EngineError(
+                f"The {self.component} engines differ in what they take and give: build them again with one version "
+                "(`preheat build`)."
+            )
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
-        """Run inputs [rows, ...] at `height` x `width` pixels (0 for a text encoder). Raises EngineError."""
+        """Run inputs [rows, ...] at `height` x `width` pixels (0 for a text encoder). Raises EngineError.
+
+        Inputs are checked here as a whole: cut into calls, a tensor with too many rows would lose the last ones.
+        """
+        rows = solve(self.signature, inputs, self.component)["rows"]
+        if not rows:
+            raise EngineError(f"{self.component} was given no rows.")
         serving = [engine for engine in self.engines if _serves(engine.bucket, height, width)]
         if not serving:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.")
-        rows = len(next(iter(inputs.values())))
         parts: list[dict[str, torch.Tensor]] = []
         done = 0
         while done < rows:
             left = rows - done
             engine = next((engine for engine in serving if engine.bucket.rows.max >= left), serving[-1])
             taken = min(left, engine.bucket.rows.max)
-            padding = max(0, engine.bucket.rows.min - taken)
+            padding = _rows_run(engine.bucket.rows, taken) - taken
             part = {name: _pad(tensor[done : done + taken], padding) for name, tensor in inputs.items()}
             parts.append({name: tensor[:taken] for name, tensor in engine.run(part).items()})
             done += taken
@@ -54,6 +66,11 @@ class EngineSet:
 
 def _serves(bucket: Bucket, height: int, width: int) -> bool:
     return bucket.holds(bucket.rows.min, height, width)
+
+
+def _rows_run(span: Span, rows: int) -> int:
+    """The fewest rows that an engine runs which are at least `rows`."""
+    return max(span.min, -(-rows // span.multiple) * span.multiple)
 
 
 def _pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:

@@ -4,15 +4,14 @@ The public Python loader is not used: it compiles and runs probe programs to lea
 to a minute, and importing its wrapper takes seconds. The target was checked before an engine comes here.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from model.components import DTYPES, dtype_name, solve
-from model.errors import EngineError
-from model.store.manifest import Bucket, Signature
+from model.errors import EngineError, ManifestError
+from model.store.manifest import Bucket, Signature, parse_constants
 
 
 class AotInductorEngine:
@@ -28,20 +27,27 @@ class AotInductorEngine:
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
-        """`constants` is the JSON of the engine record's constants blob. Raises EngineError where anything disagrees."""
+        """`constants` is what the engine record's constants blob holds. Raises EngineError where anything disagrees."""
         self.component = component
         self.signature = signature
         self.bucket = bucket
-        mapped = _map_constants(component, constants, weights)
+        self._device = device.type
+        mapped = _map_constants(component, constants, weights, device)
         index = (device.index or 0) if device.type == "cuda" else -1
-        # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
-        if set(loader.get_constant_fqns()) != set(mapped):
+        try:
+            # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
+            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+            if set(loader.get_constant_fqns()) != set(mapped):
+                raise EngineError(
+                    f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
+                )
+            # A call before constants are loaded, or with some missing, would be a segmentation fault.
+            loader.load_constants(mapped, False, True, True)
+        except RuntimeError as error:
             raise EngineError(
-                f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
-            )
-        # A call before constants are loaded, or with some missing, would be a segmentation fault.
-        loader.load_constants(mapped, False, True, True)
+                f"The {component} engine cannot be opened ({_first_line(error)}): make room in the folder for "
+                "temporary files, where it is unpacked, or build it again (`preheat build`)."
+            ) from error
         self._loader = loader
         self._weights = mapped
 
@@ -50,23 +56,47 @@ class AotInductorEngine:
         rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
         if not self.bucket.holds(rows, height, width):
             raise EngineError(f"The {self.component} engine has no bucket for {rows} rows at {width}x{height}.")
+        for name, tensor in inputs.items():
+            if tensor.device.type != self._device:
+                raise EngineError(
+                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}."
+                )
         # Kernels were compiled for contiguous inputs and do not look at strides.
         flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
         outputs = self._loader.run(flat)
+        if len(outputs) != len(self.signature.outputs):
+            raise EngineError(
+                f"The {self.component} engine gives {len(outputs)} tensors and its record names "
+                f"{len(self.signature.outputs)}: build it again (`preheat build`)."
+            )
         return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}
 
 
-def _map_constants(component: str, constants: bytes, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _map_constants(
+    component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Constant of the compiled code -> tensor, with every name, shape and dtype checked (the loader checks none)."""
+    again = "build and publish the release again (`preheat build`, `preheat publish`)."
+    try:
+        expected = parse_constants(constants)
+    except ManifestError as error:
+        raise EngineError(f"The {component} engine cannot be opened: {error} To mend it, {again}") from error
     mapped: dict[str, torch.Tensor] = {}
-    for constant, expected in json.loads(constants).items():
-        tensor = weights.get(expected["tensor"])
+    for name, constant in expected.items():
+        tensor = weights.get(constant.tensor)
         if tensor is None:
-            raise EngineError(f"The weights of {component} lack {expected['tensor']}: build the release again.")
-        if list(tensor.shape) != expected["shape"] or tensor.dtype != DTYPES.get(expected["dtype"]):
+            raise EngineError(f"The weights of {component} lack {constant.tensor}: {again}")
+        if tuple(tensor.shape) != constant.shape or tensor.dtype != DTYPES[constant.dtype]:
             raise EngineError(
-                f"The weights of {component} do not fit its engine: {expected['tensor']} is {dtype_name(tensor.dtype)} "
-                f"{list(tensor.shape)}, expected {expected['dtype']} {expected['shape']}. Build the release again."
+                f"The weights of {component} do not fit its engine: {constant.tensor} is {dtype_name(tensor.dtype)} "
+                f"{list(tensor.shape)}, expected {constant.dtype} {list(constant.shape)}; {again}"
             )
-        mapped[constant] = tensor
+        if tensor.device.type != device.type or not tensor.is_contiguous():
+            raise EngineError(f"{component}: {constant.tensor} must be contiguous, and on {device.type}; {again}")
+        mapped[name] = tensor
     return mapped
+
+
+def _first_line(error: RuntimeError) -> str:
+    """torch's messages go on with its own stack."""
+    return str(error).strip().partition("\n")[0][:200]

@@ -39,7 +39,8 @@ class Store(Protocol):
         """The manifest of "model/version". Raises ReleaseNotFound or ManifestError."""
 
     def write_release(self, manifest: Manifest) -> None:
-        """Publish. Raises ReleaseExists where the name is taken, also in a race; CorruptBlob where a blob is missing."""
+        """Publish. Raises ReleaseExists where the name is taken, also in a race; CorruptBlob where a blob is missing
+        or damaged; ManifestError where the manifest could not be read again."""
 
     def releases(self) -> list[str]:
         """All release names, sorted."""
@@ -58,9 +59,19 @@ def open_store(url: str | Path) -> Store:
     """file:///folder (or a plain path): a local folder, also a read-only one. Raises StoreError for anything else."""
     from model.store.local import LocalStore
 
-    parts = urlsplit(str(url))
-    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
-        return LocalStore(Path(unquote(parts.path)))
-    if parts.scheme == "":
-        return LocalStore(Path(url))
-    raise StoreError(f"{url!r} is no store this version can open: give file:///absolute/folder or a path.")
+    text = str(url)
+    refusal = StoreError(f"{text!r} is no store this version can open: give file:///absolute/folder or a path.")
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:
+        raise refusal from error
+    path = text
+    if parts.scheme == "file":
+        path = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment or not path.startswith("/"):
+            raise refusal
+    elif parts.scheme:
+        raise refusal
+    if not path or "\0" in path:
+        raise refusal
+    return LocalStore(Path(path))

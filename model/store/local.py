@@ -1,29 +1,42 @@
 """A store in a folder: a disk, a mounted bucket, a read-only image layer. Promises what `Store` promises.
 
 Writes go to a temporary name beside the target and are moved into place, so a reader, or a crash, never meets half a
-file. Several processes may share the folder.
+file. Several processes may share the folder. Links are followed, for what a blob is called says what it must hold;
+what is neither file nor link to one (a pipe, a device) is never opened.
 """
 
 import hashlib
 import os
+import re
+import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 
-from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
+from model.errors import CorruptBlob, ManifestError, PreheatError, ReleaseExists, ReleaseNotFound, StoreError
 from model.store.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, split_name
 
 _CHUNK = 4 * 2**20  # bytes read at a time while hashing
+_INCOMING = ".incoming-"
+_ABANDONED = 24 * 3600  # seconds; no writer is silent for so long, so what it left was left by one that died
+_LISTED = 20  # release names in one message
 
 
 class LocalStore:
-    """`file://` store. Verified blobs are remembered by (inode, size, mtime) for the life of the process."""
+    """`file://` store. Verified blobs are remembered by what the file system says of them, for the life of the process.
+
+    That includes the time of the last change, which nobody can set back, so a change is seen unless it happens between
+    the check and the use. Publishing takes a file system that has hard links.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root).absolute()
         self.url = self.root.as_uri()
-        self._verified: set[tuple[str, int, int, int]] = set()
+        self._verified: set[tuple[str, int, int, int, int, int]] = set()
+        self._swept: set[Path] = set()
 
     # -- blobs ---------------------------------------------------------------------------------------------------
 
@@ -33,64 +46,90 @@ class LocalStore:
         return self.root / "blobs" / "sha256" / digest
 
     def has(self, digest: str) -> bool:
-        return self._blob_path(digest).is_file()
+        path = self._blob_path(digest)
+        with self._reading(f"Blob {digest[:12]}"):
+            try:
+                return stat.S_ISREG(path.stat().st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def get(self, digest: str, size: int) -> Path:
         path = self._blob_path(digest)
-        with _reading(path, f"Blob {digest[:12]} is missing from {self.url}"):
-            stat = path.stat()
-            if stat.st_size != size:
-                raise CorruptBlob(_corrupt(digest, self.url, f"it has {stat.st_size} bytes instead of {size}"))
-            seen = (digest, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        with self._opened_blob(digest, size) as file:
+            found = os.fstat(file.fileno())
+            seen = (digest, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
             if seen not in self._verified:
-                if _digest_of(path) != digest:
-                    raise CorruptBlob(_corrupt(digest, self.url, "its bytes have changed"))
+                if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise self._damaged(digest, "its bytes have changed")
                 self._verified.add(seen)
         return path
 
     def read(self, digest: str, into: memoryview) -> None:
-        path = self._blob_path(digest)
-        with (
-            _reading(path, f"Blob {digest[:12]} is missing from {self.url}"),
-            path.open("rb", buffering=0) as file,
-        ):
-            size = os.fstat(file.fileno()).st_size
-            if size != len(into):
-                raise CorruptBlob(_corrupt(digest, self.url, f"it has {size} bytes instead of {len(into)}"))
+        with self._opened_blob(digest, len(into)) as file:
             hasher, at = hashlib.sha256(), 0
-            while at < size:
+            while at < len(into):
                 got = file.readinto(into[at : at + _CHUNK])
                 if not got:
-                    raise CorruptBlob(_corrupt(digest, self.url, f"it ends after {at} of {size} bytes"))
+                    raise self._damaged(digest, f"it ends after {at} of {len(into)} bytes")
                 hasher.update(into[at : at + got])
                 at += got
         if hasher.hexdigest() != digest:
-            raise CorruptBlob(_corrupt(digest, self.url, "its bytes have changed"))
+            raise self._damaged(digest, "its bytes have changed")
+
+    @contextmanager
+    def _opened_blob(self, digest: str, size: int) -> Iterator[BufferedReader]:
+        """A blob's file, known to have `size` bytes. Raises CorruptBlob, or StoreError where it cannot be read."""
+        try:
+            with self._reading(f"Blob {digest[:12]}"), _open_file(self._blob_path(digest)) as file:
+                have = os.fstat(file.fileno()).st_size
+                if have != size:
+                    raise self._damaged(digest, f"it has {have} bytes instead of {size}")
+                yield file
+        except _NotThere as error:
+            raise CorruptBlob(
+                f"Blob {digest[:12]} is missing from {self.url}: build and publish the release again "
+                "(`preheat build`, `preheat publish`)."
+            ) from error
+
+    def _damaged(self, digest: str, what: str) -> CorruptBlob:
+        """The remedy names the file: a build trusts the names that are there, so the damaged one must go first."""
+        return CorruptBlob(
+            f"Blob {digest[:12]} in {self.url} is damaged: {what}. Find all damage with `preheat verify`, delete it "
+            f"(blobs/sha256/{digest}), then build again (`preheat build`)."
+        )
 
     def put(self, path: Path) -> str:
-        digest = _digest_of(path)
-        self._place_blob(digest, path)
+        try:
+            with self._reading(str(path)), _open_file(path) as source:
+                size = os.fstat(source.fileno()).st_size
+                digest = hashlib.file_digest(source, "sha256").hexdigest()
+                if not self._holds(digest, size):
+                    source.seek(0)
+                    self._place(digest, iter(lambda: source.read(_CHUNK), b""), str(path))
+        except _NotThere as error:
+            raise StoreError(f"{path} is not there to be stored.") from error
         return digest
 
     def put_bytes(self, data: bytes) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        self._place_blob(digest, data)
+        if not self._holds(digest, len(data)):
+            self._place(digest, [data], "The data")
         return digest
 
-    def _place_blob(self, digest: str, source: Path | bytes) -> None:
+    def _holds(self, digest: str, size: int) -> bool:
+        try:
+            self.get(digest, size)
+        except CorruptBlob:
+            return False
+        return True
+
+    def _place(self, digest: str, chunks: Iterable[bytes], source: str) -> None:
         target = self._blob_path(digest)
-        size = len(source) if isinstance(source, bytes) else source.stat().st_size
-        if target.is_file() and target.stat().st_size == size and _digest_of(target) == digest:
-            return
-        with _writing(self, target) as temporary:
-            if isinstance(source, bytes):
-                _write_through(temporary, [source])
-            else:
-                with source.open("rb") as file:
-                    _write_through(temporary, iter(lambda: file.read(_CHUNK), b""))
-            if _digest_of(temporary) != digest:
-                raise CorruptBlob(f"{source if isinstance(source, Path) else 'The data'} changed while it was stored.")
+        with self._writing(target) as temporary:
+            if _write_through(temporary, chunks) != digest:
+                raise StoreError(f"{source} changed while it was stored: do it again.")
             os.replace(temporary, target)
+            _flush_folder(target.parent)
 
     # -- releases ------------------------------------------------------------------------------------------------
 
@@ -99,101 +138,151 @@ class LocalStore:
         return self.root / "releases" / model / f"{version}.json"
 
     def read_release(self, name: str) -> Manifest:
-        path = self._release_path(name)
         try:
-            with path.open("rb") as file:
+            with self._reading(f"Release {name}"), _open_file(self._release_path(name)) as file:
                 data = file.read(MANIFEST_LIMIT + 1)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            there = ", ".join(self.releases()) or "none"
+        except _NotThere as error:
+            names = self.releases()
+            there = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
             raise ReleaseNotFound(
-                f"No release {name} in {self.url} (releases there: {there}): name one of them, or publish it with "
-                f"`preheat publish {name} --store {self.url}`."
+                f"No release {name} in {self.url} (releases there: {there or 'none'}): name one of them, or publish it "
+                f"with `preheat publish {name} --store {self.url}`."
             ) from error
-        except OSError as error:
-            raise StoreError(f"Release {name} cannot be read from {self.url}: {error.strerror}.") from error
         return parse_manifest(data, name)
 
     def write_release(self, manifest: Manifest) -> None:
+        data = manifest.to_json()
+        if parse_manifest(data, manifest.name) != manifest:
+            raise ManifestError(f"The manifest of {manifest.name} would be read as another one: build it again.")
         for digest, blob in manifest.blobs().items():
             self.get(digest, blob.bytes)
         target = self._release_path(manifest.name)
-        with _writing(self, target) as temporary:
-            _write_through(temporary, [manifest.to_json()])
+        with self._writing(target) as temporary:
+            _write_through(temporary, [data])
             try:
                 os.link(temporary, target)  # fails where the name is taken: of two racing publishers one wins
             except FileExistsError as error:
                 raise ReleaseExists(
                     f"{manifest.name} is published already and releases are written once: choose another version."
                 ) from error
+            _flush_folder(target.parent)
 
     def releases(self) -> list[str]:
-        folder = self.root / "releases"
-        return sorted(f"{path.parent.name}/{path.stem}" for path in folder.glob("*/*.json"))
+        paths = (self.root / "releases").glob("*/*.json")
+        return sorted(name for path in paths if _is_name(name := f"{path.parent.name}/{path.stem}"))
 
     # -- the builder's records -----------------------------------------------------------------------------------
 
     def _record_path(self, kind: str, name: str) -> Path:
-        split_name(f"{kind}/{name}")
+        # Longer than a release's, because a draft is called after its model, target and precision together.
+        if not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,219}", part) for part in (kind, name)):
+            raise StoreError(f"{kind}/{name} is no name for a record: give the model a short one (letters and digits).")
         return self.root / "records" / kind / f"{name}.json"
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         try:
-            return self._record_path(kind, name).read_bytes()
-        except FileNotFoundError:
+            with self._reading(f"Record {kind}/{name}"), _open_file(self._record_path(kind, name)) as file:
+                return file.read()
+        except _NotThere:
             return None
 
     def write_record(self, kind: str, name: str, record: bytes) -> None:
         target = self._record_path(kind, name)
-        with _writing(self, target) as temporary:
+        with self._writing(target) as temporary:
             _write_through(temporary, [record])
             os.replace(temporary, target)
 
     def records(self, kind: str) -> list[str]:
         return sorted(path.stem for path in (self.root / "records" / kind).glob("*.json"))
 
+    # -- the file system -----------------------------------------------------------------------------------------
 
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"{what} cannot be read ({self.url}): {error.strerror or error}. Mend the folder's permissions or disk."
+            ) from error
+
+    @contextmanager
+    def _writing(self, target: Path) -> Iterator[Path]:
+        """A temporary path beside `target`, gone afterwards whatever happens."""
+        temporary: Path | None = None
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._sweep(target.parent)
+            handle, name = tempfile.mkstemp(prefix=_INCOMING, dir=target.parent)
+            os.close(handle)
+            temporary = Path(name)
+            temporary.chmod(0o644)
+            yield temporary
+        except OSError as error:
+            raise StoreError(
+                f"{self.url} cannot be written: {error.strerror or error}. Nothing in it was changed; make room, make "
+                "it writable, or name another store (`--store`)."
+            ) from error
+        finally:
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+
+    def _sweep(self, folder: Path) -> None:
+        """Once a folder, delete what writers that died long ago have left in it; a failure to is nobody's concern."""
+        if folder in self._swept:
+            return
+        self._swept.add(folder)
+        for path in folder.glob(f"{_INCOMING}*"):
+            try:
+                if time.time() - path.lstat().st_mtime > _ABANDONED:
+                    path.unlink()
+            except OSError:
+                continue
 
 
-def _corrupt(digest: str, url: str, what: str) -> str:
-    return f"Blob {digest[:12]} in {url} is damaged: {what}. Find all damage with `preheat verify`, then build again."
+class _NotThere(PreheatError):
+    """No such file. Never leaves this module: callers say what is missing."""
 
 
-@contextmanager
-def _reading(path: Path, missing: str) -> Iterator[None]:
+def _open_file(path: Path) -> BufferedReader:
+    """Open a regular file. Raises _NotThere, or OSError for what is none: opening a pipe would hang."""
     try:
-        yield
+        # O_NONBLOCK means nothing for a file, and lets a pipe be opened to be refused.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptBlob(f"{missing}: build and publish the release again.") from error
-    except OSError as error:
-        raise StoreError(f"{path.name[:12]} cannot be read: {error.strerror}.") from error
-
-
-@contextmanager
-def _writing(store: LocalStore, target: Path) -> Iterator[Path]:
-    """A temporary path beside `target`, gone afterwards whatever happens."""
-    temporary: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".incoming-", dir=target.parent)
+        raise _NotThere(str(path)) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        temporary = Path(name)
-        temporary.chmod(0o644)
-        yield temporary
-    except OSError as error:
-        raise StoreError(
-            f"{store.url} cannot be written: {error.strerror or error}. Nothing in it was changed."
-        ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        raise OSError("it is no file")
+    return os.fdopen(handle, "rb")
 
 
-def _write_through(path: Path, chunks: Iterator[bytes] | list[bytes]) -> None:
+def _is_name(name: str) -> bool:
+    """False for what strangers put between the releases."""
+    try:
+        split_name(name)
+    except ManifestError:
+        return False
+    return True
+
+
+def _write_through(path: Path, chunks: Iterable[bytes]) -> str:
+    """Write to the disk itself; returns the SHA-256 of what was written."""
+    hasher = hashlib.sha256()
     with path.open("wb") as file:
         for chunk in chunks:
+            hasher.update(chunk)
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
+    return hasher.hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a new name survive a power cut, where the file system can."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

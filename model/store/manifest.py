@@ -1,32 +1,39 @@
 """The manifest: everything that serves one model, by SHA-256. Written once, read by every server that comes later.
 
-Releases live longer than programs, so this module is strict both ways: unknown keys are refused, and a manifest of a
-newer schema is refused with its own sentence. It knows nothing about where blobs are kept.
+Releases live longer than programs, so this module is strict both ways: unknown and repeated keys are refused, types are
+as JSON has them, and a manifest of a newer schema is refused with its own sentence. Numbers and names are bounded, and
+what a manifest says twice must agree, so whoever reads a parsed one need not ask again. It knows nothing about where
+blobs are kept.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
 from model.errors import ManifestError
 
 SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
-MANIFEST_LIMIT = 16 * 2**20  # bytes; anything larger is not a manifest
+MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets are 1 MiB, and parsed JSON takes many times its size
+SMALL_BLOB_LIMIT = 64 * 2**20  # bytes; what is read into memory whole: tokenizers and maps of constants
+_SHOWN = 120  # characters of a damaged manifest's own words that a message repeats
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-Dimension = int | Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[0-9]{1,3})$")]
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[1-9][0-9]{0,2})$")]
+Dimension = Size | Symbol
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 Runtime = Literal["aot_inductor", "tensorrt"]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Blob(_Record):
@@ -47,16 +54,31 @@ class TensorSpec(_Record):
 class Signature(_Record):
     """What a component takes and gives, in the order of the compiled call."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
+    inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+    outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _sound(self) -> "Signature":
+        for specs in (self.inputs, self.outputs):
+            if len({spec.name for spec in specs}) < len(specs):
+                raise ValueError("two tensors have one name")
+            if any(spec.shape[:1] != ("rows",) for spec in specs):
+                raise ValueError("the first dimension of every tensor is rows")
+        if _symbols(self.outputs) - _symbols(self.inputs):
+            raise ValueError("an output has a size that no input has")
+        return self
+
+
+def _symbols(specs: tuple[TensorSpec, ...]) -> set[str]:
+    return {size.partition("/")[0] for spec in specs for size in spec.shape if isinstance(size, str)}
 
 
 class Span(_Record):
     """From `min` to `max`, both included, in steps of `multiple`. A static dimension has min == max."""
 
-    min: Annotated[int, Field(ge=1)]
-    max: Annotated[int, Field(ge=1)]
-    multiple: Annotated[int, Field(ge=1)] = 1
+    min: Size
+    max: Size
+    multiple: Size = 1
 
     @model_validator(mode="after")
     def _ordered(self) -> "Span":
@@ -115,6 +137,23 @@ class EngineRecord(_Record):
     accuracy: Accuracy
     build_seconds: float
 
+    @model_validator(mode="after")
+    def _sound(self) -> "EngineRecord":
+        if self.constants.bytes > SMALL_BLOB_LIMIT:
+            raise ValueError(f"a map of constants has at most {SMALL_BLOB_LIMIT} bytes")
+        sized = {"height", "width"} <= _symbols(self.signature.inputs)
+        if (self.bucket.height is not None) != sized or (self.bucket.width is not None) != sized:
+            raise ValueError("the bucket has a size and the signature none, or the other way round")
+        return self
+
+
+class Constant(_Record):
+    """The tensor of the weights that a constant of the compiled code is mapped to."""
+
+    tensor: Annotated[str, Field(min_length=1, max_length=512)]
+    dtype: Dtype
+    shape: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...]
+
 
 class WeightsRecord(_Record):
     """One component's weights in one precision and layout: ordered safetensors blobs of at most 256 MiB each."""
@@ -129,15 +168,29 @@ class WeightsRecord(_Record):
         """Equal for two components that have the same weights, which are then held once."""
         return tuple(blob.sha256 for blob in self.blobs)
 
+    @model_validator(mode="after")
+    def _cut(self) -> "WeightsRecord":
+        if any(blob.bytes > BLOB_LIMIT for blob in self.blobs):
+            raise ValueError(f"a blob of weights has at most {BLOB_LIMIT} bytes")
+        if len(set(self.identity)) < len(self.blobs):
+            raise ValueError("a blob is named twice")
+        return self
+
 
 class TokenizerRecord(_Record):
     """A tokenizer.json of the `tokenizers` library and what CLIP needs beside it."""
 
     blob: Blob
-    max_length: int
-    pad_token_id: int
-    bos_token_id: int
-    eos_token_id: int
+    max_length: Annotated[int, Field(ge=2, le=2**16)]
+    pad_token_id: TokenId
+    bos_token_id: TokenId
+    eos_token_id: TokenId
+
+    @model_validator(mode="after")
+    def _small(self) -> "TokenizerRecord":
+        if self.blob.bytes > SMALL_BLOB_LIMIT:
+            raise ValueError(f"a tokenizer has at most {SMALL_BLOB_LIMIT} bytes")
+        return self
 
 
 class RefinerSettings(_Record):
@@ -150,13 +203,19 @@ class RefinerSettings(_Record):
 class Settings(_Record):
     """What the pipeline must know of a model beside its weights. Heights and widths in pixels."""
 
-    native_height: int
-    native_width: int
-    vae_scale_factor: int
-    vae_scaling_factor: float
-    latent_channels: int
+    native_height: Size
+    native_width: Size
+    vae_scale_factor: Annotated[int, Field(ge=1, le=999)]
+    vae_scaling_factor: Annotated[float, Field(gt=0)]
+    latent_channels: Annotated[int, Field(ge=1, le=1024)]
     force_zeros_for_empty_prompt: bool
     refiner: RefinerSettings | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "Settings":
+        if self.native_height % self.vae_scale_factor or self.native_width % self.vae_scale_factor:
+            raise ValueError("the native size is no multiple of the VAE's scale")
+        return self
 
 
 class Manifest(_Record):
@@ -176,6 +235,22 @@ class Manifest(_Record):
     engines: tuple[EngineRecord, ...]
     weights: tuple[WeightsRecord, ...]
 
+    @model_validator(mode="after")
+    def _agrees(self) -> "Manifest":
+        used = {engine.component for engine in self.engines} | {weights.component for weights in self.weights}
+        if unknown := used - self.architectures.keys():
+            raise ValueError(f"{min(unknown)} is not among the architectures")
+        _refuse_twice("engine", [(engine.component, engine.key) for engine in self.engines])
+        _refuse_twice("weights", [(w.component, w.precision, w.layout) for w in self.weights])
+        sizes: dict[str, int] = {}
+        for blob in self._named_blobs():
+            if sizes.setdefault(blob.sha256, blob.bytes) != blob.bytes:
+                raise ValueError(f"blob {blob.sha256[:12]} has two sizes")
+        refined = any(component.startswith("refiner_") for component in self.architectures)
+        if refined and self.settings.refiner is None:
+            raise ValueError("a refiner's networks are there and its settings are not")
+        return self
+
     @property
     def name(self) -> str:
         """What people type: model/version."""
@@ -188,7 +263,7 @@ class Manifest(_Record):
 
     @property
     def has_refiner(self) -> bool:
-        return "refiner_unet" in self.architectures
+        return self.settings.refiner is not None
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -197,13 +272,34 @@ class Manifest(_Record):
 
     def blobs(self) -> dict[str, Blob]:
         """Every blob the release names, by digest."""
+        return {blob.sha256: blob for blob in self._named_blobs()}
+
+    def _named_blobs(self) -> list[Blob]:
         found = [e.blob for e in self.engines] + [e.constants for e in self.engines]
         found += [blob for w in self.weights for blob in w.blobs]
-        found += [t.blob for t in self.tokenizers.values()]
-        return {blob.sha256: blob for blob in found}
+        return found + [t.blob for t in self.tokenizers.values()]
 
     def to_json(self) -> bytes:
         return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True).encode()
+
+
+def _refuse_twice(what: str, identities: list[tuple[str, ...]]) -> None:
+    seen: set[tuple[str, ...]] = set()
+    for identity in identities:
+        if identity in seen:
+            raise ValueError(f"{what} {' '.join(identity)} is there twice")
+        seen.add(identity)
+
+
+_CONSTANTS = TypeAdapter(dict[str, Constant])
+
+
+def parse_constants(data: bytes) -> dict[str, Constant]:
+    """Read an engine's map of constants: constant of the compiled code -> tensor. Raises ManifestError."""
+    try:
+        return _CONSTANTS.validate_json(data, strict=True)
+    except ValidationError as error:
+        raise ManifestError(f"The engine's map of constants is damaged at {_problem(error)}.") from error
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -211,7 +307,8 @@ def split_name(name: str) -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", part) for part in parts):
         raise ManifestError(
-            f"{name!r} is no release name: write model/version, for example tiny-sdxl/1 (letters, digits, '.', '_', '-')."
+            f"{_shown(name)!r} is no release name: write model/version, for example tiny-sdxl/1 "
+            "(letters, digits, '.', '_', '-')."
         )
     return parts[0], parts[1]
 
@@ -219,32 +316,69 @@ def split_name(name: str) -> tuple[str, str]:
 def parse_manifest(data: bytes, name: str) -> Manifest:
     """Read a manifest and check it against the name it was asked for.
 
-    Raises ManifestError: not JSON, too large, a newer schema, a missing, unknown or unsafe entry, another's name.
+    Raises ManifestError: not JSON, too large, a newer schema, a missing, unknown, repeated or unsafe entry, another's
+    name.
     """
     if len(data) > MANIFEST_LIMIT:
-        raise ManifestError(f"The manifest of {name} has {len(data)} bytes; at most {MANIFEST_LIMIT} are read.")
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ManifestError(f"The manifest of {name} is not JSON ({error}): publish the release again.") from error
-    if not isinstance(raw, Mapping):
-        raise ManifestError(f"The manifest of {name} is not a JSON object: publish the release again.")
-    version = raw.get("schema_version")
-    if isinstance(version, int) and version > SCHEMA_VERSION:
         raise ManifestError(
-            f"The manifest of {name} has schema {version}; this server reads up to {SCHEMA_VERSION}: "
+            f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes, which no release needs: "
+            "publish the release again (`preheat publish`)."
+        )
+    try:
+        raw = json.loads(data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(
+            f"The manifest of {name} is not JSON ({_shown(str(error))}): publish the release again (`preheat publish`)."
+        ) from error
+    if not isinstance(raw, Mapping):
+        raise ManifestError(
+            f"The manifest of {name} is not a JSON object: publish the release again (`preheat publish`)."
+        )
+    version = raw.get("schema_version")
+    if type(version) is not int:
+        raise ManifestError(
+            f"The manifest of {name} does not say its schema_version: publish the release again (`preheat publish`)."
+        )
+    if version > SCHEMA_VERSION:
+        raise ManifestError(
+            f"The manifest of {name} has schema {_shown(str(version))}; this server reads up to {SCHEMA_VERSION}: "
             "upgrade Preheat, or build the release with this version (`preheat build`)."
         )
     try:
-        manifest = Manifest.model_validate(raw)
-    except (ValidationError, RecursionError) as error:
-        problem = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        where = ".".join(str(part) for part in problem["loc"]) or "top level"
+        # From the bytes, because only then does strict mean JSON's types: a list for a tuple, but no "3" for 3.
+        manifest = Manifest.model_validate_json(data, strict=True)
+    except ValidationError as error:
         raise ManifestError(
-            f"The manifest of {name} is damaged at {where}: {problem['msg']}. Publish the release again (`preheat publish`)."
+            f"The manifest of {name} is damaged at {_problem(error)}. Publish the release again (`preheat publish`)."
         ) from error
     if manifest.name != name:
         raise ManifestError(
-            f"The manifest under the name {name} is that of {manifest.name}: publish it under its own name."
+            f"The manifest under the name {name} is that of {manifest.name}: publish it under its own name "
+            "(`preheat publish`)."
         )
     return manifest
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers disagree on which of two equal keys counts, so a file that has them says different things to each."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _no_constant(literal: str) -> NoReturn:
+    raise ValueError(f"{literal} is no number of JSON's")
+
+
+def _problem(error: ValidationError) -> str:
+    """ "where: what", of the first thing that is wrong."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the top"
+    return _shown(where) + ": " + _shown(first["msg"].removeprefix("Value error, "))
+
+
+def _shown(text: str) -> str:
+    """A stranger's words, fit for one line of a log."""
+    printable = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return printable if len(printable) <= _SHOWN else printable[:_SHOWN] + "..."
