@@ -22,6 +22,10 @@ class ModelFolderError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""
 
 
+# What makes a UNet SDXL's: sizes beside the text, and no guidance scale among its inputs (as LCM's UNets have).
+_SDXL_UNET: dict[str, Any] = {"addition_embed_type": "text_time", "time_cond_proj_dim": None}
+
+
 class TextNetwork(nn.Module):
     """CLIP without projection: input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width]."""
 
@@ -126,8 +130,20 @@ class ModelFolder:
         return self.config(".", "model_index.json")
 
     def widths(self) -> Widths:
-        """The numbers that shapes depend on."""
-        network, second = self.config("unet"), self.config("text_encoder_2")
+        """The numbers that shapes depend on. Raises ModelFolderError where these are no networks of an SDXL."""
+        network = self.config("unet")
+        for key, wanted in _SDXL_UNET.items():
+            if network.get(key) != wanted:
+                raise ModelFolderError(
+                    f"{self.root}/unet is no SDXL UNet that is served: its {key} is {network.get(key)!r}, "
+                    f"not {wanted!r}."
+                )
+        vae, second = self.config("vae"), self.config("text_encoder_2")
+        if network["in_channels"] != vae["latent_channels"]:
+            raise ModelFolderError(
+                f"{self.root}/unet takes {network['in_channels']} channels and the VAE gives {vae['latent_channels']}: "
+                "a UNet for inpainting or editing is not served."
+            )
         has_first = (self.root / "text_encoder").is_dir()
         embedded = network["projection_class_embeddings_input_dim"] - second["projection_dim"]
         return Widths(
@@ -137,7 +153,7 @@ class ModelFolder:
             pooled_width=second["projection_dim"],
             latent_channels=network["in_channels"],
             time_ids=embedded // network["addition_time_embed_dim"],
-            vae_scale=2 ** (len(self.config("vae")["block_out_channels"]) - 1),
+            vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
         )
 
 
@@ -181,8 +197,6 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
         module = PooledTextNetwork(_load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
         signature = components.text_signature(widths.text_width_2, widths.tokens, dtype_name, widths.pooled_width)
     elif part == "unet":
-        if config.get("addition_embed_type") != "text_time":
-            raise ModelFolderError(f"{folder.root}/unet is no SDXL UNet (addition_embed_type is not text_time).")
         module = UnetNetwork(_load("diffusers", "UNet2DConditionModel", folder, part, dtype))
         signature = components.unet_signature(widths, config["cross_attention_dim"], dtype_name)
         multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)

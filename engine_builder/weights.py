@@ -11,20 +11,19 @@ from model.store import Store
 from model.store.manifest import BLOB_LIMIT, Blob, WeightsRecord
 
 _HEADER_ALLOWANCE = 2**20  # bytes left for a blob's safetensors header
+_LIMIT = BLOB_LIMIT - _HEADER_ALLOWANCE
 
 
-def write_weights(network: Network, store: Store, layout: str = "plain") -> WeightsRecord:
-    """Keep all of a network's tensors, cut into blobs of at most 256 MiB; equal tensors give equal digests."""
+def write_weights(network: Network, store: Store, layout: str = "plain", limit: int = _LIMIT) -> WeightsRecord:
+    """Keep all of a network's tensors, cut into blobs of `limit` bytes of them; equal tensors give equal digests."""
     blobs = []
-    for tensors in cut(network.tensors()):
+    for tensors in cut(network.tensors(), limit):
         data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
         blobs.append(Blob(sha256=store.put_bytes(data), bytes=len(data)))
     return WeightsRecord(component=network.component, precision=network.precision, layout=layout, blobs=tuple(blobs))
 
 
-def cut(
-    tensors: dict[str, torch.Tensor], limit: int = BLOB_LIMIT - _HEADER_ALLOWANCE
-) -> Iterator[dict[str, torch.Tensor]]:
+def cut(tensors: dict[str, torch.Tensor], limit: int = _LIMIT) -> Iterator[dict[str, torch.Tensor]]:
     """Groups of tensors, in order of their names, of at most `limit` bytes each. A larger single tensor is refused."""
     group: dict[str, torch.Tensor] = {}
     size = 0

@@ -1,0 +1,132 @@
+"""What several test files share: a store with engines, a loaded release, a running server, a toy SDXL.
+
+Engines are kept in `.preheat/test-store` from one run to the next and found again by their keys, so only the first run
+of a clean clone compiles (about four minutes on two cores). What takes long says so while it works.
+"""
+
+import fcntl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from engine_builder import compile as compiler
+from engine_builder.build import BuildPlan, build
+from engine_builder.networks import ModelFolder
+from engine_builder.publish import publish
+from engine_builder.server import Layout, Server, build_context, lay_out
+from model.coldstart import ColdStart
+from model.loading import Loaded, load_release
+from model.store import Store, open_store
+from model.target import Target, detect_targets
+from tests.stand_ins import toy_sdxl
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
+KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
+# Long enough for any machine: a test that waits for all of it fails.
+READY_SECONDS = 180
+
+
+@pytest.fixture(scope="session")
+def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Print a line to the person who watches, whatever pytest captures."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def line(text: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(text, flush=True)
+
+    return line
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock between processes: two test runs at once must not both compile."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    """The CPU of this machine, whether or not it has a GPU."""
+    on_cpu = [target for target in detect_targets() if target.device == "cpu"]
+    if not on_cpu:
+        pytest.skip("these engines are built for the CPU, and this machine would serve from its GPU")
+    return compiler.build_target()
+
+
+@pytest.fixture(scope="session")
+def store(target: Target, say: Callable[[str], None]) -> Store:
+    """A file store that holds the release `release` of data/tiny-sdxl, refiner included."""
+    kept = open_store(KEPT_STORE)
+    base, refiner = ModelFolder(MODEL_FOLDER), ModelFolder(MODEL_FOLDER / "refiner")
+
+    def report(component: str, doing: str, done: int, steps: int) -> None:
+        say(f"test store {done}/{steps}: {component}: {doing}")
+
+    with _alone(KEPT_STORE.with_suffix(".lock")):
+        build(BuildPlan("tiny-sdxl", base, refiner, target, "fp32"), kept, report)
+        publish(kept, "tiny-sdxl")
+    return kept
+
+
+@pytest.fixture(scope="session")
+def release(store: Store) -> str:
+    """The name of the release made from what data/tiny-sdxl holds now."""
+    return publish(store, "tiny-sdxl")[0].name
+
+
+@pytest.fixture(scope="session")
+def loaded(store: Store, release: str) -> Loaded:
+    """That release in this process, on the CPU."""
+    return load_release(store, release, detect_targets(), [], ColdStart())
+
+
+@pytest.fixture(scope="session")
+def layout(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Layout:
+    """What the image of this repository holds, laid out as its Dockerfile says."""
+    say("laying out the server image")
+    folder = tmp_path_factory.mktemp("image")
+    config = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
+    return lay_out(build_context(REPOSITORY, config, folder / "build"), folder / "root")
+
+
+@pytest.fixture(scope="session")
+def server(
+    layout: Layout,
+    store: Store,
+    release: str,
+    tmp_path_factory: pytest.TempPathFactory,
+    say: Callable[[str], None],
+) -> Iterator[Server]:
+    """The real Truss server process, serving that release. Its log is read by `server_log`."""
+    say("starting a server")
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    with Server(layout, environment={"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}, log=log) as running:
+        running.wait_ready(READY_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A diffusers folder of the smallest SDXL there is: compiled in under a minute, draws noise."""
+    return toy_sdxl.write(tmp_path_factory.mktemp("toy") / "toy-sdxl", MODEL_FOLDER / "tokenizer")
+
+
+@pytest.fixture(scope="session")
+def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
+    """A build of the toy, without a refiner."""
+    return BuildPlan("toy-sdxl", ModelFolder(toy_folder), None, target, "fp32")
+
+
+@pytest.fixture(scope="session")
+def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Store:
+    """A store in which the toy has been built and published as toy-sdxl/1. Not to be written to: copy it."""
+    made = open_store(tmp_path_factory.mktemp("toy-store"))
+    build(toy_plan, made, lambda component, doing, done, steps: say(f"toy {done}/{steps}: {component}: {doing}"))
+    publish(made, "toy-sdxl")
+    return made

@@ -1,0 +1,90 @@
+"""The smallest SDXL that diffusers will run: two UNet blocks of a few channels, random weights, a 2x VAE.
+
+It draws noise, but has every part that a build looks at, and compiles in seconds.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+TOKENS = 77
+VOCABULARY = 960  # of the tokenizer that is copied beside it
+
+
+def write(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
+    """Write the toy in diffusers' layout, with `tokenizer` (a CLIP tokenizer folder) twice. Returns `folder`."""
+    import torch
+    from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    vocabulary = json.loads((tokenizer / "vocab.json").read_text())
+    text = CLIPTextConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        projection_dim=16,
+        max_position_embeddings=TOKENS,
+        bos_token_id=vocabulary["<|startoftext|>"],
+        eos_token_id=vocabulary["<|endoftext|>"],
+        pad_token_id=0,
+    )
+    networks = {
+        "text_encoder": CLIPTextModel(text),
+        "text_encoder_2": CLIPTextModelWithProjection(text),
+        "unet": UNet2DConditionModel(
+            sample_size=32,
+            block_out_channels=(8, 16),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=2,
+            cross_attention_dim=32,
+            norm_num_groups=4,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=16 + 6 * 8,
+        ),
+        "vae": AutoencoderKL(
+            block_out_channels=(8, 8),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4,
+            scaling_factor=0.5,
+        ),
+    }
+    generator = torch.Generator().manual_seed(seed)
+    for name, network in networks.items():
+        with torch.no_grad():
+            for key, parameter in network.named_parameters():
+                # Also what starts as zeros and ones: no tensor of a toy may be found in an engine by chance.
+                mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
+                parameter.copy_(mean + 0.1 * torch.randn(parameter.shape, generator=generator))
+        network.save_pretrained(folder / name)
+    EulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1
+    ).save_pretrained(folder / "scheduler")
+    _add_what_samplers_disagree_on(folder / "scheduler" / "scheduler_config.json")
+    for name in ("tokenizer", "tokenizer_2"):
+        shutil.copytree(tokenizer, folder / name)
+    index = {
+        "_class_name": "StableDiffusionXLPipeline",
+        "force_zeros_for_empty_prompt": True,
+        "scheduler": ["diffusers", "EulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "CLIPTextModelWithProjection"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "tokenizer_2": ["transformers", "CLIPTokenizer"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def _add_what_samplers_disagree_on(config: Path) -> None:
+    """SDXL's own scheduler_config.json carries these keys of other samplers, and so must any that is served."""
+    entries = json.loads(config.read_text()) | {"clip_sample": False, "set_alpha_to_one": False}
+    config.write_text(json.dumps(entries))
