@@ -196,7 +196,7 @@ def fingerprint(plan: BuildPlan) -> str:
 
 
 def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | None:
-    """The draft of an earlier, finished build of exactly this plan, if all of its blobs are still there."""
+    """The draft of an earlier, finished build of exactly this plan, if all of its blobs are still there and intact."""
     data = store.read_record("drafts", plan.draft_name)
     if data is None:
         return None
@@ -205,12 +205,20 @@ def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | Non
     except ValueError:
         return None
     unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
-    have = {
-        (bucket.rows.min, bucket.height.min, bucket.width.min) for bucket in unets if bucket.height and bucket.width
-    }
     same = draft.builder == _versions() | {"source": source} and set(draft.architectures) == set(plan.components)
-    same = same and (have == set(plan.sizes) if plan.sizes else len(unets) == 1)
-    return draft if same and all(store.has(digest) for digest in draft.blobs()) else None
+    if plan.sizes:
+        planned = [compiler.static_bucket(*size) for size in plan.sizes]
+        same = same and len(unets) == len(planned) and all(bucket in unets for bucket in planned)
+    else:
+        same = same and len(unets) == 1 and unets[0].rows.min < unets[0].rows.max
+    if not same:
+        return None
+    try:
+        for digest, blob in draft.blobs().items():
+            store.get(digest, blob.bytes)
+    except CorruptBlob:
+        return None  # a damaged blob is mended by building, which is what its error message promises
+    return draft
 
 
 def find_engine(store: Store, key: str) -> CachedEngine | None:
@@ -364,8 +372,8 @@ def read_schedulers(plan: BuildPlan) -> dict[str, NoiseSchedule]:
         read["refiner"] = NoiseSchedule.from_config(plan.refiner.config("scheduler", "scheduler_config.json"))
         if read["refiner"] != read["base"]:
             raise ModelFolderError(
-                f"{plan.refiner.root} was trained with another noise schedule than {plan.base.root}: it cannot take over "
-                "half-way through."
+                f"{plan.refiner.root} was trained with another noise schedule than {plan.base.root}: it cannot take "
+                "over half-way through."
             )
     return read
 

@@ -213,7 +213,7 @@ def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.
 
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # the build has a bar of its own
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the build has a bar of its own
     files = list((folder.root / part).glob("*.safetensors"))
     if not files:
         raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")

@@ -53,11 +53,19 @@ def read_drafts(store: Store, model: str) -> list[Manifest]:
 
 
 def merge(drafts: list[Manifest]) -> Manifest:
-    """One manifest with the engines and weights of all drafts (same source, so the rest agrees)."""
+    """One manifest with the engines and weights of all drafts (same source, so the rest agrees).
+
+    Its order does not tell which draft was built last, so building one of them again makes no new release.
+    """
     newest = drafts[0]
-    engines = {(engine.component, engine.key): engine for draft in reversed(drafts) for engine in draft.engines}
+    engines = {(e.component, e.key): e for draft in reversed(drafts) for e in draft.engines}
     weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
-    return newest.model_copy(update={"engines": tuple(engines.values()), "weights": tuple(weights.values())})
+    return newest.model_copy(
+        update={
+            "engines": tuple(engine for _, engine in sorted(engines.items(), key=lambda item: item[0])),
+            "weights": tuple(record for _, record in sorted(weights.items(), key=lambda item: item[0])),
+        }
+    )
 
 
 def _content(manifest: Manifest) -> object:

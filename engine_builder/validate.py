@@ -37,8 +37,8 @@ def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch
             error = float(difference.norm()) / norm if norm else float(difference.norm())
             if not error <= TOLERANCE[network.precision]:
                 raise InaccurateEngine(
-                    f"The {network.component} engine is off by {error:.2e} (relative, by norm) from eager PyTorch, more "
-                    f"than {TOLERANCE[network.precision]:.0e} for {network.precision}: it was not kept."
+                    f"The {network.component} engine is off by {error:.2e} (relative, by norm) from eager PyTorch, "
+                    f"more than {TOLERANCE[network.precision]:.0e} for {network.precision}: it was not kept."
                 )
             worst, relative = max(worst, float(difference.max())), max(relative, error)
             total += float(difference.sum())

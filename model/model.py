@@ -24,7 +24,7 @@ from model.errors import BrokenImage, ManifestError, RequestRefused
 from model.image import encode_base64
 from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import generate
-from model.request import GenerationRequest, GenerationResponse, GenerationSettings, resolve
+from model.request import GenerationRequest, GenerationResponse, GenerationSettings, SizeList, resolve
 from model.store import open_store
 from model.target import detect_targets
 
@@ -162,12 +162,17 @@ def _draw(loaded: Loaded, settings: GenerationSettings) -> tuple[list[str], dict
 
 
 def _warm_up(loaded: Loaded) -> None:
-    """Run every engine once at the native size, so that no request pays for lazy loading."""
-    request = GenerationRequest(
-        prompt="warm up",
-        num_inference_steps=4,
-        seed=0,
-        use_refiner=loaded.served.has_refiner,
-        denoising_frac=0.5,
-    )
-    generate(loaded.model, [resolve(request, loaded.served)])
+    """Run every engine once at each size listed, or at the native one, so that no request pays for lazy loading."""
+    served = loaded.served
+    native = (served.native_width, served.native_height)
+    for width, height in served.sizes.sizes if isinstance(served.sizes, SizeList) else (native,):
+        request = GenerationRequest(
+            prompt="warm up",
+            width=width,
+            height=height,
+            num_inference_steps=4,
+            seed=0,
+            use_refiner=served.has_refiner,
+            denoising_frac=0.5,
+        )
+        generate(loaded.model, [resolve(request, served)])
