@@ -1,0 +1,184 @@
+"""A release without a model: four components that are all one small linear network, and tokenizers of three words.
+
+With `FAKE` parts nothing is compiled, and everything can be done with it but opening its engines; `toy()` compiles
+the network once a process, in some ten seconds.
+"""
+
+import functools
+import hashlib
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from torch import nn
+
+from engine_builder import compile as compiler
+from engine_builder.networks import Network
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, dtype_name
+from model.schedule import NoiseSchedule
+from model.store import Store
+from model.store.manifest import (
+    Accuracy,
+    Blob,
+    Bucket,
+    EngineRecord,
+    Manifest,
+    RefinerSettings,
+    Settings,
+    Signature,
+    TensorSpec,
+    TokenizerRecord,
+    WeightsRecord,
+)
+from model.target import Target, detect_targets
+
+NAME = "toy/1"
+_SHAPE = ("rows", 4, "height/8", "width/8")
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", dtype="float32", shape=_SHAPE),),
+    outputs=(TensorSpec(name="y", dtype="float32", shape=_SHAPE),),
+)
+BUCKET = compiler.dynamic_bucket(8, max_rows=4, max_side=512)
+
+
+class Toy(nn.Module):
+    """[rows, 4, height/8, width/8] -> the same shape, through two linear layers over the channels."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.requires_grad_(False).copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.b(torch.relu(self.a(x.movedim(1, -1)))).movedim(-1, 1).contiguous(),)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The bytes of an engine and of its map of constants."""
+
+    engine: bytes
+    constants: bytes
+
+
+FAKE = Parts(b"this is no engine", b"{}")
+
+
+@functools.cache
+def toy() -> Parts:
+    """A compiled `Toy`, for this machine."""
+    network = Network("unet", Toy().eval(), SIGNATURE, {}, "fp32", 8)
+    with tempfile.TemporaryDirectory() as folder:
+        made = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
+        return Parts(made.package.read_bytes(), made.constants_json())
+
+
+def cpu_target() -> Target:
+    """What this machine would build for if it had no GPU."""
+    return next(target for target in detect_targets() if target.product != "x86_64_v4")
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    return dict(Toy(seed).named_parameters())
+
+
+def keep(store: Store, data: bytes) -> Blob:
+    """Bytes in the store."""
+    return Blob(sha256=store.put_bytes(data), bytes=len(data))
+
+
+def tokenizer_json() -> bytes:
+    tokenizer = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "cat": 2}, unk_token="cat"))
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return str(tokenizer.to_str()).encode()
+
+
+def draft(store: Store, parts: Parts = FAKE, refiner: bool = False, bucket: Bucket = BUCKET) -> Manifest:
+    """A manifest whose blobs are all in the store; not written. Each component has two blobs of weights of its own."""
+    names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
+    engine, constants = keep(store, parts.engine), keep(store, parts.constants)
+    weights = []
+    for seed, name in enumerate(names):
+        own = tensors(seed)
+        halves = [{key: own[key] for key in own if key.startswith(half)} for half in ("a", "b")]
+        blobs = tuple(keep(store, save(half)) for half in halves)
+        weights.append(WeightsRecord(component=name, precision="fp32", layout="plain", blobs=blobs))
+    record = TokenizerRecord(
+        blob=keep(store, tokenizer_json()), max_length=8, pad_token_id=1, bos_token_id=0, eos_token_id=1
+    )
+    schedule = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False).to_dict()
+    return Manifest(
+        model="toy",
+        version="1",
+        family="sdxl",
+        created="2026-01-01T00:00:00+00:00",
+        builder={"preheat": "0"},
+        settings=Settings(
+            native_height=64,
+            native_width=64,
+            vae_scale_factor=8,
+            vae_scaling_factor=0.13025,
+            latent_channels=4,
+            force_zeros_for_empty_prompt=True,
+            refiner=RefinerSettings(force_zeros_for_empty_prompt=True, requires_aesthetics_score=False)
+            if refiner
+            else None,
+        ),
+        defaults={"num_inference_steps": 4},
+        schedulers={"base": schedule} | ({"refiner": schedule} if refiner else {}),
+        tokenizers={"tokenizer": record, "tokenizer_2": record},
+        architectures={name: hashlib.sha256(b"toy").hexdigest() for name in names},
+        engines=tuple(
+            EngineRecord(
+                component=name,
+                key=hashlib.sha256(b"key").hexdigest(),
+                target=cpu_target().key,
+                runtime="aot_inductor",
+                runtime_version="2",
+                bucket=bucket,
+                precision="fp32",
+                layout="plain",
+                signature=SIGNATURE,
+                blob=engine,
+                constants=constants,
+                accuracy=Accuracy(worst=0.0, mean=0.0, relative=0.0, cases=1),
+                build_seconds=1.5,
+            )
+            for name in names
+        ),
+        weights=tuple(weights),
+    )
+
+
+def write_raw(root: Path, entries: dict[str, Any] | bytes, name: str = NAME) -> None:
+    """Put a manifest, sound or not, where a store in `root` looks for it."""
+    path = root / "releases" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(entries if isinstance(entries, bytes) else json.dumps(entries).encode())
+
+
+def map_of(**shapes: tuple[str, list[int]]) -> bytes:
+    """A map of constants by hand: constant=(dtype, shape), each mapped to the tensor of its own name."""
+    return json.dumps(
+        {name: {"tensor": name, "dtype": dtype, "shape": shape} for name, (dtype, shape) in shapes.items()}
+    ).encode()
+
+
+def toy_map(change: dict[str, dict[str, Any]] | None = None) -> bytes:
+    """The map of constants of `Toy`, with entries changed."""
+    entries: dict[str, dict[str, Any]] = {
+        name: {"tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+        for name, tensor in tensors(0).items()
+    }
+    for name, changed in (change or {}).items():
+        entries[name] = entries.get(name, {}) | changed
+    return json.dumps(entries, sort_keys=True).encode()

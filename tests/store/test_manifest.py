@@ -1,0 +1,321 @@
+"""Manifests: what is written is read again, and everything else is refused in one line that says what mends it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import ManifestError
+from model.store import open_store
+from model.store.manifest import (
+    BLOB_LIMIT,
+    MANIFEST_LIMIT,
+    SMALL_BLOB_LIMIT,
+    Bucket,
+    Manifest,
+    Span,
+    parse_constants,
+    parse_manifest,
+    split_name,
+)
+from tests.stand_ins import releases
+
+Entries = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return releases.draft(open_store(tmp_path_factory.mktemp("store")))
+
+
+@pytest.fixture
+def entries(manifest: Manifest) -> Entries:
+    """The manifest as JSON, to be damaged."""
+    return json.loads(manifest.to_json())
+
+
+def refusal(data: bytes | Entries, name: str = releases.NAME) -> str:
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(data if isinstance(data, bytes) else json.dumps(data).encode(), name)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 700, "it would fill a log, or forge a line of it"
+    return message
+
+
+def test_what_is_written_is_read_again(manifest: Manifest) -> None:
+    assert parse_manifest(manifest.to_json(), manifest.name) == manifest
+
+
+def test_whitespace_changes_nothing(manifest: Manifest) -> None:
+    spaced = json.dumps(json.loads(manifest.to_json()), indent=7).encode() + b"\n \t"
+    assert parse_manifest(spaced, manifest.name) == manifest
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "toy", "toy/", "/1", "toy/1/2", "../toy/1", "toy/..", "toy/.", "toy/.1", "toy//1", "/etc/passwd", "toy\\/1",
+        "toy/1\n", "toy/1\0", "toy/ 1", "tøy/1", "toy/-1", "toy/" + "1" * 129, "~/1", "toy/%2e%2e",
+    ],
+)  # fmt: skip
+def test_a_name_that_could_leave_the_store_is_refused(name: str) -> None:
+    with pytest.raises(ManifestError, match="write model/version"):
+        split_name(name)
+
+
+def test_names_people_use_are_taken() -> None:
+    assert split_name("sdxl-base-1.0/2026.01_b") == ("sdxl-base-1.0", "2026.01_b")
+
+
+NOT_JSON = {
+    "nothing": b"",
+    "half": b'{"schema_version": 1, "model": "toy"',
+    "not utf-8": b'{"schema_version": 1, "model": "\xff"}',
+    "utf-16": '{"schema_version": 1}'.encode("utf-16"),
+    "half a surrogate pair": b'{"schema_version": 1, "model": "\\ud800"}',
+    "deeply nested": b'{"schema_version": 1, "defaults": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "deeply nested objects": b'{"a":' * 100_000,
+    "a number without end": b'{"schema_version": ' + b"1" * 100_000 + b"}",
+    "NaN": b'{"schema_version": 1, "x": NaN}',
+    "Infinity": b'{"schema_version": 1, "x": -Infinity}',
+    "a comment": b'{"schema_version": 1} // hello',
+    "a list": b"[]",
+    "a string": b'"toy/1"',
+    "two documents": b'{"schema_version": 1}{"schema_version": 1}',
+}
+
+
+@pytest.mark.parametrize("data", NOT_JSON.values(), ids=NOT_JSON)
+def test_what_is_no_json_object_is_refused(data: bytes) -> None:
+    assert "publish" in refusal(data)
+
+
+def test_a_repeated_key_is_refused(manifest: Manifest) -> None:
+    text = manifest.to_json().decode()
+    assert "a key is there twice" in refusal(
+        text.replace('"model": "toy"', '"model": "other", "model": "toy"').encode()
+    )
+    deep = text.replace('"latent_channels": 4', '"latent_channels": 4, "latent_channels": 4')
+    assert "a key is there twice" in refusal(deep.encode())
+
+
+def test_what_is_too_large_is_refused_unread(manifest: Manifest) -> None:
+    data = manifest.to_json()
+    assert parse_manifest(data + b" " * (MANIFEST_LIMIT - len(data)), manifest.name) == manifest
+    assert str(MANIFEST_LIMIT) in refusal(data + b" " * (MANIFEST_LIMIT + 1 - len(data)))
+
+
+@pytest.mark.parametrize("version", [2, 99, 10**4000])
+def test_a_newer_schema_says_to_upgrade(entries: Entries, version: int) -> None:
+    message = refusal(entries | {"schema_version": version, "what_only_the_future_knows": {}})
+    assert "reads up to 1" in message and "upgrade Preheat" in message and "`preheat build`" in message
+
+
+@pytest.mark.parametrize("version", [None, "1", 1.0, True, [1], 0, -1])
+def test_a_schema_that_never_was_is_refused(entries: Entries, version: object) -> None:
+    assert "upgrade" not in refusal(entries | {"schema_version": version})
+
+
+def test_a_manifest_says_its_schema(entries: Entries) -> None:
+    del entries["schema_version"]
+    assert "schema_version" in refusal(entries)
+
+
+def test_another_release_under_this_name_is_refused(entries: Entries) -> None:
+    message = refusal(entries, "toy/2")
+    assert "toy/2 is that of toy/1" in message and "`preheat publish`" in message
+
+
+def test_every_unknown_key_is_refused(entries: Entries) -> None:
+    """One in each object of the manifest, but where any key is data."""
+    free = {"builder", "defaults", "schedulers", "architectures"}
+    refused = 0
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        nonlocal refused
+        if isinstance(node, dict) and not free & set(path):
+            node["surprise"] = 1
+            assert "surprise" in refusal(entries), path
+            del node["surprise"]
+            refused += 1
+        for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            if isinstance(child, dict | list):
+                visit(child, (*path, str(key)))
+
+    visit(entries, ())
+    assert refused > 50
+
+
+def test_every_required_key_is_required(entries: Entries) -> None:
+    for key in sorted(entries.keys() - {"defaults"}):
+        assert key in refusal({kept: value for kept, value in entries.items() if kept != key})
+
+
+def change(path: str, value: object) -> Callable[[Entries], None]:
+    """Set engines.0.target, say."""
+
+    def apply(entries: Entries) -> None:
+        node: Any = entries
+        *way, last = (int(part) if part.isdigit() else part for part in path.split("."))
+        for part in way:
+            node = node[part]
+        node[last] = value
+
+    return apply
+
+
+DIGEST = "engines.0.blob.sha256"
+BAD_VALUES = {
+    "digest that climbs": (DIGEST, "../../../../etc/passwd" + "0" * 42),
+    "digest in capitals": (DIGEST, "A" * 64),
+    "digest too short": (DIGEST, "0" * 63),
+    "digest with a line break": (DIGEST, "0" * 64 + "\n"),
+    "digest that is null": (DIGEST, None),
+    "size as text": ("engines.0.blob.bytes", "17"),
+    "size as a fraction": ("engines.0.blob.bytes", 17.0),
+    "size that is true": ("engines.0.blob.bytes", True),
+    "size below zero": ("engines.0.blob.bytes", -1),
+    "size without end": ("engines.0.blob.bytes", 10**4000),
+    "size of a moon": ("engines.0.blob.bytes", 2**50),
+    "constants too large to read": ("engines.0.constants.bytes", SMALL_BLOB_LIMIT + 1),
+    "tokenizer too large to read": ("tokenizers.tokenizer.blob.bytes", SMALL_BLOB_LIMIT + 1),
+    "weights larger than a blob": ("weights.0.blobs.0.bytes", BLOB_LIMIT + 1),
+    "no blob of weights": ("weights.0.blobs", []),
+    "target that climbs": ("engines.0.target", "../cuda"),
+    "unknown runtime": ("engines.0.runtime", "pickle"),
+    "unknown precision": ("weights.0.precision", "fp4"),
+    "component of no architecture": ("engines.0.component", "controlnet"),
+    "weights of no architecture": ("weights.0.component", "controlnet"),
+    "model that climbs": ("model", ".."),
+    "other family": ("family", "sd15"),
+    "engines in an object": ("engines", {}),
+    "engines in a string": ("engines", "abc"),
+    "span backwards": ("engines.0.bucket.rows", {"min": 4, "max": 1, "multiple": 1}),
+    "span out of step": ("engines.0.bucket.rows", {"min": 1, "max": 4, "multiple": 3}),
+    "span of nothing": ("engines.0.bucket.rows.min", 0),
+    "span without end": ("engines.0.bucket.rows.max", 2**31),
+    "bucket without a size": ("engines.0.bucket.width", None),
+    "no inputs": ("engines.0.signature.inputs", []),
+    "no outputs": ("engines.0.signature.outputs", []),
+    "size divided by zero": ("engines.0.signature.inputs.0.shape.2", "height/0"),
+    "unknown symbol": ("engines.0.signature.inputs.0.shape.2", "depth"),
+    "dimension of nothing": ("engines.0.signature.inputs.0.shape.1", 0),
+    "first dimension not rows": ("engines.0.signature.inputs.0.shape.0", 4),
+    "no dimension": ("engines.0.signature.inputs.0.shape", []),
+    "unknown dtype": ("engines.0.signature.inputs.0.dtype", "complex64"),
+    "accuracy on no case": ("engines.0.accuracy.cases", 0),
+    "native size of nothing": ("settings.native_height", 0),
+    "native size out of the VAE's step": ("settings.native_width", 65),
+    "scale of nothing": ("settings.vae_scale_factor", 0),
+    "scaling by zero": ("settings.vae_scaling_factor", 0.0),
+    "truth as a number": ("settings.force_zeros_for_empty_prompt", 1),
+    "token below zero": ("tokenizers.tokenizer.pad_token_id", -1),
+    "prompt of no token": ("tokenizers.tokenizer.max_length", 0),
+    "unknown tokenizer": ("tokenizers.tokenizer_3", {}),
+    "unknown scheduler": ("schedulers.third", {}),
+    "scheduler that is a list": ("schedulers.base", []),
+    "builder with a number": ("builder.preheat", 1),
+}
+
+
+@pytest.mark.parametrize(("path", "value"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_value_that_is_no_such_thing_is_refused(entries: Entries, path: str, value: object) -> None:
+    change(path, value)(entries)
+    message = refusal(entries)
+    assert "damaged at" in message and "`preheat publish`" in message
+
+
+def test_a_number_past_what_floats_hold_is_refused(manifest: Manifest) -> None:
+    text = manifest.to_json().decode().replace('"vae_scaling_factor": 0.13025', '"vae_scaling_factor": 1e999')
+    assert "settings.vae_scaling_factor" in refusal(text.encode())
+
+
+def duplicate(where: str) -> Callable[[Entries], None]:
+    return lambda entries: entries[where].append(entries[where][0])
+
+
+def twice_a_blob(entries: Entries) -> None:
+    blobs = entries["weights"][0]["blobs"]
+    blobs.append(blobs[0])
+
+
+def two_sizes(entries: Entries) -> None:
+    entries["engines"][1]["blob"] = entries["engines"][0]["blob"] | {"bytes": 1}
+
+
+def networks_of_a_refiner_without_settings(entries: Entries) -> None:
+    entries["architectures"]["refiner_unet"] = entries["architectures"]["unet"]
+
+
+def two_inputs_of_one_name(entries: Entries) -> None:
+    inputs = entries["engines"][0]["signature"]["inputs"]
+    inputs.append(inputs[0])
+
+
+def an_output_of_unknown_size(entries: Entries) -> None:
+    entries["engines"][0]["signature"]["inputs"][0]["shape"] = ["rows", 4, "height/8", 8]
+
+
+CONTRADICTIONS: dict[str, Callable[[Entries], None]] = {
+    "engine unet|engine text_encoder": duplicate("engines"),
+    "weights text_encoder": duplicate("weights"),
+    "a blob is named twice": twice_a_blob,
+    "has two sizes": two_sizes,
+    "a refiner's networks": networks_of_a_refiner_without_settings,
+    "two tensors have one name": two_inputs_of_one_name,
+    "a size that no input has": an_output_of_unknown_size,
+}
+
+
+@pytest.mark.parametrize(("words", "contradict"), CONTRADICTIONS.items(), ids=CONTRADICTIONS)
+def test_what_contradicts_itself_is_refused(
+    entries: Entries, words: str, contradict: Callable[[Entries], None]
+) -> None:
+    contradict(entries)
+    assert any(word in refusal(entries) for word in words.split("|"))
+
+
+def test_a_strangers_key_forges_no_line_of_a_log(entries: Entries) -> None:
+    assert "surprise" in refusal(entries | {"surprise\n" + "x" * 10_000 + "\x1b[31m": 1})
+
+
+def test_a_span_and_a_bucket_hold_what_they_say() -> None:
+    span = Span(min=64, max=128, multiple=32)
+    assert [side for side in range(200) if span.holds(side)] == [64, 96, 128]
+    bucket = Bucket(rows=Span(min=2, max=2), height=span, width=span)
+    assert bucket.holds(2, 64, 128) and not bucket.holds(1, 64, 64) and not bucket.holds(2, 65, 64)
+    assert not bucket.holds(2, 64, 192)
+    assert Bucket(rows=Span(min=1, max=4)).holds(3, 0, 0)
+
+
+BAD_MAPS = {
+    "nothing": b"",
+    "a list": b"[]",
+    "half": b'{"a": ',
+    "null": b"null",
+    "no entry": b'{"a": null}',
+    "no dtype": b'{"a": {"tensor": "a", "shape": [1]}}',
+    "a list for a dtype": b'{"a": {"tensor": "a", "dtype": ["float32"], "shape": [1]}}',
+    "unknown dtype": b'{"a": {"tensor": "a", "dtype": "float33", "shape": [1]}}',
+    "a list for a tensor": b'{"a": {"tensor": ["a"], "dtype": "float32", "shape": [1]}}',
+    "a shape as text": b'{"a": {"tensor": "a", "dtype": "float32", "shape": "44"}}',
+    "a shape below zero": b'{"a": {"tensor": "a", "dtype": "float32", "shape": [-1]}}',
+    "unknown key": b'{"a": {"tensor": "a", "dtype": "float32", "shape": [1], "strides": [1]}}',
+    "deeply nested": b'{"a": ' + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("data", BAD_MAPS.values(), ids=BAD_MAPS)
+def test_a_damaged_map_of_constants_is_refused(data: bytes) -> None:
+    with pytest.raises(ManifestError, match="map of constants is damaged at") as caught:
+        parse_constants(data)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_a_map_of_constants_is_read(tmp_path: Path) -> None:
+    parsed = parse_constants(releases.toy_map())
+    assert {name: constant.shape for name, constant in parsed.items()} == {
+        "a.weight": (8, 4), "a.bias": (8,), "b.weight": (4, 8), "b.bias": (4,),
+    }  # fmt: skip
