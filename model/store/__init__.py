@@ -5,14 +5,16 @@ releases/<model>/<version>.json     the only names people type
 records/<kind>/<name>.json          the builder's notes: engines by key, drafts of releases; may be rewritten
 """
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from model.errors import StoreError
-from model.store.manifest import Manifest
+from model.store.manifest import Blob, Manifest
+from model.store.options import StoreOptions
 
-__all__ = ["Store", "open_store"]
+__all__ = ["Store", "StoreOptions", "open_store"]
 
 
 class Store(Protocol):
@@ -25,6 +27,10 @@ class Store(Protocol):
 
     def read(self, digest: str, into: memoryview) -> None:
         """Fill `into` (exactly the blob's bytes) and verify. Raises CorruptBlob or StoreError."""
+
+    def fetch(self, blobs: Iterable[Blob]) -> None:
+        """Bring blobs to this machine side by side, so that `get` and `read` find them; where they are, nothing.
+        Raises CorruptBlob or StoreError."""
 
     def has(self, digest: str) -> bool:
         """Whether a blob is there (not whether it is intact)."""
@@ -54,17 +60,31 @@ class Store(Protocol):
     def records(self, kind: str) -> list[str]:
         """Names of the notes of a kind, sorted."""
 
+    def blobs(self) -> Iterator[tuple[str, int, float]]:
+        """Every blob there is: digest, bytes, when it was last put (seconds since 1970)."""
 
-def open_store(url: str | Path) -> Store:
-    """file:///folder (or a plain path): a local folder, also a read-only one. Raises StoreError for anything else."""
-    from model.store.local import LocalStore
+    def delete_blob(self, digest: str, unless_changed_after: float) -> bool:
+        """Delete a blob; False where it has gone, or was put after that time. For `preheat gc` only."""
 
+    def delete_unfinished(self, begun_before: float) -> int:
+        """Delete what writers that died have left of blobs; returns how many."""
+
+
+def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:
+    """file:///folder (or a plain path): a local folder, also a read-only one. s3://bucket[/prefix]: a bucket, with
+    `options` (default: what the environment says). Raises StoreError for anything else."""
     text = str(url)
-    refusal = StoreError(f"{text!r} is no store this version can open: give file:///absolute/folder or a path.")
+    refusal = StoreError(
+        f"{text!r} is no store this version can open: give file:///absolute/folder, a path, or s3://bucket/prefix."
+    )
     try:
         parts = urlsplit(text)
     except ValueError as error:
         raise refusal from error
+    if parts.scheme == "s3":
+        from model.store.s3 import S3Store  # here, because boto3 takes a while to import
+
+        return S3Store(text, options)
     path = text
     if parts.scheme == "file":
         path = unquote(parts.path)
@@ -74,4 +94,6 @@ def open_store(url: str | Path) -> Store:
         raise refusal
     if not path or "\0" in path:
         raise refusal
+    from model.store.local import LocalStore
+
     return LocalStore(Path(path))

@@ -7,7 +7,6 @@ what is neither file nor link to one (a pipe, a device) is never opened.
 
 import hashlib
 import os
-import re
 import stat
 import tempfile
 import time
@@ -16,13 +15,24 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 
-from model.errors import CorruptBlob, ManifestError, PreheatError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store.manifest import MANIFEST_LIMIT, Manifest, parse_manifest, split_name
+from model.errors import CorruptBlob, ManifestError, PreheatError, ReleaseExists, StoreError
+from model.store.keys import (
+    BLOBS,
+    RECORDS,
+    RELEASES,
+    blob_key,
+    is_digest,
+    is_release_name,
+    record_key,
+    release_key,
+    release_not_found,
+)
+from model.store.manifest import MANIFEST_LIMIT, Blob, Manifest, parse_manifest
 
 _CHUNK = 4 * 2**20  # bytes read at a time while hashing
 _INCOMING = ".incoming-"
 _ABANDONED = 24 * 3600  # seconds; no writer is silent for so long, so what it left was left by one that died
-_LISTED = 20  # release names in one message
+REFRESH_AGE = 3600  # seconds; a blob that is found instead of written must soon look new to `preheat gc`
 
 
 class LocalStore:
@@ -41,9 +51,7 @@ class LocalStore:
     # -- blobs ---------------------------------------------------------------------------------------------------
 
     def _blob_path(self, digest: str) -> Path:
-        if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise ManifestError(f"{digest!r} is no SHA-256 digest.")
-        return self.root / "blobs" / "sha256" / digest
+        return self.root / blob_key(digest)
 
     def has(self, digest: str) -> bool:
         path = self._blob_path(digest)
@@ -98,6 +106,9 @@ class LocalStore:
             f"(blobs/sha256/{digest}), then build again (`preheat build`)."
         )
 
+    def fetch(self, blobs: Iterable[Blob]) -> None:
+        """Nothing: blobs are used where they are."""
+
     def put(self, path: Path) -> str:
         try:
             with self._reading(str(path)), _open_file(path) as source:
@@ -118,9 +129,12 @@ class LocalStore:
 
     def _holds(self, digest: str, size: int) -> bool:
         try:
-            self.get(digest, size)
+            path = self.get(digest, size)
         except CorruptBlob:
             return False
+        with suppress(OSError):  # another user's file, or one on a disk that can only be read
+            if time.time() - path.stat().st_mtime > REFRESH_AGE:
+                os.utime(path)
         return True
 
     def _place(self, digest: str, chunks: Iterable[bytes], source: str) -> None:
@@ -134,20 +148,14 @@ class LocalStore:
     # -- releases ------------------------------------------------------------------------------------------------
 
     def _release_path(self, name: str) -> Path:
-        model, version = split_name(name)
-        return self.root / "releases" / model / f"{version}.json"
+        return self.root / release_key(name)
 
     def read_release(self, name: str) -> Manifest:
         try:
             with self._reading(f"Release {name}"), _open_file(self._release_path(name)) as file:
                 data = file.read(MANIFEST_LIMIT + 1)
         except _NotThere as error:
-            names = self.releases()
-            there = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if names[_LISTED:] else "")
-            raise ReleaseNotFound(
-                f"No release {name} in {self.url} (releases there: {there or 'none'}): name one of them, or publish it "
-                f"with `preheat publish {name} --store {self.url}`."
-            ) from error
+            raise release_not_found(name, self.url, self.releases()) from error
         return parse_manifest(data, name)
 
     def write_release(self, manifest: Manifest) -> None:
@@ -168,16 +176,13 @@ class LocalStore:
             _flush_folder(target.parent)
 
     def releases(self) -> list[str]:
-        paths = (self.root / "releases").glob("*/*.json")
-        return sorted(name for path in paths if _is_name(name := f"{path.parent.name}/{path.stem}"))
+        paths = (self.root / RELEASES).glob("*/*.json")
+        return sorted(name for path in paths if is_release_name(name := f"{path.parent.name}/{path.stem}"))
 
     # -- the builder's records -----------------------------------------------------------------------------------
 
     def _record_path(self, kind: str, name: str) -> Path:
-        # Longer than a release's, because a draft is called after its model, target and precision together.
-        if not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,219}", part) for part in (kind, name)):
-            raise StoreError(f"{kind}/{name} is no name for a record: give the model a short one (letters and digits).")
-        return self.root / "records" / kind / f"{name}.json"
+        return self.root / record_key(kind, name)
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         try:
@@ -193,7 +198,41 @@ class LocalStore:
             os.replace(temporary, target)
 
     def records(self, kind: str) -> list[str]:
-        return sorted(path.stem for path in (self.root / "records" / kind).glob("*.json"))
+        return sorted(path.stem for path in (self.root / RECORDS / kind).glob("*.json"))
+
+    # -- what `preheat gc` needs ---------------------------------------------------------------------------------
+
+    def blobs(self) -> Iterator[tuple[str, int, float]]:
+        with self._reading("The list of blobs"), suppress(FileNotFoundError):
+            for entry in os.scandir(self.root / BLOBS):
+                if is_digest(entry.name):
+                    with suppress(FileNotFoundError):
+                        found = entry.stat()
+                        yield entry.name, found.st_size, found.st_mtime
+
+    def delete_blob(self, digest: str, unless_changed_after: float) -> bool:
+        path = self._blob_path(digest)
+        try:
+            if path.stat().st_mtime > unless_changed_after:
+                return False
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreError(
+                f"Blob {digest[:12]} cannot be deleted ({self.url}): {error.strerror or error}. Make the folder one "
+                "that can be written."
+            ) from error
+        return True
+
+    def delete_unfinished(self, begun_before: float) -> int:
+        count = 0
+        for path in (self.root / BLOBS).glob(f"{_INCOMING}*"):
+            with suppress(OSError):
+                if path.lstat().st_mtime < begun_before:
+                    path.unlink()
+                    count += 1
+        return count
 
     # -- the file system -----------------------------------------------------------------------------------------
 
@@ -255,15 +294,6 @@ def _open_file(path: Path) -> BufferedReader:
         os.close(handle)
         raise OSError("it is no file")
     return os.fdopen(handle, "rb")
-
-
-def _is_name(name: str) -> bool:
-    """False for what strangers put between the releases."""
-    try:
-        split_name(name)
-    except ManifestError:
-        return False
-    return True
 
 
 def _write_through(path: Path, chunks: Iterable[bytes]) -> str:

@@ -1,0 +1,53 @@
+"""From a store's URL and options to a boto3 client of its service. Asks the service nothing."""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3  # type: ignore[import-untyped]
+from botocore.config import Config  # type: ignore[import-untyped]
+
+from model.errors import StoreError
+from model.store.options import StoreOptions
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """ "s3://bucket/a/prefix" -> bucket and prefix. Raises StoreError."""
+    parts = urlsplit(url)
+    prefix = parts.path.strip("/")
+    sound = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", parts.netloc) and not (parts.query or parts.fragment)
+    if parts.scheme != "s3" or not sound or not re.fullmatch(r"([A-Za-z0-9!_.*'()-]+(/|$))*", prefix):
+        raise StoreError(f"{url!r} is no store in a bucket: give s3://bucket or s3://bucket/prefix.")
+    if any(part in (".", "..") for part in prefix.split("/")):
+        raise StoreError(f"{url!r} has a prefix that is no name: give s3://bucket or s3://bucket/prefix.")
+    return parts.netloc, prefix
+
+
+def connect(options: StoreOptions, connections: int) -> Any:
+    """A boto3 client for up to `connections` threads. Raises StoreError, and what boto3 raises."""
+    session = boto3.Session(
+        aws_access_key_id=options.access_key_id,
+        aws_secret_access_key=options.secret_access_key,
+        aws_session_token=options.session_token,
+        profile_name=options.profile,
+        region_name=options.region,
+    )
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": options.attempts},
+        connect_timeout=min(5.0, options.timeout),
+        read_timeout=options.timeout,
+        max_pool_connections=2 * connections,
+        # Bodies are checked by SHA-256 here and by Content-MD5 there; services other than Amazon's know no more.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        # Names of buckets are no host names where there is no DNS for them.
+        s3={"addressing_style": "path" if options.endpoint else "auto"},
+    )
+    region = session.region_name or "us-east-1"
+    try:
+        return session.client("s3", endpoint_url=options.endpoint, config=config, region_name=region)
+    except ValueError as error:
+        raise StoreError(
+            f"{options.endpoint!r} is no endpoint: give a URL, http:// or https:// and a host (AWS_ENDPOINT_URL, "
+            "`endpoint` in the config)."
+        ) from error

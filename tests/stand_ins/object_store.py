@@ -1,0 +1,210 @@
+"""A real S3-compatible store on this machine: Ceph's RADOS Gateway over one monitor and one disk in a file.
+
+Everything listens on 127.0.0.1 and lies in one folder; what was started is ended by its own handle. A cluster of one
+has no authentication inside (the gateway's own, S3's, is the real one), so it is for tests and nothing else.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
+PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "setpriv")
+ACCESS_KEY = "preheatpreheatpreheat"
+SECRET_KEY = "a-secret-for-tests-that-opens-nothing-else"
+_DISK = 8 * 2**30  # bytes of the sparse file that is the disk; only what is written takes space
+_READY_SECONDS = 120  # of one daemon; a machine that needs more is broken
+
+_CONFIG = """\
+[global]
+fsid = {fsid}
+mon host = v1:127.0.0.1:{mon_port}
+public addr = 127.0.0.1
+cluster addr = 127.0.0.1
+auth cluster required = none
+auth service required = none
+auth client required = none
+ms mon client mode = crc
+ms bind msgr2 = false
+run dir = {folder}
+admin socket = {folder}/$name.asok
+pid file =
+log file = {folder}/$name.log
+mon cluster log file = {folder}/cluster.log
+crash dir = {folder}/crash
+osd pool default size = 1
+osd pool default min size = 1
+osd pool default pg num = 8
+osd pool default pgp num = 8
+osd pool default pg autoscale mode = off
+osd crush chooseleaf type = 0
+mon allow pool size one = true
+mon allow pool delete = true
+mon warn on pool no redundancy = false
+mon data = {folder}/mon
+mon data avail warn = 1
+mon data avail crit = 0
+osd data = {folder}/osd
+osd objectstore = bluestore
+osd memory target = 939524096
+bluestore block size = {disk}
+bluestore fsck on mount = false
+osd max object name len = 1024
+[client.rgw]
+rgw data = {folder}/rgw
+rgw frontends = beast endpoint=127.0.0.1:{rgw_port}
+rgw thread pool size = 64
+rgw enable usage log = false
+rgw enable ops log = false
+rgw gc obj min wait = 60
+"""
+
+
+def missing_programs() -> list[str]:
+    """What of Ceph is not installed here."""
+    return [program for program in PROGRAMS if shutil.which(program) is None]
+
+
+class ObjectStore:
+    """Ceph RADOS Gateway in `folder`, started on entering and ended on leaving."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._mon_port, self._rgw_port = _free_ports(2)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._rgw_port}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes boto3 talk to this store."""
+        return credentials() | {"AWS_ENDPOINT_URL": self.url}
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _start(self) -> None:
+        folder, fsid = self._folder, str(uuid.uuid4())
+        for name in ("mon", "osd", "rgw", "crash"):
+            (folder / name).mkdir(parents=True)
+        self._config = folder / "ceph.conf"
+        self._config.write_text(
+            _CONFIG.format(fsid=fsid, folder=folder, mon_port=self._mon_port, rgw_port=self._rgw_port, disk=_DISK)
+        )
+        monmap, address = folder / "monmap", f"[v1:127.0.0.1:{self._mon_port}]"
+        self._call("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, str(monmap))
+        self._call("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(monmap))
+        self._spawn("ceph-mon", "-i", "a")
+        osd = str(uuid.uuid4())
+        self._ceph("osd", "new", osd)
+        self._call("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
+        self._spawn("ceph-osd", "-i", "0")
+        self._wait("the disk", lambda: json.loads(self._ceph("osd", "stat", "-f", "json"))["num_up_osds"] == 1)
+        self._call(
+            "radosgw-admin", "-n", "client.rgw", "user", "create", "--uid", "preheat", "--display-name", "preheat",
+            "--access-key", ACCESS_KEY, "--secret", SECRET_KEY,
+        )  # fmt: skip
+        self._spawn("radosgw", "-n", "client.rgw")
+        self._wait("the gateway", self._answers)
+
+    def _stop(self) -> None:
+        """The gateway first: each daemon waits for those behind it."""
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        self._daemons.clear()
+        (self._folder / "osd" / "block").unlink(missing_ok=True)  # gigabytes that pytest would keep
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(self.url, trust_env=False, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _ceph(self, *arguments: str) -> str:
+        return self._call("ceph", "--connect-timeout", str(_READY_SECONDS), *arguments)
+
+    def _call(self, *command: str) -> str:
+        done = subprocess.run([*command, "-c", str(self._config)], capture_output=True, text=True, env=_environment())
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def _spawn(self, *command: str) -> None:
+        with (self._folder / f"{command[0]}.out").open("wb") as out:
+            self._daemons.append(
+                subprocess.Popen(
+                    # So that a killed test run leaves no daemon behind.
+                    ["setpriv", "--pdeathsig", "TERM", *command, "-c", str(self._config), "-f"],
+                    stdout=out,
+                    stderr=out,
+                    env=_environment(),
+                )
+            )
+
+    def _wait(self, what: str, ready: Callable[[], bool]) -> None:
+        end = time.monotonic() + _READY_SECONDS
+        while not ready():
+            for daemon in self._daemons:
+                if daemon.poll() is not None:
+                    name = daemon.args[3]
+                    said = (self._folder / f"{name}.out").read_text()[-2000:]
+                    raise RuntimeError(f"{name} ended with {daemon.returncode}: {said}")
+            if time.monotonic() > end:
+                raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s; logs: {self._folder}")
+            time.sleep(0.05)
+
+
+def credentials() -> dict[str, str]:
+    """Who may use the store, as the environment says it to boto3; nothing of this machine's own is looked at."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def _environment() -> dict[str, str]:
+    """Ceph's programs read CEPH_* and would take a cluster that it names for ours."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
