@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -25,7 +25,7 @@ from model.image import encode_base64
 from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import generate
 from model.request import GenerationRequest, GenerationResponse, GenerationSettings, SizeList, resolve
-from model.store import open_store
+from model.store import StoreOptions, open_store
 from model.target import detect_targets
 
 logger = logging.getLogger("preheat")
@@ -37,6 +37,7 @@ class Model:
     def __init__(self, **kwargs: Any) -> None:
         config = kwargs.get("config") or {}
         self._settings: dict[str, Any] = dict((config.get("model_metadata") or {}).get("preheat") or {})
+        self._secrets: Mapping[str, str] = kwargs.get("secrets") or {}
         self._cold_start = ColdStart()
         self._loaded: Loaded | None = None
         self._worker: Worker | None = None
@@ -47,7 +48,7 @@ class Model:
             return
         self._cold_start.record("import", seconds_since_process_start())
         loaded = load_release(
-            open_store(self._setting("store")),
+            open_store(self._setting("store"), StoreOptions.from_deployment(self._settings, self._secrets)),
             self._setting("release"),
             detect_targets(),
             [ServedBucket.from_config(entry) for entry in self._settings.get("buckets") or []],
@@ -70,7 +71,7 @@ class Model:
         )
 
     async def predict(self, request: GenerationRequest, http: Request) -> Any:
-        """A GenerationResponse, or a JSONResponse with {"error": ...}: 400 for what is not served, 500 for no picture."""
+        """A GenerationResponse, or a JSONResponse {"error": ...}: 400 for what is not served, 500 for no picture."""
         began = time.perf_counter()
         request_id = uuid.uuid4().hex[:12]
         assert self._loaded is not None and self._worker is not None

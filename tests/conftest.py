@@ -1,10 +1,11 @@
 """What several test files share: a store with engines, a loaded release, a running server, a toy SDXL.
 
-Engines are kept in `.preheat/test-store` from one run to the next and found again by their keys, so only the first run
-of a clean clone compiles (about four minutes on two cores). What takes long says so while it works.
+Engines are kept in `.preheat` from one run to the next and found again by their keys, so only the first run of a clean
+clone compiles (some five minutes on two cores). What takes long says so while it works.
 """
 
 import fcntl
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.stand_ins import toy_sdxl
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
+KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 # Long enough for any machine: a test that waits for all of it fails.
 READY_SECONDS = 180
 
@@ -126,7 +128,15 @@ def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
 @pytest.fixture(scope="session")
 def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Store:
     """A store in which the toy has been built and published as toy-sdxl/1. Not to be written to: copy it."""
-    made = open_store(tmp_path_factory.mktemp("toy-store"))
-    build(toy_plan, made, lambda component, doing, done, steps: say(f"toy {done}/{steps}: {component}: {doing}"))
+
+    def report(component: str, doing: str, done: int, steps: int) -> None:
+        say(f"toy store {done}/{steps}: {component}: {doing}")
+
+    folder = tmp_path_factory.mktemp("toy-store") / "store"
+    with _alone(KEPT_TOYS.with_suffix(".lock")):
+        build(toy_plan, open_store(KEPT_TOYS), report)
+        shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
+    made = open_store(folder)
+    build(toy_plan, made)
     publish(made, "toy-sdxl")
     return made

@@ -1,0 +1,287 @@
+"""Building: what is compiled and what is found again, what an interruption leaves, what is never kept."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine_builder import compile as compiler
+from engine_builder.build import BuildPlan, build, find_engine
+from engine_builder.networks import ModelFolderError, Network
+from engine_builder.publish import publish
+from engine_builder.validate import InaccurateEngine
+from model.coldstart import ColdStart
+from model.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
+from model.errors import BrokenImage, ManifestError
+from model.loading import Loaded, load_release
+from model.pipeline import generate
+from model.request import GenerationRequest, resolve
+from model.store import Store
+from model.store.manifest import Manifest
+from model.target import detect_targets
+from tests.conftest import REPOSITORY
+from tests.stand_ins.reference import Reference
+
+PlanOf = Callable[[Path, str], BuildPlan]
+EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
+
+
+def files(store: Store) -> dict[str, tuple[int, int]]:
+    """Every file of a store, with its size and time."""
+    root = Path(store.url.removeprefix("file://"))
+    return {
+        str(path.relative_to(root)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in root.rglob("*")
+        if path.is_file()
+    }
+
+
+def engines_of(manifest: Manifest) -> dict[str, tuple[str, str, str]]:
+    return {e.component: (e.key, e.blob.sha256, e.constants.sha256) for e in manifest.engines}
+
+
+def weights_of(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    return {record.component: record.identity for record in manifest.weights}
+
+
+def forget_engine(store: Store, manifest: Manifest, component: str) -> None:
+    """Take an engine out of a store, as if it had never been compiled."""
+    root = Path(store.url.removeprefix("file://"))
+    [engine] = [engine for engine in manifest.engines if engine.component == component]
+    (root / "records" / "engines" / f"{engine.key}.json").unlink()
+    (root / "blobs" / "sha256" / engine.blob.sha256).unlink()
+
+
+def forget_drafts(store: Store) -> None:
+    shutil.rmtree(Path(store.url.removeprefix("file://")) / "records" / "drafts")
+
+
+def perturb(tensors: dict[str, torch.Tensor]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for tensor in tensors.values():
+        tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+
+
+def draw(loaded: Loaded, **asked: object) -> tuple[Any, Any]:
+    settings = resolve(GenerationRequest.model_validate(asked), loaded.served)
+    return settings, generate(loaded.model, [settings])[0][0]
+
+
+def test_another_model_of_the_architecture_compiles_nothing(
+    store_copy: Store, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+) -> None:
+    first = build(toy_plan, store_copy).draft
+    for part in ("text_encoder", "text_encoder_2", "unet", "vae"):
+        edit_weights(folder_copy / part, perturb)
+    result = build(plan_of(folder_copy, "other"), store_copy)
+    assert result.compiled == ()
+    assert set(result.reused) == set(toy_plan.components)
+    assert engines_of(result.draft) == engines_of(first)
+    assert not set(weights_of(result.draft).values()) & set(weights_of(first).values())
+
+    publish(store_copy, "other")
+    pictures = []
+    for release in ("toy-sdxl/1", "other/1"):
+        loaded = load_release(store_copy, release, detect_targets(), [], ColdStart())
+        settings, picture = draw(loaded, prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+        pictures.append(picture)
+    assert np.abs(pictures[0].astype(int) - pictures[1].astype(int)).max() > 20
+    expected = Reference(folder_copy).draw(settings)
+    assert np.abs(pictures[1].astype(int) - expected.astype(int)).max() <= 2
+
+
+def test_building_again_does_nothing(store_copy: Store, toy_plan: BuildPlan) -> None:
+    before = files(store_copy)
+    reports: list[tuple[str, str, int, int]] = []
+    result = build(toy_plan, store_copy, lambda *report: reports.append(report))
+    assert result.compiled == () and len(result.reused) == 4
+    assert reports == []
+    assert files(store_copy) == before
+
+
+def test_a_damaged_blob_is_mended_by_building_again(store_copy: Store, toy_plan: BuildPlan) -> None:
+    draft = build(toy_plan, store_copy).draft
+    [weights] = [record for record in draft.weights if record.component == "unet"]
+    path = store_copy.get(weights.blobs[0].sha256, weights.blobs[0].bytes)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    result = build(toy_plan, store_copy)
+    assert result.compiled == ()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == weights.blobs[0].sha256
+    publish(store_copy, "toy-sdxl/mended")
+
+
+def test_a_damaged_engine_is_not_used(store_copy: Store, toy_plan: BuildPlan) -> None:
+    [engine] = [e for e in build(toy_plan, store_copy).draft.engines if e.component == "unet"]
+    assert find_engine(store_copy, engine.key) is not None
+    path = store_copy.get(engine.blob.sha256, engine.blob.bytes)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert find_engine(store_copy, engine.key) is None
+    store_copy.write_record("engines", engine.key, b"{")
+    assert find_engine(store_copy, engine.key) is None
+
+
+KILLED_BUILD = """
+import sys
+from pathlib import Path
+from engine_builder import compile as compiler
+from engine_builder.build import BuildPlan, build
+from engine_builder.networks import ModelFolder
+from model.store import open_store
+
+plan = BuildPlan("toy-sdxl", ModelFolder(Path(sys.argv[1])), None, compiler.build_target(), "fp32")
+build(plan, open_store(sys.argv[2]), lambda component, doing, *_: print(component, doing, flush=True))
+"""
+
+
+def test_a_killed_build_goes_on_where_it_stopped(
+    store_copy: Store, toy_folder: Path, toy_plan: BuildPlan, tmp_path: Path
+) -> None:
+    draft = build(toy_plan, store_copy).draft
+    forget_drafts(store_copy)
+    for component in ("text_encoder", "text_encoder_2"):
+        forget_engine(store_copy, draft, component)
+    building = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url],
+        cwd=REPOSITORY,
+        # Its own cache, or the compiler would find there what it made for the store that was copied.
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with building:
+        assert building.stdout is not None
+        said = []
+        for line in building.stdout:
+            said.append(line.strip())
+            if said[-1] == "text_encoder_2 compiling":
+                os.killpg(building.pid, signal.SIGKILL)
+                break
+    assert building.returncode == -signal.SIGKILL
+    assert said[-2:] == ["text_encoder compiling", "text_encoder_2 compiling"]
+
+    root = Path(store_copy.url.removeprefix("file://"))
+    for blob in (root / "blobs" / "sha256").iterdir():
+        if not blob.name.startswith("."):
+            assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
+    for record in (root / "records").rglob("[!.]*.json"):
+        json.loads(record.read_bytes())
+    assert store_copy.records("drafts") == []
+
+    result = build(toy_plan, store_copy)
+    assert result.compiled == ("text_encoder_2",)
+    assert {component: key for component, (key, _, _) in engines_of(result.draft).items()} == {
+        component: key for component, (key, _, _) in engines_of(draft).items()
+    }
+
+
+def test_an_engine_that_fails_its_check_is_not_kept(
+    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled right, but with two weights of one shape mixed up: opens, runs, and draws something else."""
+    draft = build(toy_plan, store_copy).draft
+    [engine] = [engine for engine in draft.engines if engine.component == "unet"]
+    package = store_copy.get(engine.blob.sha256, engine.blob.bytes).read_bytes()
+    constants = json.loads(store_copy.get(engine.constants.sha256, engine.constants.bytes).read_bytes())
+    mixed_up = {"down_blocks.0.resnets.0.conv1.bias", "down_blocks.0.resnets.0.conv2.bias"}
+    first, second = (name for name, constant in constants.items() if constant["tensor"] in mixed_up)
+    constants[first], constants[second] = constants[second], constants[first]
+
+    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.Compiled:
+        path.write_bytes(package)
+        return compiler.Compiled(path, constants)
+
+    forget_drafts(store_copy)
+    forget_engine(store_copy, draft, "unet")
+    before = files(store_copy)
+    monkeypatch.setattr(compiler, "compile_network", compile_network)
+    with pytest.raises(InaccurateEngine, match="The unet engine is off by .* it was not kept"):
+        build(toy_plan, store_copy)
+    assert files(store_copy).keys() == before.keys()
+    assert find_engine(store_copy, engine.key) is None
+
+
+@pytest.mark.parametrize("part", ["unet", "vae"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_model_that_draws_no_numbers_is_not_drafted(
+    part: str, poison: float, store_copy: Store, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["conv_out.bias" if part == "unet" else "decoder.conv_out.bias"][0] = poison
+
+    edit_weights(folder_copy / part, spoil)
+    with pytest.raises((InaccurateEngine, BrokenImage)):
+        build(plan_of(folder_copy, "broken"), store_copy)
+    assert not [name for name in store_copy.records("drafts") if name.startswith("broken.")]
+
+
+def test_an_engine_whose_output_is_not_a_number_is_inaccurate(
+    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "model.engines.aot_inductor.AotInductorEngine.run",
+        lambda self, inputs: {spec.name: torch.tensor(float("nan")) for spec in self.signature.outputs},
+    )
+    forget_drafts(store_copy)
+    with pytest.raises(InaccurateEngine, match="off by nan"):
+        build(toy_plan, store_copy)
+    assert store_copy.records("drafts") == []
+
+
+def test_a_release_keeps_what_the_folder_says(store_copy: Store, toy_plan: BuildPlan) -> None:
+    draft = build(toy_plan, store_copy).draft
+    assert (draft.settings.native_width, draft.settings.native_height) == (64, 64)
+    assert (draft.settings.vae_scale_factor, draft.settings.vae_scaling_factor) == (2, 0.5)
+    assert draft.settings.refiner is None and not draft.has_refiner
+    assert draft.defaults == {"scheduler": "Euler"}
+    assert all(engine.accuracy.relative <= 1e-4 and engine.accuracy.cases > 3 for engine in draft.engines)
+
+
+def test_a_folder_s_own_defaults_become_the_release_s(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
+    own = {"num_inference_steps": 4, "guidance_scale": 1.0, "scheduler": "LCM"}
+    (folder_copy / "defaults.json").write_text(json.dumps(own))
+    assert build(plan_of(folder_copy, "turbo"), store_copy).draft.defaults == own
+    (folder_copy / "defaults.json").write_text('{"num_inference_steps": 400}')
+    with pytest.raises(ManifestError, match="num_inference_steps"):
+        build(plan_of(folder_copy, "turbo"), store_copy)
+
+
+def test_static_and_dynamic_builds_are_told_apart(store_copy: Store, toy_plan: BuildPlan) -> None:
+    """A plan with sizes finds no finished build in a dynamic one's draft, though that begins at 64 x 64."""
+    from engine_builder.build import _current_draft, fingerprint
+
+    source = fingerprint(toy_plan)
+    assert _current_draft(toy_plan, store_copy, source) is not None
+    assert _current_draft(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, source) is None
+    assert _current_draft(toy_plan, store_copy, "another") is None
+
+
+def test_latents_that_a_vae_normalises_are_refused(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
+    config = folder_copy / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [0.0] * 4}))
+    with pytest.raises(ModelFolderError, match="normalises latents"):
+        build(plan_of(folder_copy, "other"), store_copy)
+
+
+def test_base_and_refiner_share_an_equal_text_encoder(store: Store, release: str, loaded: Loaded) -> None:
+    manifest = store.read_release(release)
+    weights = weights_of(manifest)
+    assert weights[TEXT_ENCODER_2] == weights[REFINER_TEXT_ENCODER_2]
+    assert engines_of(manifest)[TEXT_ENCODER_2] == engines_of(manifest)[REFINER_TEXT_ENCODER_2]
+    assert loaded.model.shares_text_encoder_2
+    once = {blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}
+    twice = sum(blob.bytes for record in manifest.weights for blob in record.blobs)
+    assert loaded.weight_bytes <= sum(once.values()) < twice

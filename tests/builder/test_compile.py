@@ -1,0 +1,128 @@
+"""An engine holds no weights: none of their bytes, and it computes with whichever are mapped into it."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_builder.compile import example_inputs
+from engine_builder.networks import ModelFolder, Network, load_network
+from model.components import BASE_COMPONENTS
+from model.engines.aot_inductor import AotInductorEngine
+from model.errors import EngineError
+from model.store import Store
+from model.store.manifest import EngineRecord
+
+RELEASE = "toy-sdxl/1"
+
+
+def engine_of(store: Store, component: str) -> tuple[EngineRecord, Path, bytes]:
+    [record] = [engine for engine in store.read_release(RELEASE).engines if engine.component == component]
+    package = store.get(record.blob.sha256, record.blob.bytes)
+    return record, package, store.get(record.constants.sha256, record.constants.bytes).read_bytes()
+
+
+def content(package: Path) -> bytes:
+    """Everything in a package, as it lies there and unpacked."""
+    with zipfile.ZipFile(package) as archive:
+        return package.read_bytes() + b"".join(archive.read(name) for name in archive.namelist())
+
+
+def open_with(store: Store, network: Network) -> AotInductorEngine:
+    record, package, constants = engine_of(store, network.component)
+    tensors = network.tensors()
+    return AotInductorEngine(
+        network.component, package, record.signature, record.bucket, constants, tensors, torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_no_tensor_s_bytes_are_in_an_engine(component: str, toy_store: Store, toy_folder: Path) -> None:
+    held = content(engine_of(toy_store, component)[1])
+    assert b"aoti" in held or b"AOTI" in held
+    tensors = load_network(ModelFolder(toy_folder), component, "fp32").tensors()
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    small = 0
+    for name, tensor in weights.items():
+        data = tensor.contiguous().numpy().tobytes()
+        assert data not in held, name
+        if tensor.numel() <= 8:
+            # What is baked into code is spread over it, a number at a time.
+            small += 1
+            assert not all(data[at : at + 4] in held for at in range(0, len(data), 4)), name
+    if component in ("unet", "vae_decoder"):
+        assert small
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_an_engine_computes_with_the_weights_it_is_given(
+    component: str, toy_store: Store, folder_copy: Path, edit_weights: Callable[..., None]
+) -> None:
+    def others(tensors: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for tensor in tensors.values():
+            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
+
+    part = "vae" if component == "vae_decoder" else component
+    before = load_network(ModelFolder(folder_copy), component, "fp32")
+    edit_weights(folder_copy / part, others)
+    after = load_network(ModelFolder(folder_copy), component, "fp32")
+    inputs = example_inputs(before.signature, 2, 96, 64, "cpu")
+    given = [inputs[spec.name] for spec in before.signature.inputs]
+    outputs = []
+    for network in (before, after):
+        got = list(open_with(toy_store, network).run(inputs).values())
+        with torch.inference_mode():
+            expected = network.module(*given)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        outputs.append(got)
+    for one, other in zip(*outputs, strict=True):
+        assert (one - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("tensor", ["conv_out.bias", "conv_in.bias", "time_embedding.linear_1.weight"])
+def test_every_tensor_counts_also_the_smallest(tensor: str, toy_store: Store, toy_folder: Path) -> None:
+    network = load_network(ModelFolder(toy_folder), "unet", "fp32")
+    inputs = example_inputs(network.signature, 1, 64, 64, "cpu")
+    before = open_with(toy_store, network).run(inputs)["noise"].clone()
+    network.tensors()[tensor].add_(1.0)
+    after = open_with(toy_store, network).run(inputs)["noise"]
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_weights_that_do_not_fit_are_refused(toy_store: Store, toy_folder: Path) -> None:
+    record, package, constants = engine_of(toy_store, "unet")
+    tensors = load_network(ModelFolder(toy_folder), "unet", "fp32").tensors()
+
+    def opened(weights: dict[str, torch.Tensor]) -> None:
+        AotInductorEngine("unet", package, record.signature, record.bucket, constants, weights, torch.device("cpu"))
+
+    lacking = {name: tensor for name, tensor in tensors.items() if name != "conv_out.bias"}
+    for weights in (
+        lacking,
+        tensors | {"conv_out.bias": torch.zeros(5)},
+        tensors | {"conv_out.bias": torch.zeros(4, dtype=torch.float16)},
+    ):
+        with pytest.raises(EngineError, match=r"conv_out\.bias"):
+            opened(weights)
+
+
+@pytest.mark.parametrize("rows, height, width", [(1, 64, 64), (5, 76, 128), (16, 64, 68)])
+def test_one_engine_serves_every_size(rows: int, height: int, width: int, toy_store: Store, toy_folder: Path) -> None:
+    network = load_network(ModelFolder(toy_folder), "unet", "fp32")
+    inputs = example_inputs(network.signature, rows, height, width, "cpu")
+    with torch.inference_mode():
+        expected = network.module(*(inputs[spec.name] for spec in network.signature.inputs))[0]
+    torch.testing.assert_close(open_with(toy_store, network).run(inputs)["noise"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows, height, width", [(17, 64, 64), (1, 60, 64), (1, 64, 66), (1, 64, 1028)])
+def test_what_is_outside_of_the_bucket_is_refused(
+    rows: int, height: int, width: int, toy_store: Store, toy_folder: Path
+) -> None:
+    network = load_network(ModelFolder(toy_folder), "unet", "fp32")
+    with pytest.raises(EngineError, match="no bucket for"):
+        open_with(toy_store, network).run(example_inputs(network.signature, rows, height, width, "cpu"))

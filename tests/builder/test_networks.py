@@ -1,0 +1,179 @@
+"""Reading checkouts: as they are published, in any of their forms, and what is refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+from engine_builder.build import BuildPlan, build
+from engine_builder.compile import dynamic_bucket, engine_key
+from engine_builder.networks import ModelFolder, ModelFolderError, load_network
+from model.components import BASE_COMPONENTS
+from model.store import Store
+from model.target import Target
+
+PARTS = {
+    "text_encoder": (CLIPTextModel, "text_encoder"),
+    "text_encoder_2": (CLIPTextModelWithProjection, "text_encoder_2"),
+    "unet": (UNet2DConditionModel, "unet"),
+    "vae_decoder": (AutoencoderKL, "vae"),
+}
+
+
+def edit_config(part: Path, **entries: object) -> None:
+    file = part / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+@pytest.mark.parametrize(
+    "form", [{"max_shard_size": "3KB"}, {"variant": "fp16"}, {"variant": "fp16", "max_shard_size": "3KB"}]
+)
+def test_every_form_of_a_checkout_gives_the_same_tensors(
+    form: dict[str, str], component: str, folder_copy: Path
+) -> None:
+    cls, part = PARTS[component]
+    network: Any = cls.from_pretrained(folder_copy / part)
+    if "variant" in form:
+        # What such a checkout holds: the same numbers, rounded to half precision.
+        network = network.half()
+        shutil.rmtree(folder_copy / part)
+        network.save_pretrained(folder_copy / part)
+    plain = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
+    shutil.rmtree(folder_copy / part)
+    network.save_pretrained(folder_copy / part, **form)
+    files = [file.name for file in (folder_copy / part).glob("*.safetensors")]
+    assert all(("fp16" in name) == ("variant" in form) for name in files)
+    assert (len(files) > 1) == ("max_shard_size" in form)
+
+    read = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
+    assert read.keys() == plain.keys() and len(read) > 10
+    for name, tensor in plain.items():
+        assert tensor.dtype == torch.float16 or not tensor.is_floating_point()
+        assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_tensors_have_the_checkpoint_s_names(component: str, toy_folder: Path) -> None:
+    from safetensors import safe_open
+
+    [file] = (toy_folder / PARTS[component][1]).glob("*.safetensors")
+    with safe_open(file, "pt") as checkpoint:
+        names = {name.removeprefix("text_model.") for name in checkpoint.keys()}
+    read = {
+        name.removeprefix("text_model.") for name in load_network(ModelFolder(toy_folder), component, "fp32").tensors()
+    }
+    # Positions are computed, not stored; a VAE's encoder is not served.
+    assert {name for name in read if not name.endswith("position_ids")} == {
+        name for name in names if not name.startswith(("encoder.down", "encoder.mid", "encoder.conv", "quant_conv"))
+    }
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no unet": (lambda folder: shutil.rmtree(folder / "unet"), "no unet/config.json"),
+    "no second text encoder": (
+        lambda folder: shutil.rmtree(folder / "text_encoder_2"),
+        "no text_encoder_2/config.json",
+    ),
+    "no first text encoder": (lambda folder: shutil.rmtree(folder / "text_encoder"), "no text_encoder/config.json"),
+    "no scheduler": (lambda folder: shutil.rmtree(folder / "scheduler"), "no scheduler/scheduler_config.json"),
+    "a config that is no JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
+    "pickled weights": (
+        lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").rename(
+            folder / "vae" / "diffusion_pytorch_model.bin"
+        ),
+        "vae has no .safetensors file",
+    ),
+    "a UNet of Stable Diffusion 1 or 2": (
+        lambda folder: edit_config(
+            folder / "unet", addition_embed_type=None, projection_class_embeddings_input_dim=None
+        ),
+        "no SDXL UNet that is served: its addition_embed_type is None",
+    ),
+    "a UNet that takes its guidance as an input": (
+        lambda folder: edit_config(folder / "unet", time_cond_proj_dim=256),
+        "no SDXL UNet that is served: its time_cond_proj_dim is 256",
+    ),
+    "a UNet for inpainting": (
+        lambda folder: edit_config(folder / "unet", in_channels=9),
+        "takes 9 channels and the VAE gives 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_folder_that_is_no_sdxl_is_refused_with_a_sentence(
+    what: str, folder_copy: Path, store_copy: Store, plan_of: Callable[[Path, str], BuildPlan]
+) -> None:
+    change, says = REFUSED[what]
+    change(folder_copy)
+    with pytest.raises(ModelFolderError, match=says) as refusal:
+        build(plan_of(folder_copy, "refused"), store_copy)
+    assert str(folder_copy) in str(refusal.value)
+    assert not [name for name in store_copy.records("drafts") if name.startswith("refused.")]
+
+
+def test_a_refiner_of_another_noise_schedule_is_refused(
+    folder_copy: Path, toy_folder: Path, store_copy: Store, toy_plan: BuildPlan
+) -> None:
+    file = folder_copy / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": 0.02}))
+    with pytest.raises(ModelFolderError, match="another noise schedule"):
+        build(replace(toy_plan, refiner=ModelFolder(folder_copy), model="refused"), store_copy)
+
+
+def key_of(folder: Path, component: str, target: Target) -> str:
+    network = load_network(ModelFolder(folder), component, "fp32")
+    return engine_key(network, target, dynamic_bucket(network.multiple), "plain")
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_where_a_network_comes_from_does_not_change_its_engine_s_key(
+    component: str, folder_copy: Path, toy_folder: Path, target: Target, edit_weights: Callable[..., None]
+) -> None:
+    part = folder_copy / PARTS[component][1]
+    edit_weights(part, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
+    edit_config(
+        part, _name_or_path="someone/else", _diffusers_version="0.1", transformers_version="4.0", torch_dtype="float16"
+    )
+    if component == "vae_decoder":
+        edit_config(part, scaling_factor=0.3)  # applied outside of the engine
+    assert key_of(folder_copy, component, target) == key_of(toy_folder, component, target)
+
+
+@pytest.mark.parametrize(
+    "component, entries",
+    [
+        ("text_encoder", {"hidden_act": "gelu"}),
+        ("text_encoder_2", {"layer_norm_eps": 1e-4}),
+        ("unet", {"norm_eps": 1e-4}),
+        ("unet", {"flip_sin_to_cos": False}),
+        ("vae_decoder", {"act_fn": "gelu"}),
+    ],
+)
+def test_another_architecture_is_another_key(
+    component: str, entries: dict[str, object], folder_copy: Path, toy_folder: Path, target: Target
+) -> None:
+    edit_config(folder_copy / PARTS[component][1], **entries)
+    assert key_of(folder_copy, component, target) != key_of(toy_folder, component, target)
+
+
+def test_the_key_tells_targets_buckets_precisions_and_layouts_apart(toy_folder: Path, target: Target) -> None:
+    folder = ModelFolder(toy_folder)
+    network = load_network(folder, "unet", "fp32")
+    bucket = dynamic_bucket(network.multiple)
+    keys = [
+        engine_key(network, target, bucket, "plain"),
+        engine_key(network, replace(target, product="x86_64_v2"), bucket, "plain"),
+        engine_key(network, target, dynamic_bucket(network.multiple, max_rows=8), "plain"),
+        engine_key(load_network(folder, "unet", "bf16"), target, bucket, "plain"),
+        engine_key(network, target, bucket, "channels_last"),
+    ]
+    assert len(set(keys)) == len(keys)

@@ -1,0 +1,102 @@
+"""Publishing: drafts become a release once, and nothing else does."""
+
+from pathlib import Path
+
+import pytest
+
+from engine_builder.publish import NothingToPublish, publish
+from model.errors import CorruptBlob, ManifestError, ReleaseExists
+from model.store import Store, open_store
+from model.store.manifest import Manifest
+
+OTHER = "cuda-h200-sm90-torch2.13-cu130"
+
+
+def draft_of(store: Store) -> Manifest:
+    [name] = [name for name in store.records("drafts") if OTHER not in name]
+    return Manifest.model_validate_json(store.read_record("drafts", name) or b"")
+
+
+def draft_for_another_target(store: Store, **changes: object) -> Manifest:
+    """What a machine with a GPU would have drafted of the same source."""
+    draft = draft_of(store)
+    engines = tuple(engine.model_copy(update={"target": OTHER, "key": engine.key[::-1]}) for engine in draft.engines)
+    other = draft.model_copy(update={"engines": engines, **changes})
+    store.write_record("drafts", f"toy-sdxl.{OTHER}.fp32", other.to_json())
+    return other
+
+
+def test_the_drafts_of_two_targets_are_one_release(store_copy: Store) -> None:
+    mine = draft_of(store_copy)
+    draft_for_another_target(store_copy)
+    manifest, new = publish(store_copy, "toy-sdxl")
+    assert (manifest.name, new) == ("toy-sdxl/2", True)
+    assert store_copy.read_release("toy-sdxl/2") == manifest
+    assert manifest.targets == tuple(sorted((mine.engines[0].target, OTHER)))
+    assert len(manifest.engines) == 2 * len(mine.engines)
+    assert {w.component: w for w in manifest.weights} == {w.component: w for w in mine.weights}
+
+
+def test_what_was_built_last_makes_no_other_release(store_copy: Store) -> None:
+    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00")
+    first, _ = publish(store_copy, "toy-sdxl")
+    draft_for_another_target(store_copy, created="2099-01-01T00:00:00+00:00")
+    assert publish(store_copy, "toy-sdxl") == (first, False)
+
+
+def test_a_draft_of_an_older_source_is_left_out(store_copy: Store) -> None:
+    older = draft_of(store_copy).builder | {"source": "older"}
+    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
+    manifest, new = publish(store_copy, "toy-sdxl")
+    assert (manifest.name, new) == ("toy-sdxl/1", False)
+    assert OTHER not in manifest.targets
+
+
+def test_the_same_content_is_the_same_release(store_copy: Store) -> None:
+    before = store_copy.releases()
+    manifest, new = publish(store_copy, "toy-sdxl")
+    assert (manifest.name, new) == ("toy-sdxl/1", False)
+    assert store_copy.releases() == before == ["toy-sdxl/1"]
+
+
+def test_a_name_that_is_taken_is_refused(store_copy: Store) -> None:
+    before = store_copy.read_release("toy-sdxl/1")
+    with pytest.raises(ReleaseExists, match="toy-sdxl/1 is published already"):
+        publish(store_copy, "toy-sdxl/1")
+    assert store_copy.read_release("toy-sdxl/1") == before
+    assert publish(store_copy, "toy-sdxl/summer")[0].version == "summer"
+    assert publish(store_copy, "toy-sdxl/10")[1]
+    draft_for_another_target(store_copy)
+    assert publish(store_copy, "toy-sdxl")[0].version == "11"
+
+
+def test_nothing_built_is_nothing_to_publish(tmp_path: Path, store_copy: Store) -> None:
+    with pytest.raises(NothingToPublish, match="has no build of toy-sdxl: run `preheat build` first"):
+        publish(open_store(tmp_path / "empty"), "toy-sdxl")
+    with pytest.raises(NothingToPublish, match="no build of another"):
+        publish(store_copy, "another")
+
+
+@pytest.mark.parametrize("name", ["", "../x", "toy-sdxl/../x", "a/b/c", "toy sdxl"])
+def test_a_name_that_is_none_is_refused(name: str, store_copy: Store) -> None:
+    with pytest.raises(ManifestError, match="is no release name"):
+        publish(store_copy, name)
+
+
+def test_a_damaged_draft_is_named(store_copy: Store) -> None:
+    store_copy.write_record("drafts", "toy-sdxl.other.fp32", b'{"model": 1}')
+    with pytest.raises(ManifestError, match="draft toy-sdxl.other.fp32 .* is damaged"):
+        publish(store_copy, "toy-sdxl")
+
+
+def test_a_release_whose_blob_is_gone_or_damaged_is_not_published(store_copy: Store) -> None:
+    blob = draft_of(store_copy).weights[0].blobs[0]
+    path = store_copy.get(blob.sha256, blob.bytes)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CorruptBlob):
+        publish(store_copy, "toy-sdxl/2")
+    path.unlink()
+    with pytest.raises(CorruptBlob):
+        publish(store_copy, "toy-sdxl/2")
+    assert store_copy.releases() == ["toy-sdxl/1"]
