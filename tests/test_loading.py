@@ -1,0 +1,682 @@
+"""Loading a release: what fits is served, and everything else is refused by a sentence that carries its remedy.
+
+Engines and weights are real ones of a small linear network; the refusals are met where a server meets them, in
+`load_release`.
+"""
+
+import copy
+import json
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from model.coldstart import ColdStart
+from model.errors import (
+    CorruptBlob,
+    EngineError,
+    ManifestError,
+    MissingComponent,
+    NoEngineForTarget,
+    PreheatError,
+    ReleaseNotFound,
+    StoreError,
+)
+from model.loading import Loaded, ServedBucket, check_memory, load_release
+from model.request import SizeList, SizeRange
+from model.store.local import LocalStore
+from model.store.manifest import Manifest, parse_manifest
+from model.target import Target
+from tests.stand_ins import releases
+from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+Entries = dict[str, Any]
+Damage = Callable[[Entries], None]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalStore, bytes]:
+    """A store with a release that loads, and its manifest. Not to be written to."""
+    store = LocalStore(tmp_path_factory.mktemp("sound") / "store")
+    manifest = releases.draft(store, releases.toy())
+    store.write_release(manifest)
+    return store, manifest.to_json()
+
+
+@pytest.fixture
+def store(sound: tuple[LocalStore, bytes], tmp_path: Path) -> LocalStore:
+    """A copy of it, to be damaged."""
+    return LocalStore(shutil.copytree(sound[0].root, tmp_path / "store"))
+
+
+@pytest.fixture
+def entries(sound: tuple[LocalStore, bytes]) -> Entries:
+    """Its manifest as JSON, to be damaged and put back with `releases.write_raw`."""
+    return json.loads(sound[1])
+
+
+def load(
+    store: LocalStore, name: str = NAME, targets: list[Target] | None = None, buckets: list[ServedBucket] | None = None
+) -> Loaded:
+    return load_release(store, name, targets or [cpu_target()], buckets or [], ColdStart())
+
+
+def refusal(kind: type[PreheatError], store: LocalStore, **how: Any) -> str:
+    """The message of exactly this kind of error, and no more than a reader reads."""
+    with pytest.raises(PreheatError) as caught:
+        load(store, **how)
+    assert type(caught.value) is kind, repr(caught.value)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 900
+    return message
+
+
+def damaged(store: LocalStore, entries: Entries, damage: Damage) -> LocalStore:
+    damage(entries)
+    releases.write_raw(store.root, entries)
+    return store
+
+
+def blob_path(store: LocalStore, digest: str) -> Path:
+    return store.root / "blobs" / "sha256" / digest
+
+
+# -- what is served -----------------------------------------------------------------------------------------------
+
+
+def test_a_sound_release_is_served(sound: tuple[LocalStore, bytes]) -> None:
+    cold_start = ColdStart()
+    loaded = load_release(sound[0], NAME, [cpu_target()], [], cold_start)
+    assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
+    assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
+    assert loaded.served.defaults.num_inference_steps == 4
+    assert loaded.weight_bytes == 4 * sum(tensor.nbytes for tensor in releases.tensors(0).values())
+    assert {"resolve", "weights", "engines"} <= cold_start.phases.keys()
+    for seed, name in enumerate(("text_encoder", "text_encoder_2", "unet", "vae_decoder")):
+        x = torch.randn(6, 4, 8, 8)  # more rows than its bucket
+        torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], Toy(seed)(x)[0])
+
+
+def test_a_refiner_shares_what_it_has_in_common(store: LocalStore) -> None:
+    manifest = releases.draft(store, releases.toy(), refiner=True)
+    second = next(record for record in manifest.weights if record.component == "text_encoder_2")
+    shared = tuple(
+        record.model_copy(update={"blobs": second.blobs}) if record.component == "refiner_text_encoder_2" else record
+        for record in manifest.weights
+    )
+    store.write_release(manifest.model_copy(update={"version": "2"}))
+    store.write_release(manifest.model_copy(update={"version": "3", "weights": shared}))
+    apart, together = load(store, "toy/2"), load(store, "toy/3")
+    assert apart.served.has_refiner and not apart.model.shares_text_encoder_2
+    assert together.model.shares_text_encoder_2 and together.weight_bytes == apart.weight_bytes * 5 // 6
+
+
+def test_a_machine_runs_engines_of_a_level_below_its_own(sound: tuple[LocalStore, bytes]) -> None:
+    better = replace(cpu_target(), product="x86_64_v9")
+    assert load(sound[0], targets=[better, cpu_target()]).target == cpu_target().key
+
+
+def test_configured_buckets_narrow_the_sizes(sound: tuple[LocalStore, bytes]) -> None:
+    buckets = [ServedBucket(64, 64, 2), ServedBucket(height=128, width=256, rows=2)]
+    assert load(sound[0], buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
+
+
+def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entries: Entries) -> None:
+    """Two engines of a component in two layouts: the second must not run on the first's weights."""
+    second = copy.deepcopy(entries["engines"][2]) | {"layout": "other", "key": "0" * 64}
+    second["bucket"]["rows"] = {"min": 1, "max": 9, "multiple": 1}
+    blob = keep(store, save(dict(Toy(77).named_parameters())))
+    weights = {"component": "unet", "precision": "fp32", "layout": "other", "blobs": [blob.model_dump()]}
+    entries["engines"].append(second)
+    entries["weights"].append(weights)
+    releases.write_raw(store.root, entries)
+    first, other = load(store).model.engines["unet"].engines
+    x = torch.randn(1, 4, 8, 8)
+    torch.testing.assert_close(first.run({"x": x})["y"], Toy(2)(x)[0])
+    torch.testing.assert_close(other.run({"x": x})["y"], Toy(77)(x)[0])
+
+
+def test_quantized_engines_are_served_only_where_there_is_nothing_better(store: LocalStore, entries: Entries) -> None:
+    for record in (entries["engines"][2], entries["weights"][2]):
+        record["precision"] = "int8"
+    releases.write_raw(store.root, entries)
+    assert load(store).release == NAME
+    fp8 = copy.deepcopy(entries["engines"][3]) | {"precision": "fp8", "key": "0" * 64}
+    entries["engines"].insert(0, fp8)
+    releases.write_raw(store.root, entries)
+    assert load(store).release == NAME, "there are no fp8 weights, and none are asked for"
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_no_release_of_that_name(store: LocalStore) -> None:
+    message = refusal(ReleaseNotFound, store, name="toy/2")
+    assert "No release toy/2" in message and "there: toy/1" in message and "`preheat publish toy/2" in message
+
+
+@pytest.mark.parametrize("name", ["toy", "../../etc/passwd", "toy/1/1", "", "toy/1.json/.."])
+def test_what_is_no_release_name(store: LocalStore, name: str) -> None:
+    assert "write model/version" in refusal(ManifestError, store, name=name)
+
+
+def test_no_engine_for_this_target(store: LocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, targets=[Target("cuda", "h200", "sm90", "torch2.13-cu130")])
+    assert "cuda-h200-sm90-torch2.13-cu130" in message and f"has engines for {cpu_target().key}" in message
+    assert "`preheat build` on such a machine" in message and "`preheat publish`" in message
+
+
+def test_no_engine_for_one_component(store: LocalStore, entries: Entries) -> None:
+    damaged(store, entries, lambda e: e["engines"].pop(2))
+    message = refusal(NoEngineForTarget, store)
+    assert "for its unet" in message and "`preheat build`" in message
+
+
+def test_no_engine_at_all(store: LocalStore, entries: Entries) -> None:
+    damaged(store, entries, lambda e: e["engines"].clear())
+    assert "has engines for nothing" in refusal(NoEngineForTarget, store)
+
+
+def test_an_engine_of_a_runtime_that_is_not_here(store: LocalStore, entries: Entries) -> None:
+    damaged(store, entries, lambda e: e["engines"][2].update(runtime="tensorrt"))
+    message = refusal(NoEngineForTarget, store)
+    assert "no unet engine" in message and "aot_inductor" in message and "`preheat build`" in message
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet", "vae_decoder"])
+def test_a_missing_component(store: LocalStore, entries: Entries, component: str) -> None:
+    def drop(e: Entries) -> None:
+        del e["architectures"][component]
+        for kind in ("engines", "weights"):
+            e[kind] = [record for record in e[kind] if record["component"] != component]
+
+    damaged(store, entries, drop)
+    message = refusal(MissingComponent, store)
+    assert f"lacks {component}:" in message and "`preheat build`, `preheat publish`" in message
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda e: e["weights"].pop(1), "lacks text_encoder_2:"),
+        (lambda e: e["tokenizers"].pop("tokenizer_2"), "lacks tokenizer_2:"),
+        (lambda e: e["schedulers"].pop("base"), "lacks base scheduler:"),
+        (lambda e: e["weights"][2].update(precision="fp16"), "no fp32 weights of unet in layout plain"),
+        (lambda e: e["weights"][2].update(layout="fused"), "no fp32 weights of unet in layout plain"),
+    ],
+    ids=["weights", "tokenizer", "scheduler", "precision", "layout"],
+)
+def test_a_missing_part(store: LocalStore, entries: Entries, damage: Damage, words: str) -> None:
+    damaged(store, entries, damage)
+    message = refusal(MissingComponent, store)
+    assert words in message and "`preheat build`, `preheat publish`" in message
+
+
+def test_half_a_refiner(store: LocalStore, entries: Entries) -> None:
+    refiner = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
+    damaged(store, entries, lambda e: e["settings"].update(refiner=refiner))
+    message = refusal(MissingComponent, store)
+    assert "lacks refiner_text_encoder_2, refiner_unet, refiner scheduler" in message
+
+
+def test_a_newer_schema(store: LocalStore, entries: Entries) -> None:
+    damaged(store, entries, lambda e: e.update(schema_version=2, new_things=[]))
+    message = refusal(ManifestError, store)
+    assert "schema 2" in message and "upgrade Preheat" in message and "`preheat build`" in message
+
+
+def test_a_damaged_manifest(store: LocalStore, entries: Entries) -> None:
+    path = store.root / "releases" / "toy" / "1.json"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "is not JSON" in (message := refusal(ManifestError, store)) and "`preheat publish`" in message
+    damaged(store, entries, lambda e: e["settings"].pop("latent_channels"))
+    assert "damaged at settings.latent_channels" in refusal(ManifestError, store)
+
+
+def test_another_release_under_this_name(store: LocalStore) -> None:
+    releases.write_raw(store.root, (store.root / "releases/toy/1.json").read_bytes(), "toy/9")
+    message = refusal(ManifestError, store, name="toy/9")
+    assert "toy/9 is that of toy/1" in message and "`preheat publish`" in message
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda e: e["defaults"].update(use_refiner=True), "`preheat build --refiner`"),
+        (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps"),
+        (lambda e: e["defaults"].update(scheduler="Heun"), "scheduler"),
+        (lambda e: e["defaults"].update(colour="red"), "colour"),
+        (lambda e: e["schedulers"]["base"].update(prediction_type="v_prediction"), "prediction_type"),
+        (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start"),
+        (lambda e: e["schedulers"]["base"].pop("beta_end"), "beta_end"),
+        (lambda e: e["schedulers"]["base"].update(steps_offset=10**400), "steps_offset"),
+    ],
+)  # fmt: skip
+def test_defaults_and_schedules_that_cannot_be_served(
+    store: LocalStore, entries: Entries, damage: Damage, words: str
+) -> None:
+    damaged(store, entries, damage)
+    assert words in refusal(ManifestError, store)
+
+
+def test_a_bucket_that_is_not_built(store: LocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(64, 64, 2), ServedBucket(768, 1024, 2)])
+    assert "1024x768 with 2 rows" in message and "`preheat build --size 1024x768@2`" in message
+    assert "take that bucket out of the config" in message
+
+
+def test_buckets_without_the_native_size(store: LocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(128, 128, 2)])
+    assert "draws 64x64 unless asked otherwise" in message and "128x128" in message and "config's buckets" in message
+
+
+def make_static(entries: Entries, *sizes: tuple[int, int], component: str) -> None:
+    """Cut the dynamic engine of a component into one for each size (height, width)."""
+    dynamic = next(engine for engine in entries["engines"] if engine["component"] == component)
+    entries["engines"].remove(dynamic)
+    for number, (height, width) in enumerate(sizes):
+        engine = copy.deepcopy(dynamic) | {"key": f"{number:064d}"}
+        engine["bucket"]["height"] = {"min": height, "max": height, "multiple": 1}
+        engine["bucket"]["width"] = {"min": width, "max": width, "multiple": 1}
+        entries["engines"].append(engine)
+
+
+def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: LocalStore, entries: Entries) -> None:
+    make_static(entries, (64, 64), (128, 64), component="unet")
+    releases.write_raw(store.root, entries)
+    assert load(store).served.sizes == SizeList(((64, 64), (64, 128)))
+    make_static(entries, (64, 64), (64, 256), component="vae_decoder")
+    releases.write_raw(store.root, entries)
+    assert load(store).served.sizes == SizeList(((64, 64),))
+
+
+def test_components_without_a_size_in_common(store: LocalStore, entries: Entries) -> None:
+    make_static(entries, (64, 64), component="unet")
+    make_static(entries, (128, 128), component="vae_decoder")
+    releases.write_raw(store.root, entries)
+    message = refusal(NoEngineForTarget, store)
+    assert "64x64" in message and "`preheat build`" in message
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {}, {"height": 64, "width": 64}, {"height": 64, "width": 64, "rows": 0},
+        {"height": -64, "width": 64, "rows": 1},
+        {"height": "64", "width": 64, "rows": 1}, {"height": 64.5, "width": 64, "rows": 1}, "64x64", None, [64, 64, 1],
+        {"height": float("inf"), "width": 64, "rows": 1}, {"height": 64, "width": 64, "rows": True},
+        {"height": 64, "width": 64, "rows": 1, "steps": 3},
+    ],
+)  # fmt: skip
+def test_a_bucket_in_the_config_is_three_whole_numbers(entry: Any) -> None:
+    with pytest.raises(ManifestError, match="model_metadata.preheat.buckets in config.yaml"):
+        ServedBucket.from_config(entry)
+
+
+def test_a_good_bucket_in_the_config() -> None:
+    assert ServedBucket.from_config({"height": 64, "width": 128, "rows": 2}) == ServedBucket(64, 128, 2)
+
+
+def test_a_gpu_too_small_for_the_weights(monkeypatch: pytest.MonkeyPatch, sound: tuple[LocalStore, bytes]) -> None:
+    manifest = parse_manifest(sound[1], NAME)
+    needed = sum({blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}.values())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2**34))
+    check_memory(torch.device("cuda:0"), [*manifest.weights, *manifest.weights])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2**34))
+    with pytest.raises(NoEngineForTarget, match="use a larger GPU"):
+        check_memory(torch.device("cuda:0"), manifest.weights)
+
+
+# -- blobs that are not what they were ----------------------------------------------------------------------------
+
+
+def every_blob(entries: Entries) -> dict[str, str]:
+    """One digest of each kind."""
+    return {
+        "engine": entries["engines"][0]["blob"]["sha256"],
+        "constants": entries["engines"][0]["constants"]["sha256"],
+        "first weights": entries["weights"][0]["blobs"][0]["sha256"],
+        "last weights": entries["weights"][-1]["blobs"][-1]["sha256"],
+        "tokenizer": entries["tokenizers"]["tokenizer"]["blob"]["sha256"],
+    }
+
+
+def flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("which", ["engine", "constants", "first weights", "last weights", "tokenizer"])
+def test_a_blob_that_is_not_its_digest(store: LocalStore, entries: Entries, which: str) -> None:
+    digest = every_blob(entries)[which]
+    path = blob_path(store, digest)
+    data = path.read_bytes()
+    half = len(data) // 2
+    for bad, words in (
+        (flip(data, 0), "bytes have changed"),
+        (flip(data, half), "bytes have changed"),
+        (flip(data, len(data) - 1), "bytes have changed"),
+        (data[:half], f"{half} bytes instead of {len(data)}"),
+        (b"", f"0 bytes instead of {len(data)}"),
+        (data + b"\0", f"{len(data) + 1} bytes instead of {len(data)}"),
+    ):
+        path.write_bytes(bad)
+        message = refusal(CorruptBlob, LocalStore(store.root))
+        assert digest[:12] in message and words in message
+        assert "`preheat verify`" in message and "delete it" in message and "`preheat build`" in message
+    path.unlink()
+    message = refusal(CorruptBlob, LocalStore(store.root))
+    assert digest[:12] in message and "is missing" in message and "`preheat build`, `preheat publish`" in message
+
+
+def test_blobs_of_one_size_that_changed_places(store: LocalStore, entries: Entries) -> None:
+    one, two = (blob_path(store, entries["weights"][index]["blobs"][0]["sha256"]) for index in (0, 2))
+    first, second = one.read_bytes(), two.read_bytes()
+    assert len(first) == len(second) and first != second
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert "bytes have changed" in refusal(CorruptBlob, store)
+
+
+def publish_weights(store: LocalStore, entries: Entries, tensors: dict[str, torch.Tensor] | bytes) -> None:
+    blob = keep(store, tensors if isinstance(tensors, bytes) else save(tensors))
+    entries["weights"][2]["blobs"] = [blob.model_dump()]
+    releases.write_raw(store.root, entries)
+
+
+def test_weights_that_do_not_fit_their_engine(store: LocalStore, entries: Entries) -> None:
+    """Their digests are right: someone published them so."""
+    good = releases.tensors(0)
+    again = "`preheat build`, `preheat publish`"
+    for tensors, words in (
+        ({name: tensor for name, tensor in good.items() if name != "a.bias"}, "weights of unet lack a.bias"),
+        (good | {"a.bias": torch.zeros(7)}, "a.bias is float32 [7], expected float32 [8]"),
+        (good | {"a.bias": torch.zeros(8, dtype=torch.float64)}, "a.bias is float64 [8], expected float32 [8]"),
+        ({}, "weights of unet lack"),
+    ):
+        publish_weights(store, entries, tensors)
+        message = refusal(EngineError, store)
+        assert words in message and again in message
+    publish_weights(store, entries, b"no tensors")
+    message = refusal(CorruptBlob, store)
+    assert "no safetensors file" in message and again in message
+
+
+def test_an_engine_blob_that_is_no_engine(store: LocalStore, entries: Entries) -> None:
+    releases.write_raw(store.root, entries | {"engines": []})
+    for part, data in (("blob", b"no engine"), ("constants", b"[]"), ("constants", b'{"a.weight": {}}')):
+        changed = copy.deepcopy(entries)
+        changed["engines"][2][part] = keep(store, data).model_dump()
+        releases.write_raw(store.root, changed)
+        message = refusal(EngineError, store)
+        assert "unet engine cannot be opened" in message and "`preheat build`" in message
+
+
+def test_a_tokenizer_blob_that_is_no_tokenizer(store: LocalStore, entries: Entries) -> None:
+    entries["tokenizers"]["tokenizer"]["blob"] = keep(store, b"{}").model_dump()
+    releases.write_raw(store.root, entries)
+    assert "tokenizer.json cannot be read" in refusal(MissingComponent, store)
+
+
+def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(store: LocalStore, entries: Entries) -> None:
+    shutil.rmtree(store.root / "blobs")
+    for damage, kind in (
+        (lambda e: e["weights"].pop(1), MissingComponent),
+        (lambda e: e["defaults"].update(colour="red"), ManifestError),
+        (lambda e: e["schedulers"]["base"].pop("beta_end"), ManifestError),
+        (lambda e: e["engines"][2].update(runtime="tensorrt"), NoEngineForTarget),
+    ):
+        refusal(kind, damaged(store, copy.deepcopy(entries), damage))
+    releases.write_raw(store.root, entries)
+    assert "is missing" in refusal(CorruptBlob, store)
+
+
+# -- three hundred of each ----------------------------------------------------------------------------------------
+
+JUNK: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 7, 2**31, 2**63, 2**70, 10**400, 0.5, -1e308, "", "1", "\0", "../../x", "é\u202e",
+    "0" * 64, "x" * 5000, [], {}, [[]], {"a": {}}, [1, "2", None],
+)  # fmt: skip
+
+
+def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """(path, value) of everything in a tree that is no object and no list, empty ones included."""
+    items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
+    if not items:
+        yield path, node
+    for key, child in items:
+        yield from leaves(child, (*path, key))
+
+
+def containers(node: Any) -> list[Any]:
+    if not isinstance(node, dict | list):
+        return []
+    children = node.values() if isinstance(node, dict) else node
+    return [node] + [found for child in children for found in containers(child)]
+
+
+def mutate_tree(entries: Entries, rng: random.Random) -> bytes:
+    """One to three changes that leave JSON."""
+    for _ in range(rng.randint(1, 3)):
+        node = rng.choice([found for found in containers(entries) if found])
+        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        match rng.randrange(6):
+            case 0:
+                del node[key]
+            case 1 | 2:
+                node[key] = copy.deepcopy(rng.choice(JUNK))
+            case 3 if isinstance(node, dict):
+                node[rng.choice(["surprise", "", key + "x", key.upper()])] = node.pop(key)
+            case 3:
+                node.append(copy.deepcopy(node[key]))
+            case 4:  # two neighbours change places
+                other = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+                node[key], node[other] = node[other], node[key]
+            case _:
+                node[key] = [node[key]] if rng.random() < 0.5 else {"x": node[key]}
+    return json.dumps(entries).encode()
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """One to three changes that may leave anything."""
+    for _ in range(rng.randint(1, 3)):
+        at, length = rng.randrange(len(data)), rng.choice([1, 1, 2, 8, 100, 2000])
+        match rng.randrange(6):
+            case 0:
+                data = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+            case 1:
+                data = data[:at] + data[at + length :]
+            case 2:
+                data = data[:at] + data[at : at + length] * 2 + data[at + length :]
+            case 3:
+                data = data[:at] + rng.randbytes(length) + data[at:]
+            case 4:
+                data = data[: max(at, 1)]
+            case _:  # whitespace where JSON allows it
+                at = data.find(b",", at)
+                data = data[:at] + rng.choice([b" ", b"\n", b"\t\r "]) + data[at:] if at >= 0 else data + b"\n"
+    return data
+
+
+def kinds(tree: Any) -> dict[tuple[Any, ...], type]:
+    return {path: type(value) for path, value in leaves(tree)}
+
+
+def test_three_hundred_mutated_manifests(store: LocalStore, sound: tuple[LocalStore, bytes]) -> None:
+    """Each is refused, or is a manifest in its own right: every blob it has loaded is one of the true release's.
+
+    A manifest that says, soundly, another number (of steps, of a date) cannot be told from one that was published so;
+    that is for a signature to tell. What must not happen is another error, a crash, or a byte used unchecked.
+    """
+    rng = random.Random(20260101)
+    original = parse_manifest(sound[1], NAME)
+    true = {digest: blob.bytes for digest, blob in original.blobs().items()}
+    refused: list[str] = []
+    equivalent = free = 0
+    for number in range(300):
+        data = mutate_tree(json.loads(sound[1]), rng) if number % 2 else mutate_bytes(sound[1], rng)
+        releases.write_raw(store.root, data)
+        try:
+            loaded = load(store)
+        except PreheatError as error:
+            assert str(error).isprintable() and len(str(error)) < 1500, (number, str(error))
+            refused.append(type(error).__name__)
+            continue
+        accepted: Manifest = parse_manifest(data, NAME)
+        assert loaded.release == NAME
+        assert {digest: blob.bytes for digest, blob in accepted.blobs().items()}.items() <= true.items(), number
+        if accepted == original:
+            equivalent += 1
+        else:
+            free += 1
+            dumped = kinds(accepted.model_dump(mode="json"))
+            shared = dumped.keys() & kinds(original.model_dump(mode="json")).keys()
+            assert len(shared) > 0.9 * len(dumped), (number, "much was changed, and it was taken")
+    assert len(refused) >= 220 and equivalent >= 10, (len(refused), equivalent, free)
+    assert {"ManifestError", "CorruptBlob", "NoEngineForTarget"} <= set(refused)
+
+
+def rewrite(path: Path, data: bytes | None) -> None:
+    """A new file, a tick of the file system's clock later than the one it replaces; none for no data."""
+    before = path.stat().st_ctime_ns if path.exists() else 0
+    path.unlink(missing_ok=True)
+    if data is not None:
+        path.write_bytes(data)
+        while path.stat().st_ctime_ns == before:
+            path.write_bytes(data)
+
+
+def test_three_hundred_corrupted_blobs(store: LocalStore, sound: tuple[LocalStore, bytes]) -> None:
+    """In place, behind the back of a store that has verified them before; each is refused and, put back, is served."""
+    rng = random.Random(20260102)
+    whole = {path: path.read_bytes() for path in sorted((store.root / "blobs" / "sha256").iterdir())}
+    by_size: dict[int, list[Path]] = {}
+    for path, data in whole.items():
+        by_size.setdefault(len(data), []).append(path)
+    load(store)
+    for number in range(300):
+        path = rng.choice(list(whole))
+        data = whole[path]
+        alike = [other for other in by_size[len(data)] if other != path]
+        at = rng.randrange(len(data))
+        match rng.randrange(8):
+            case 0 | 1:
+                bad = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+            case 2:
+                bad = data[:at]
+            case 3:
+                bad = data + rng.randbytes(rng.choice([1, 100]))
+            case 4:
+                bad = whole[rng.choice(alike)] if alike else bytes(len(data))
+            case 5:
+                bad = rng.randbytes(len(data))
+            case 6:
+                cut = rng.randrange(1, len(data) + 1)
+                bad = data[cut:] + data[:cut]  # the same bytes in another order
+            case _:
+                bad = None
+        if bad == data:  # turned all the way round
+            bad = b""
+        rewrite(path, bad)
+        # A store that starts now, and one that has seen the blob whole.
+        with pytest.raises(CorruptBlob, match=path.name[:12]):
+            load(LocalStore(store.root) if number % 2 else store)
+        rewrite(path, data)
+    assert load(store).release == NAME
+
+
+def test_things_that_are_no_files_among_the_blobs(store: LocalStore, entries: Entries) -> None:
+    path = blob_path(store, entries["weights"][0]["blobs"][0]["sha256"])
+    path.unlink()
+    path.mkdir()
+    assert "cannot be read" in refusal(StoreError, store)
+
+
+# -- what a cold start imports ------------------------------------------------------------------------------------
+
+HEAVY = (
+    "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "sympy",
+    "networkx", "scipy", "boto3", "botocore", "engine_builder", "matplotlib", "accelerate", "huggingface_hub", "truss",
+)  # fmt: skip
+# What the server image has, and what those packages need in turn. One more is one more second of every cold start.
+THIRD_PARTY = {
+    "torch", "torchgen", "functorch", "numpy", "tqdm", "typing_extensions",  # torch and what it imports by itself
+    "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
+    "safetensors", "tokenizers", "PIL", "prometheus_client",
+    "starlette", "anyio", "sniffio", "idna",
+    "model",
+}  # fmt: skip
+
+REPORT = """
+    import importlib.util, json
+
+    def report(before):
+        names = sorted(set(sys.modules) - before)
+        third = set()
+        for name in {name.partition(".")[0] for name in names}:
+            origin = getattr(sys.modules.get(name), "__file__", None) or ""
+            if "-packages" in origin or name == "model":
+                third.add(name)
+        print(json.dumps({"modules": names, "third_party": sorted(third)}))
+"""
+
+
+def imported(script: str, *arguments: object) -> tuple[set[str], set[str]]:
+    """Modules, and top-level packages that are not Python's own, that a script imports in a fresh interpreter."""
+    whole = "import sys\nbefore = set(sys.modules)\n" + textwrap.dedent(REPORT) + textwrap.dedent(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", whole + "\nreport(before)\n", *map(str, arguments)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    return set(said["modules"]), set(said["third_party"])
+
+
+def heavy(modules: set[str]) -> set[str]:
+    return {name for name in modules for big in HEAVY if name == big or name.startswith(big + ".")}
+
+
+def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
+    script = """
+        import torch
+        alone = set(sys.modules)
+        import model.model
+        late = set(sys.modules) - alone
+        # `import torch` brings the names of torch.export along; its machinery must not follow.
+        assert not [name for name in late if name.startswith(("torch.export", "torch._export", "torch.fx"))], late
+    """
+    modules, third_party = imported(script)
+    assert not heavy(modules)
+    assert third_party <= THIRD_PARTY, f"new: {third_party - THIRD_PARTY}"
+    assert {"torch", "tokenizers", "safetensors", "pydantic", "model"} <= third_party, "the look-out itself is blind"
+
+
+def test_loading_and_running_a_release_imports_nothing_heavy_either(sound: tuple[LocalStore, bytes]) -> None:
+    script = """
+        import torch
+        from model.coldstart import ColdStart
+        from model.loading import load_release
+        from model.store import open_store
+        from model.target import Target
+
+        target = Target(*sys.argv[2:])
+        loaded = load_release(open_store(sys.argv[1]), "toy/1", [target], [], ColdStart())
+        y = loaded.model.engines["unet"].run({"x": torch.ones(1, 4, 8, 8)}, 64, 64)["y"]
+        assert y.shape == (1, 4, 8, 8) and torch.isfinite(y).all()
+    """
+    target = cpu_target()
+    modules, third_party = imported(
+        script, sound[0].url, target.device, target.product, target.capability, target.runtime_tag
+    )
+    assert not heavy(modules)
+    assert third_party <= THIRD_PARTY, f"new: {third_party - THIRD_PARTY}"

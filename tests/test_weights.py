@@ -1,0 +1,105 @@
+"""Blobs become tensors once, are what was saved, and are refused where they are not what safetensors writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from model import weights
+from model.errors import CorruptBlob, StoreError
+from model.store.local import LocalStore
+from model.store.manifest import WeightsRecord
+from model.weights import WeightsCache
+from tests.stand_ins.releases import keep
+
+CPU = torch.device("cpu")
+ONE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int64)}
+TWO = {"c": torch.tensor(3.0, dtype=torch.bfloat16), "d": torch.zeros(0, 4)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def record(store: LocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
+    kept = tuple(keep(store, data) for data in blobs)
+    return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=kept)
+
+
+def test_tensors_are_what_was_saved(store: LocalStore) -> None:
+    loaded = WeightsCache(store, CPU).load(record(store, save(ONE), save(TWO)))
+    assert loaded.keys() == ONE.keys() | TWO.keys()
+    for name, tensor in (ONE | TWO).items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
+
+
+def test_equal_weights_are_held_once_whoever_names_them(store: LocalStore) -> None:
+    cache = WeightsCache(store, CPU)
+    first = cache.load(record(store, save(ONE)))
+    second = cache.load(record(store, save(ONE), component="refiner_unet"))
+    assert all(first[name].data_ptr() == second[name].data_ptr() for name in ONE)
+    assert cache.bytes == sum(tensor.nbytes for tensor in ONE.values())
+    cache.load(record(store, save(TWO)))
+    assert cache.bytes == sum(tensor.nbytes for tensor in (ONE | TWO).values())
+
+
+def test_a_tensor_in_two_blobs_is_refused(store: LocalStore) -> None:
+    other = save({"a": torch.ones(2, 3), "z": torch.ones(1)})
+    with pytest.raises(CorruptBlob, match="weights of unet have a in two blobs.*`preheat build`"):
+        WeightsCache(store, CPU).load(record(store, save(ONE), other))
+
+
+def header(entries: object, data: bytes = b"") -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+SOUND = save(ONE)
+NOT_SAFETENSORS = {
+    "nothing": b"",
+    "text": b"these are no weights at all",
+    "half": SOUND[: len(SOUND) // 2],
+    "cut": SOUND[:-1],
+    "longer": SOUND + b"\0",
+    "a header without end": (2**63).to_bytes(8, "little") + b"{}",
+    "a header longer than the file": (2**20).to_bytes(8, "little") + b"{}",
+    "past the end": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
+    "shape and size disagree": header({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, bytes(16)),
+    "overlapping": header(
+        {
+            "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+            "b": {"dtype": "F32", "shape": [4], "data_offsets": [8, 24]},
+        },
+        bytes(24),
+    ),
+    "unknown dtype": header({"a": {"dtype": "F33", "shape": [4], "data_offsets": [0, 16]}}, bytes(16)),
+    "a pickle": b"\x80\x04\x95" + bytes(60),
+}
+
+
+@pytest.mark.parametrize("data", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
+def test_what_is_no_safetensors_file_is_refused(store: LocalStore, data: bytes) -> None:
+    """Its digest is right: someone published it so."""
+    with pytest.raises(CorruptBlob, match="is no safetensors file.*`preheat build`, `preheat publish`"):
+        WeightsCache(store, CPU).load(record(store, data))
+
+
+def test_a_damaged_blob_is_refused_and_nothing_is_held(store: LocalStore) -> None:
+    wanted = record(store, save(ONE), save(TWO))
+    path = store.root / "blobs" / "sha256" / wanted.blobs[1].sha256
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    cache = WeightsCache(LocalStore(store.root), CPU)
+    with pytest.raises(CorruptBlob, match=wanted.blobs[1].sha256[:12]):
+        cache.load(wanted)
+    assert cache.bytes == 0
+    path.write_bytes(data)
+    assert cache.load(wanted).keys() == ONE.keys() | TWO.keys(), "loading again, as Truss does, works once mended"
+
+
+def test_a_file_that_goes_between_check_and_use_is_an_answer(store: LocalStore) -> None:
+    with pytest.raises(StoreError, match="cannot be mapped"):
+        weights._read(store.root / "gone", CPU)
