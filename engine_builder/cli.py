@@ -4,22 +4,33 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from engine_builder import demo as demo_run
 from engine_builder.calling import generate as call
 from engine_builder.calling import save_images, save_predicted
 from model.errors import CorruptBlob, PreheatError
-from model.store import Store, open_store
-from model.store.manifest import Manifest, Precision
+from model.store import Store, StoreOptions, open_store
+from model.store.manifest import Blob, Manifest, Precision
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
@@ -28,7 +39,11 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 console = Console(highlight=False)
 
 StoreOption = Annotated[
-    str, typer.Option("--store", envvar="PREHEAT_STORE", help="Folder or file:// URL that holds blobs and releases.")
+    str,
+    typer.Option("--store", envvar="PREHEAT_STORE", help="Folder, file:// or s3:// URL that holds blobs and releases."),
+]
+CacheOption = Annotated[
+    Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Where what is fetched from s3:// is kept.")
 ]
 DEFAULT_STORE = str(ROOT / ".preheat" / "store")
 
@@ -46,6 +61,40 @@ def main() -> None:
         sys.exit(1)
 
 
+class Meter:
+    """What moves between this machine and a bucket, on a bar while `show` lasts and nowhere else."""
+
+    def __init__(self) -> None:
+        self._task: tuple[Progress, TaskID] | None = None
+
+    def moved(self, count: int) -> None:
+        """StoreOptions.report."""
+        if (task := self._task) is not None:
+            task[0].advance(task[1], count)
+
+    @contextmanager
+    def show(self, doing: str) -> Iterator[Callable[[int], None]]:
+        """Gives a function that sets how many bytes there are to move."""
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(doing, total=None)
+            self._task = (progress, task)
+            try:
+                yield lambda total: progress.update(task, total=total)
+            finally:
+                self._task = None
+
+
+meter = Meter()
+
+
+def opened(store: str, cache_dir: Path | None = None) -> Store:
+    """Open a store whose transfers the meter shows. `cache_dir` holds for whatever is started, too."""
+    if cache_dir is not None:
+        os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
+    return open_store(store, replace(StoreOptions.from_deployment(), report=meter.moved))
+
+
 @app.command()
 def build(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
@@ -61,9 +110,10 @@ def build(
         list[str] | None,
         typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each (GPU)."),
     ] = None,
+    cache_dir: CacheOption = None,
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, keep them with the weights in the store."""
-    result = run_build(open_store(store), model, refiner, name, precision, size or [])
+    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [])
     console.print(f"Next: preheat publish {result.model} --store {store}")
 
 
@@ -112,7 +162,7 @@ def publish(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Make a release of what was built: one manifest, written once."""
-    run_publish(open_store(store), name)
+    run_publish(opened(store), name)
 
 
 def run_publish(store: Store, name: str) -> Manifest:
@@ -120,7 +170,7 @@ def run_publish(store: Store, name: str) -> Manifest:
     from engine_builder.publish import publish as publish_drafts
 
     manifest, new = publish_drafts(store, name)
-    size = sum(blob.bytes for blob in manifest.blobs().values())
+    size = total_bytes(manifest)
     said = "Published" if new else "Unchanged since"
     console.print(
         f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
@@ -132,16 +182,16 @@ def run_publish(store: Store, name: str) -> Manifest:
 @app.command()
 def releases(store: StoreOption = DEFAULT_STORE) -> None:
     """List the releases of a store."""
-    opened = open_store(store)
-    names = opened.releases()
+    holder = opened(store)
+    names = holder.releases()
     table = Table("release", "targets", "components", "created", "MiB")
     for name in names:
-        manifest = opened.read_release(name)
-        size = sum(blob.bytes for blob in manifest.blobs().values())
+        manifest = holder.read_release(name)
+        size = total_bytes(manifest)
         table.add_row(
             name, "\n".join(manifest.targets), str(len(manifest.components)), manifest.created, f"{size / 2**20:.0f}"
         )
-    console.print(table if names else f"No release in {opened.url}: run preheat build and preheat publish.")
+    console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
 
 
 @app.command()
@@ -149,19 +199,22 @@ def verify(
     release: Annotated[str | None, typer.Argument(help="MODEL/VERSION; default: every release.")] = None,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Hash every blob that a release names. Exit status 1 where anything is damaged."""
-    opened = open_store(store)
-    names = [release] if release else opened.releases()
-    blobs = {digest: blob for name in names for digest, blob in opened.read_release(name).blobs().items()}
-    damaged = []
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("Hashing", total=sum(blob.bytes for blob in blobs.values()))
-        for digest, blob in blobs.items():
-            try:
-                opened.get(digest, blob.bytes)
-            except CorruptBlob as error:
-                damaged.append(str(error))
-            progress.advance(task, blob.bytes)
+    """Hash every blob that a release names, where it lies. Exit status 1 where anything is damaged."""
+    holder = opened(store)
+    names = [release] if release else holder.releases()
+    blobs = {digest: blob for name in names for digest, blob in holder.read_release(name).blobs().items()}
+
+    def check(blob: Blob) -> str | None:
+        try:
+            holder.check(blob.sha256, blob.bytes)
+        except CorruptBlob as error:
+            return str(error)
+        return None
+
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(4) as pool:
+        damaged = []
+        for message in progress.track(pool.map(check, blobs.values()), total=len(blobs), description="Hashing"):
+            damaged += [message] if message else []
     for message in damaged:
         console.print(f"[red]damaged[/] {_plain(message)}")
     console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
@@ -170,14 +223,70 @@ def verify(
 
 
 @app.command()
+def copy(
+    release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
+    source: Annotated[str, typer.Option("--from", help="The store that has it.")] = DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Copy a release to another store, for example from this machine's folder to s3://bucket."""
+    from engine_builder.mirror import copy_release
+
+    stores = opened(source, cache_dir), opened(store, cache_dir)
+    if stores[0].url == stores[1].url:
+        raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
+    remote = sum(holder.url.startswith("s3:") for holder in stores)
+    began = time.perf_counter()
+    with meter.show(f"Copying {release}") as expect:
+        manifest, new = copy_release(*stores, release, lambda found: expect(remote * total_bytes(found)))
+    if new:
+        seconds = time.perf_counter() - began
+        size = total_bytes(manifest) / 2**20
+        console.print(f"Copied [bold]{release}[/] to {stores[1].url}: {size:.0f} MiB in {seconds:.1f} s")
+    else:
+        console.print(f"[bold]{release}[/] is in {stores[1].url} already.")
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Of all blobs that a release names."""
+    return sum(blob.bytes for blob in manifest.blobs().values())
+
+
+@app.command()
+def gc(
+    store: StoreOption = DEFAULT_STORE,
+    older_than: Annotated[
+        str, typer.Option(help="Keep what was put since, for it may be of a publish that is going on: 24h, 7d.")
+    ] = "24h",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it nothing is changed.")] = False,
+) -> None:
+    """Delete the blobs that no release, draft or engine record names. Shows them unless --delete is given."""
+    from engine_builder.gc import delete_garbage, find_garbage, read_age
+
+    holder = opened(store)
+    with console.status(f"Looking through {holder.url}"):
+        garbage = find_garbage(holder, read_age(older_than))
+    for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
+        console.print(f"{digest}  {size / 2**20:10.2f} MiB")
+    said = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are named by nothing"
+    left = f"{garbage.kept} are in use and {garbage.young} younger than {older_than}"
+    if not delete:
+        console.print(f"{said} ({left}). Nothing was deleted: add --delete.")
+        return
+    freed = delete_garbage(holder, garbage)
+    console.print(f"{said} ({left}); {freed / 2**20:.1f} MiB freed in {holder.url}.")
+
+
+@app.command()
 def serve(
     release: Annotated[str, typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION.")],
     store: StoreOption = DEFAULT_STORE,
     config: Annotated[Path, typer.Option(help="The deployment's config.yaml.")] = DEMO_CONFIG,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8080,
+    cache_dir: CacheOption = None,
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted."""
-    url = open_store(store).url
+    url = opened(store, cache_dir).url
     with demo_run.serving(ROOT, config, ROOT / ".preheat" / "serve", url, release, port) as server:
         with console.status(f"Starting {release}"):
             server.wait_ready(600)
@@ -246,6 +355,7 @@ def bench(
         Path | None, typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in this run.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")] = None,
+    cache_dir: CacheOption = None,
 ) -> None:
     """Measure latency by stage on this machine. The last line is JSON."""
     with console.status("Loading"):
@@ -255,7 +365,7 @@ def bench(
         from model.request import GenerationRequest, resolve
         from model.target import detect_targets
 
-        loaded = load_release(open_store(store), release, detect_targets(), [], ColdStart())
+        loaded = load_release(opened(store, cache_dir), release, detect_targets(), [], ColdStart())
     request = GenerationRequest(
         prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
     )

@@ -1,7 +1,7 @@
 """The phases of a cold start: timed, logged as one JSON line, exported as metrics.
 
-Phases: import (process start to load), resolve, weights, engines, warm-up, and first image (process start to the first
-finished picture). Verification happens inside weights and engines: a blob is hashed where it is opened.
+Phases: import (process start to load), resolve, fetch (nothing for a local store), weights, engines, warm-up, and first
+image (process start to the first finished picture). Verification happens where a blob comes in, or is opened.
 """
 
 import json

@@ -88,6 +88,9 @@ def load_release(
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
         }
         check_memory(device, [record for records in weights.values() for record in records])
+    with cold_start.phase("fetch"):
+        records = [record for records in chosen.values() for record in records]
+        store.fetch(needed_blobs(manifest, records, [record for records in weights.values() for record in records]))
     with cold_start.phase("weights"):
         cache = WeightsCache(store, device)
         tensors = {name: [cache.load(record) for record in records] for name, records in weights.items()}
@@ -186,6 +189,14 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
         f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}: "
         "build it again and publish a new release (`preheat build`, `preheat publish`)."
     )
+
+
+def needed_blobs(manifest: Manifest, engines: Iterable[EngineRecord], weights: Iterable[WeightsRecord]) -> list[Blob]:
+    """The blobs that loading these reads, the largest first: what takes longest must not begin last."""
+    blobs = [blob for record in weights for blob in record.blobs]
+    blobs += [blob for engine in engines for blob in (engine.blob, engine.constants)]
+    blobs += [manifest.tokenizers[name].blob for name in _TOKENIZERS]
+    return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
 
 
 def check_memory(device: torch.device, records: Iterable[WeightsRecord]) -> None:

@@ -32,6 +32,9 @@ class Store(Protocol):
         """Bring blobs to this machine side by side, so that `get` and `read` find them; where they are, nothing.
         Raises CorruptBlob or StoreError."""
 
+    def check(self, digest: str, size: int) -> None:
+        """Read all of a blob where it lies (not a copy) and verify it. Raises CorruptBlob or StoreError."""
+
     def has(self, digest: str) -> bool:
         """Whether a blob is there (not whether it is intact)."""
 

@@ -18,6 +18,7 @@ Nothing is flushed to the disk: what a power cut damages, the next reader's chec
 import errno
 import fcntl
 import os
+import shutil
 import time
 import uuid
 import weakref
@@ -204,7 +205,7 @@ class BlobCache(LocalStore):
             if error.errno not in _FULL:
                 raise
             with self._alone():
-                if not self._evict(length):
+                if not self._evict(max(1, length - shutil.disk_usage(self.root).free)):
                     raise
             _allocate(partial.handle, length)
 

@@ -109,6 +109,9 @@ class LocalStore:
     def fetch(self, blobs: Iterable[Blob]) -> None:
         """Nothing: blobs are used where they are."""
 
+    def check(self, digest: str, size: int) -> None:
+        self.get(digest, size)
+
     def put(self, path: Path) -> str:
         try:
             with self._reading(str(path)), _open_file(path) as source:
@@ -204,7 +207,7 @@ class LocalStore:
 
     def blobs(self) -> Iterator[tuple[str, int, float]]:
         with self._reading("The list of blobs"), suppress(FileNotFoundError):
-            for entry in os.scandir(self.root / BLOBS):
+            for entry in list((self.root / BLOBS).iterdir()):
                 if is_digest(entry.name):
                     with suppress(FileNotFoundError):
                         found = entry.stat()

@@ -51,6 +51,7 @@ _CHUNK = 2**20  # bytes read from a connection at a time
 _PAUSE = 0.1  # seconds before the first retry; doubled for each, up to
 _LONGEST_PAUSE = 5.0
 _PUBLISHER = "preheat-publisher"  # metadata that tells our manifest from one that somebody else wrote meanwhile
+LIST_PAGE = 1000  # keys of one answer, S3's most
 UPLOAD_PART = 16 * 2**20  # bytes; S3 wants at least 5 MiB, and at most 10,000 parts
 _UPLOADS = 8  # parts of one blob on their way at once
 _BROKEN = (BotoCoreError, HTTPError)  # how reading a body fails; a request that fails is a StoreError by then
@@ -120,23 +121,34 @@ class S3Store:
 
     def _fetch_part(self, digest: str, partial: Partial, part: int) -> None:
         at, end = partial.span(part)
+
+        def take(data: bytes) -> None:
+            nonlocal at
+            partial.write(at, data)
+            at += len(data)
+            self._options.report(len(data))
+
+        self._fetch_range(digest, at, end, partial.size, take)
+        partial.finish(part)
+
+    def _fetch_range(self, digest: str, at: int, end: int, size: int, take: Callable[[bytes], None]) -> None:
+        """Give `take` the bytes `at` to `end` of a blob, in order and each once, however often the body breaks off."""
         broken: Exception | None = None
         for attempt in range(self._options.attempts):
             if attempt:
                 _pause(attempt)
             try:
                 with self._slots:
-                    for data in self._body(digest, at, end, partial.size):
-                        partial.write(at, data)
+                    for data in self._body(digest, at, end, size):
+                        take(data)
                         at += len(data)
-                        self._options.report(len(data))
                 if at == end:
-                    return partial.finish(part)
+                    return
             except _BROKEN as error:
                 broken = error
         raise StoreError(
-            f"Blob {digest[:12]} breaks off at byte {at} of {partial.size} each time it is asked of {self.url}: what "
-            "came is kept, so start again when the network is better."
+            f"Blob {digest[:12]} breaks off at byte {at} of {size} each time it is asked of {self.url}: what came is "
+            "kept, so start again when the network is better."
         ) from broken
 
     def _body(self, digest: str, at: int, end: int, size: int) -> Iterator[bytes]:
@@ -170,6 +182,24 @@ class S3Store:
             f"Blob {digest[:12]} in {self.url} is damaged: {what}. Find all damage with `preheat verify`, delete it "
             f"({BLOBS}/{digest}), then build again (`preheat build`)."
         )
+
+    def check(self, digest: str, size: int) -> None:
+        hasher = hashlib.sha256()
+        at = 0
+
+        def take(data: bytes) -> None:
+            nonlocal at
+            hasher.update(data)
+            at += len(data)
+            self._options.report(len(data))
+
+        while True:
+            end = min(size, at + PART)
+            self._fetch_range(digest, at, end, size, take)
+            if end == size:
+                break
+        if hasher.hexdigest() != digest:
+            raise self._damaged(digest, "its bytes have changed")
 
     # -- blobs: writing ------------------------------------------------------------------------------------------
 
@@ -414,7 +444,7 @@ class S3Store:
         skip = len(self._key(folder)) - len(folder)
         with self._asking(f"The list of {folder}"):
             for page in self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.bucket, Prefix=self._key(folder)
+                Bucket=self.bucket, Prefix=self._key(folder), PaginationConfig={"PageSize": LIST_PAGE}
             ):
                 for entry in page.get("Contents", []):
                     yield entry["Key"][skip:], entry["Size"], entry["LastModified"].timestamp()

@@ -16,10 +16,10 @@ def split_url(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
     sound = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", parts.netloc) and not (parts.query or parts.fragment)
-    if parts.scheme != "s3" or not sound or not re.fullmatch(r"([A-Za-z0-9!_.*'()-]+(/|$))*", prefix):
+    names = prefix.split("/") if prefix else []
+    plain = all(re.fullmatch(r"[A-Za-z0-9!_.*'()-]+", name) and name not in (".", "..") for name in names)
+    if parts.scheme != "s3" or not sound or not plain:
         raise StoreError(f"{url!r} is no store in a bucket: give s3://bucket or s3://bucket/prefix.")
-    if any(part in (".", "..") for part in prefix.split("/")):
-        raise StoreError(f"{url!r} has a prefix that is no name: give s3://bucket or s3://bucket/prefix.")
     return parts.netloc, prefix
 
 
