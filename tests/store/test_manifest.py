@@ -101,6 +101,12 @@ def test_a_repeated_key_is_refused(manifest: Manifest) -> None:
     assert "a key is there twice" in refusal(deep.encode())
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_what_is_no_number_in_json_is_refused_where_anything_else_is_data(manifest: Manifest, number: str) -> None:
+    text = manifest.to_json().decode().replace('"num_inference_steps": 4', f'"guidance_scale": {number}')
+    assert f"{number} is no number of JSON's" in refusal(text.encode())
+
+
 def test_what_is_too_large_is_refused_unread(manifest: Manifest) -> None:
     data = manifest.to_json()
     assert parse_manifest(data + b" " * (MANIFEST_LIMIT - len(data)), manifest.name) == manifest
