@@ -1,0 +1,1 @@
+"""Trains Tiny SDXL, the small real SDXL that the project's tests and demos run on."""
