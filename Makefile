@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test check
+.PHONY: setup demo serve test soak check
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -44,6 +44,12 @@ serve: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest
+
+# Kills what fetches from the object store 50 times, each time at another moment.
+soak: export PREHEAT_SOAK_KILLS ?= 50
+soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
+soak: $(READY)
+	$(BIN)/pytest tests/store -k kill_9
 
 check: $(READY)
 	$(BIN)/ruff check

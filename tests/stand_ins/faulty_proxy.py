@@ -139,6 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
     owner: FaultyProxy
     protocol_version = "HTTP/1.1"
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # between two requests: clients may go as they like
+            super().handle()
+
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.owner.note(Seen(self.command, self.path, dict(self.headers.items()), len(body)))

@@ -81,6 +81,7 @@ class ObjectStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._refusal = ""
         self._mon_port, self._rgw_port = _free_ports(2)
 
     @property
@@ -148,7 +149,18 @@ class ObjectStore:
             return False
 
     def _ceph(self, *arguments: str) -> str:
-        return self._call("ceph", "--connect-timeout", str(_READY_SECONDS), *arguments)
+        """Ask the monitor, which answers now and then that it cannot yet: these commands may be given twice."""
+        said: list[str] = []
+
+        def ask() -> bool:
+            try:
+                said.append(self._call("ceph", "--connect-timeout", "30", *arguments))
+            except RuntimeError as error:
+                self._refusal = str(error)
+            return bool(said)
+
+        self._wait("the monitor", ask)
+        return said[0]
 
     def _call(self, *command: str) -> str:
         done = subprocess.run([*command, "-c", str(self._config)], capture_output=True, text=True, env=_environment())
@@ -177,7 +189,7 @@ class ObjectStore:
                     said = (self._folder / f"{name}.out").read_text()[-2000:]
                     raise RuntimeError(f"{name} ended with {daemon.returncode}: {said}")
             if time.monotonic() > end:
-                raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s; logs: {self._folder}")
+                raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s ({self._refusal}): {self._folder}")
             time.sleep(0.05)
 
 

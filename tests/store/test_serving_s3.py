@@ -1,0 +1,95 @@
+"""The real Truss server, booting from s3:// only: endpoint from its config, credentials from Truss secrets."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from engine_builder.calling import generate
+from engine_builder.demo import cold_start_phases
+from engine_builder.mirror import copy_release
+from engine_builder.server import Layout, Server, ServerFailed, build_context, lay_out
+from model.store import Store
+from tests.conftest import READY_SECONDS
+from tests.stand_ins import object_store as ceph
+from tests.stand_ins.faulty_proxy import FaultyProxy
+from tests.store.conftest import Opener
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Layout:
+    """An image whose config names the bucket and how to reach it, and of whose environment nothing is asked."""
+    config = yaml.safe_load((REPOSITORY / "truss" / "configs" / "cpu-demo.yaml").read_text())
+    config["secrets"] = {"aws_access_key_id": None, "aws_secret_access_key": None}
+    config["model_metadata"]["preheat"] |= {
+        "store": f"s3://{bucket}/releases-of-ours",
+        "release": release,
+        "endpoint": proxy.url,
+        "region": "us-east-1",
+        "cache_dir": str(tmp_path / "cache"),
+        "cache_bytes": "2GiB",
+    }
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(config))
+    return lay_out(build_context(REPOSITORY, written, tmp_path / "build"), tmp_path / "root")
+
+
+@pytest.fixture
+def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of this machine's, which the server would be given."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "PREHEAT_", "TRUSS_SECRET_")):
+            monkeypatch.delenv(name)
+
+
+def test_a_server_boots_from_a_bucket_also_after_one_that_was_killed_while_it_fetched(
+    store: Store,
+    release: str,
+    layout: Layout,
+    open_bucket: Opener,
+    proxy: FaultyProxy,
+    quiet_environment: None,
+    say: Callable[[str], None],
+    tmp_path: Path,
+) -> None:
+    there = open_bucket("releases-of-ours", cache_dir=tmp_path / "unused")
+    manifest, _ = copy_release(store, there, release)
+    secrets = {
+        "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
+        "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
+    }
+    half = sum(blob.bytes for blob in manifest.blobs().values()) // 2
+
+    say("starting a server that is killed")
+    with Server(layout, environment=secrets) as server:
+
+        def kill(passed: int) -> None:
+            if passed > half:
+                proxy.on_bytes = lambda passed: None
+                os.kill(server.pid, signal.SIGKILL)
+
+        proxy.on_bytes = kill
+        with pytest.raises(ServerFailed, match="killed by SIGKILL"):
+            server.wait_ready(READY_SECONDS)
+
+    say("starting a server from the bucket")
+    with Server(layout, environment=secrets, log=tmp_path / "server.log") as server:
+        server.wait_ready(READY_SECONDS)
+        answer = generate(server.url, {"prompt": "a red circle", "num_inference_steps": 2, "seed": 1}, READY_SECONDS)
+        assert answer["status"] == "success" and answer["engine"]["release"] == release
+        assert cold_start_phases(server.url)["fetch"] > 0
+    cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
+    assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
+
+
+def test_a_server_without_its_secrets_says_which(layout: Layout, quiet_environment: None) -> None:
+    with Server(
+        layout, environment=ceph.credentials() | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
+    ) as server:
+        with pytest.raises(ServerFailed, match="There are no credentials for s3://.*Truss secrets aws_access_key_id"):
+            server.wait_ready(READY_SECONDS)
