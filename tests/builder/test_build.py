@@ -110,6 +110,23 @@ def test_building_again_does_nothing(store_copy: Store, toy_plan: BuildPlan) -> 
     assert files(store_copy) == before
 
 
+def test_a_change_in_the_folder_is_built(
+    store_copy: Store, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+) -> None:
+    """Under the same name: new weights, and a file that is no weights."""
+    first = build(toy_plan, store_copy).draft
+    assert build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft == first
+    edit_weights(folder_copy / "unet", perturb)
+    second = build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft
+    changed = {name for name, blobs in weights_of(second).items() if blobs != weights_of(first)[name]}
+    assert changed == {"unet"}
+    (folder_copy / "defaults.json").write_text('{"num_inference_steps": 7}')
+    third = build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft
+    assert third.defaults["num_inference_steps"] == 7
+    (folder_copy / "README.md").write_text("Says nothing that is served.")
+    assert build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft == third
+
+
 def test_a_damaged_blob_is_mended_by_building_again(store_copy: Store, toy_plan: BuildPlan) -> None:
     draft = build(toy_plan, store_copy).draft
     [weights] = [record for record in draft.weights if record.component == "unet"]
