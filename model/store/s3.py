@@ -70,6 +70,7 @@ class S3Store:
         with self._asking("The store"):
             self._client = connect(options, _CONNECTIONS)
         self._close = weakref.finalize(self, self._client.close)
+        self._bucket_seen = False
         self._slots = BoundedSemaphore(_CONNECTIONS)
 
     def close(self) -> None:
@@ -256,8 +257,10 @@ class S3Store:
             except ClientError as error:
                 if not is_missing(error):
                     raise
-                # A HEAD's answer has no body to say so: is it the object that is missing, or the whole bucket?
-                self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1)
+                if not self._bucket_seen:
+                    # A HEAD's answer has no body to say so: is it the object that is missing, or the whole bucket?
+                    self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1)
+                    self._bucket_seen = True
                 return None
 
     def _put_whole(self, digest: str, data: bytes, source: str) -> None:

@@ -1,4 +1,4 @@
-"""A real S3-compatible store on this machine: Ceph's RADOS Gateway over one monitor and one disk in a file.
+"""A real S3-compatible store on this machine: Ceph's RADOS Gateway over one monitor and one disk in memory.
 
 Everything listens on 127.0.0.1 and lies in one folder; what was started is ended by its own handle. A cluster of one
 has no authentication inside (the gateway's own, S3's, is the real one), so it is for tests and nothing else.
@@ -22,7 +22,7 @@ INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "setpriv")
 ACCESS_KEY = "preheatpreheatpreheat"
 SECRET_KEY = "a-secret-for-tests-that-opens-nothing-else"
-_DISK = 8 * 2**30  # bytes of the sparse file that is the disk; only what is written takes space
+_DISK = 16 * 2**30  # bytes; only what is written takes memory
 _READY_SECONDS = 120  # of one daemon; a machine that needs more is broken
 
 _CONFIG = """\
@@ -55,10 +55,8 @@ mon data = {folder}/mon
 mon data avail warn = 1
 mon data avail crit = 0
 osd data = {folder}/osd
-osd objectstore = bluestore
-osd memory target = 939524096
-bluestore block size = {disk}
-bluestore fsck on mount = false
+osd objectstore = memstore
+memstore device bytes = {disk}
 osd max object name len = 1024
 [client.rgw]
 rgw data = {folder}/rgw
@@ -140,7 +138,6 @@ class ObjectStore:
                 daemon.kill()
                 daemon.wait()
         self._daemons.clear()
-        (self._folder / "osd" / "block").unlink(missing_ok=True)  # gigabytes that pytest would keep
 
     def _answers(self) -> bool:
         try:
