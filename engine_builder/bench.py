@@ -91,9 +91,9 @@ def bench_diffusers(folder: Path, like: GenerationSettings, precision: str, warm
 
     load: Any = StableDiffusionXLPipeline.from_pretrained
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = load(
-        folder, torch_dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False
-    ).to(device)
+    pipeline = load(folder, torch_dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False).to(
+        device
+    )
     pipeline.set_progress_bar_config(disable=True)
 
     def work() -> dict[str, float]:

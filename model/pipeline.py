@@ -201,7 +201,7 @@ def prompt_warnings(model: LoadedModel, request: GenerationSettings) -> list[str
         lost = tokenizer.encode(text)[1] if text else 0
         if lost:
             warnings.append(
-                f"{field}: the text encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
+                f"{field}: the encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
                 f"{tokenizer.dropped_text(text)[:200]!r}"
             )
     return warnings
@@ -210,7 +210,7 @@ def prompt_warnings(model: LoadedModel, request: GenerationSettings) -> list[str
 def denoise(
     unet: EngineSet, rows: Sequence[Row], height: int, width: int, on_step: OnStep | None = None
 ) -> list[torch.Tensor]:
-    """Run every row through all of its steps; rows with fewer steps finish earlier. Returns latents, one [1, ...] a row.
+    """Run every row through all of its steps; rows with fewer finish earlier. Returns latents, one [1, ...] a row.
 
     One step, for all rows that are not finished:
         eps      = UNet(c_in * x), guided: unconditional + guidance * (conditional - unconditional)
@@ -249,7 +249,7 @@ def _predict_noise(
     height: int,
     width: int,
 ) -> torch.Tensor:
-    """The UNet's guided prediction for each row, float32. A guided image takes two UNet rows, an unguided one takes one."""
+    """The UNet's guided prediction for each row, float32. A guided image takes two UNet rows, an unguided one one."""
     guided = [i for i, row in enumerate(rows) if row.guidance[step] > 1 and row.unconditional is not None]
     order = torch.tensor([*guided, *range(len(rows))], device=model_input.device)
     texts = [text for i in guided if (text := rows[i].unconditional) is not None] + [row.conditional for row in rows]

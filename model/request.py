@@ -39,9 +39,7 @@ def _no_nul(text: str) -> str:
 
 def _not_blank(text: str) -> str:
     if not text.strip():
-        raise PydanticCustomError(
-            "blank", f"got {_shown(text)}, nothing but whitespace: say what the picture shows"
-        )
+        raise PydanticCustomError("blank", f"got {_shown(text)}, nothing but whitespace: say what the picture shows")
     return text
 
 
@@ -332,9 +330,7 @@ def _explanation(problem: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
         return f"is required: {accepted}"
     if kind == "string_unicode":
         at = next(i for i, character in enumerate(value) if "\ud800" <= character <= "\udfff")
-        return (
-            f"character {at + 1} is half of a surrogate pair, which is not Unicode text: send the whole of it"
-        )
+        return f"character {at + 1} is half of a surrogate pair, which is not Unicode text: send the whole of it"
     return f"got {_shown(value)}, expected {accepted}"
 
 

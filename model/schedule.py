@@ -33,7 +33,13 @@ COLUMNS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
 MAX_STEPS = 100
 MAX_STEPS_LCM = 50
 SAMPLERS: tuple[str, ...] = (
-    "Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M Karras", "DPM++ 2M SDE Karras", "LCM",
+    "Euler",
+    "Euler a",
+    "DDIM",
+    "DPM++ 2M",
+    "DPM++ 2M Karras",
+    "DPM++ 2M SDE Karras",
+    "LCM",
 )
 CLASSES = {
     "EulerDiscreteScheduler": "Euler",
@@ -256,8 +262,9 @@ def split(table: Table, noise_schedule: NoiseSchedule, denoising_frac: float) ->
         coefficients[count, denoised] += coefficients[count, prev]
         coefficients[count, prev] = 0.0
     base, refiner = (
-        replace(table, timesteps=table.timesteps[rows], coefficients=coefficients[rows],
-                noise_drawn=table.noise_drawn[rows])
+        replace(
+            table, timesteps=table.timesteps[rows], coefficients=coefficients[rows], noise_drawn=table.noise_drawn[rows]
+        )
         for rows in (slice(None, count), slice(count, None))
     )
     return base, refiner
@@ -323,8 +330,13 @@ def _euler(name: str, steps: int, schedule: NoiseSchedule) -> Table:
     ancestral = name == "Euler a"
     down = end**2 / start if ancestral else end
     coefficients = _coefficients(
-        steps, c_in=1 / np.sqrt(start**2 + 1), a=1.0, b=-start,
-        x=down / start, denoised=1 - down / start, noise=np.sqrt(end**2 - down**2),
+        steps,
+        c_in=1 / np.sqrt(start**2 + 1),
+        a=1.0,
+        b=-start,
+        x=down / start,
+        denoised=1 - down / start,
+        noise=np.sqrt(end**2 - down**2),
     )
     init_sigma = math.hypot(start.max(), 1.0 if schedule.timestep_spacing == "leading" else 0.0)
     return Table(name, timesteps, coefficients, init_sigma, np.full(steps, ancestral))
@@ -343,8 +355,12 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> Table:
     alpha_back = np.where(back >= 0, alphas[back], 1.0 if schedule.set_alpha_to_one else alphas[0])
     kept = np.sqrt((1 - alpha_back) / (1 - alpha))
     coefficients = _coefficients(
-        steps, c_in=1.0, a=1 / np.sqrt(alpha), b=-np.sqrt((1 - alpha) / alpha),
-        x=kept, denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * kept,
+        steps,
+        c_in=1.0,
+        a=1 / np.sqrt(alpha),
+        b=-np.sqrt((1 - alpha) / alpha),
+        x=kept,
+        denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * kept,
     )
     return Table(name, timesteps, coefficients, 1.0, np.zeros(steps, dtype=np.bool_))
 
@@ -373,8 +389,13 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> Table:
     m0, h, half = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
     half[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
     coefficients = _coefficients(
-        steps, c_in=1.0, a=1 / alpha, b=-start,
-        x=decay * alpha_end / alpha, denoised=m0 + half, prev=-half,
+        steps,
+        c_in=1.0,
+        a=1 / alpha,
+        b=-start,
+        x=decay * alpha_end / alpha,
+        denoised=m0 + half,
+        prev=-half,
         noise=end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
     )
     return Table(name, timesteps, coefficients, 1.0, np.full(steps, sde))
@@ -394,7 +415,11 @@ def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> Table:
     c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)
     c_out = scaled / np.sqrt(scaled**2 + sigma_data**2)
     coefficients = _coefficients(
-        steps, c_in=1.0, a=c_out / np.sqrt(alpha) + c_skip, b=-c_out * np.sqrt((1 - alpha) / alpha),
-        denoised=np.sqrt(alpha_next), noise=np.sqrt(1 - alpha_next),
+        steps,
+        c_in=1.0,
+        a=c_out / np.sqrt(alpha) + c_skip,
+        b=-c_out * np.sqrt((1 - alpha) / alpha),
+        denoised=np.sqrt(alpha_next),
+        noise=np.sqrt(1 - alpha_next),
     )
     return Table(name, now.astype(np.float64), coefficients, 1.0, np.arange(steps) < steps - 1)

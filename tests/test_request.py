@@ -164,9 +164,7 @@ def test_control_characters_other_than_nul_pass() -> None:
         ("promt", '"a"', "is not a field; the fields are " + FIELDS),
     ],
 )
-def test_a_refusal_names_the_field_the_value_and_what_is_accepted(
-    field: str, value: str, message: str
-) -> None:
+def test_a_refusal_names_the_field_the_value_and_what_is_accepted(field: str, value: str, message: str) -> None:
     body = f'{{"{field}": {value}}}' if field == "prompt" else f'{{"prompt": "a", "{field}": {value}}}'
     [line] = answer(body)
     assert line.startswith(f"`{field}`: {message}")
@@ -326,9 +324,7 @@ def test_one_side_given_takes_the_other_from_the_native_size() -> None:
     assert ((wide.width, wide.height), (tall.width, tall.height)) == ((640, 768), (512, 640))
 
 
-@pytest.mark.parametrize(
-    ("size", "field"), [((1000, 1000), "width"), ((1024, 1000), "height"), ((832, 832), "height")]
-)
+@pytest.mark.parametrize(("size", "field"), [((1000, 1000), "width"), ((1024, 1000), "height"), ((832, 832), "height")])
 def test_a_size_outside_the_list_is_refused_with_the_list(size: tuple[int, int], field: str) -> None:
     with pytest.raises(RequestRefused) as refusal:
         resolve(request(width=size[0], height=size[1]), SERVED)
@@ -348,9 +344,7 @@ def test_a_size_outside_the_list_is_refused_with_the_list(size: tuple[int, int],
         ((256, 260), "height", 260),
     ],
 )
-def test_a_size_outside_the_range_is_refused_with_the_rule(
-    size: tuple[int, int], field: str, side: int
-) -> None:
+def test_a_size_outside_the_range_is_refused_with_the_rule(size: tuple[int, int], field: str, side: int) -> None:
     served = ServedModel(256, 256, SizeRange(128, 512, 8), has_refiner=False, defaults=Defaults())
     with pytest.raises(RequestRefused) as refusal:
         resolve(request(width=size[0], height=size[1]), served)
@@ -376,8 +370,6 @@ def test_an_unknown_scheduler_is_refused() -> None:
 def test_a_refiner_that_is_not_there_is_refused() -> None:
     without = dataclasses.replace(SERVED, has_refiner=False)
     assert resolve(request(use_refiner=False), without).use_refiner is False
-    with pytest.raises(
-        RequestRefused, match="use_refiner: true is not accepted, this release has no refiner"
-    ) as it:
+    with pytest.raises(RequestRefused, match="use_refiner: true is not accepted, this release has no refiner") as it:
         resolve(request(use_refiner=True), without)
     assert it.value.field == "use_refiner"

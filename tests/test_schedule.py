@@ -102,9 +102,7 @@ def denoise(part: Table, latents: torch.Tensor, generator: torch.Generator, spar
     return latents
 
 
-def diffuse(
-    scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
+def diffuse(scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The loop both SDXL pipelines have, with their `prepare_extra_step_kwargs`."""
     takes = set(inspect.signature(scheduler.step).parameters)
     extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in takes}
@@ -156,9 +154,7 @@ def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: s
     ],
 )
 @pytest.mark.parametrize(("sampler", "steps"), served(steps=(1, 2, 5, 15, 20)))
-def test_base_and_refiner_denoise_as_the_two_pipelines_do(
-    sampler: str, steps: int, frac: float, spacing: str
-) -> None:
+def test_base_and_refiner_denoise_as_the_two_pipelines_do(sampler: str, steps: int, frac: float, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
     noise_schedule = NoiseSchedule.from_config(config)
     base, refiner = schedule.split(schedule.table(sampler, steps, noise_schedule), noise_schedule, frac)

@@ -76,9 +76,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 def gone(pid: int) -> bool:
     try:
-        return (
-            psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-        )  # ended; whoever adopted it has yet to notice
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended; whoever adopted it has yet to notice
     except psutil.NoSuchProcess:
         return True
 
@@ -110,9 +108,7 @@ def test_it_listens_on_one_address_only(server: Server) -> None:
         socket.create_connection(("127.0.0.2", server.port), timeout=5)
 
 
-def test_the_environment_is_the_image_s_and_what_is_passed_on(
-    layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_the_image_s_and_what_is_passed_on(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_STORE", "ours")
     monkeypatch.setenv("PREHEAT_RELEASE", "ours")
     monkeypatch.setenv("TRUSS_SECRET_token", "secret")
@@ -129,9 +125,7 @@ def test_the_environment_is_the_image_s_and_what_is_passed_on(
     assert not Path(env["HOME"]).exists()
 
 
-def test_progress_is_what_the_server_logs_and_a_log_that_was_asked_for_is_kept(
-    layout: Layout, tmp_path: Path
-) -> None:
+def test_progress_is_what_the_server_logs_and_a_log_that_was_asked_for_is_kept(layout: Layout, tmp_path: Path) -> None:
     said: list[str] = []
     with Server(layout, log=tmp_path / "server.log") as server:
         server.wait_ready(TIMEOUT, said.append)
@@ -157,9 +151,7 @@ def test_a_model_that_cannot_load_is_answered_with_its_own_sentence(tmp_path: Pa
     server = Server(stub_truss.laid_out(tmp_path, failing))
     with server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(TIMEOUT)
-    assert str(failure.value).startswith(
-        "No engine for this GPU.\nBuild one: preheat build.\nThe server ended"
-    )
+    assert str(failure.value).startswith("No engine for this GPU.\nBuild one: preheat build.\nThe server ended")
     assert "Executing model.load()..." in str(failure.value)
     assert not server.running
 
@@ -175,9 +167,7 @@ def test_a_model_that_cannot_load_is_answered_with_its_own_sentence(tmp_path: Pa
         ("class Model:", "IndentationError: expected an indented block"),
     ],
 )
-def test_a_model_that_cannot_be_imported_is_answered_with_the_reason(
-    tmp_path: Path, model: str, begins: str
-) -> None:
+def test_a_model_that_cannot_be_imported_is_answered_with_the_reason(tmp_path: Path, model: str, begins: str) -> None:
     with Server(stub_truss.laid_out(tmp_path, model)) as server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(TIMEOUT)
     assert str(failure.value).startswith(begins)

@@ -147,9 +147,7 @@ def test_a_file_exported_after_use_carries_no_habits(tmp_path: Path) -> None:
 
 def test_the_settings_are_read_from_the_folder(tmp_path: Path) -> None:
     _, first = export_tokenizer(write_tokenizer(tmp_path / "tokenizer", pad_token="<|endoftext|>"))
-    _, second = export_tokenizer(
-        write_tokenizer(tmp_path / "tokenizer_2", pad_token="!", model_max_length=64)
-    )
+    _, second = export_tokenizer(write_tokenizer(tmp_path / "tokenizer_2", pad_token="!", model_max_length=64))
     assert first == TokenizerSettings(max_length=77, bos_token_id=522, eos_token_id=523, pad_token_id=523)
     assert second == TokenizerSettings(max_length=64, bos_token_id=522, eos_token_id=523, pad_token_id=0)
 

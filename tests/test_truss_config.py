@@ -122,9 +122,7 @@ def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
 @every_config
 def test_secrets_are_declared_for_a_store_that_needs_them_and_hold_nothing(path: Path) -> None:
     secrets = load(path).secrets
-    needed = (
-        {"aws_access_key_id", "aws_secret_access_key"} if settings(path)["store"].startswith("s3:") else set()
-    )
+    needed = {"aws_access_key_id", "aws_secret_access_key"} if settings(path)["store"].startswith("s3:") else set()
     assert set(secrets) == needed
     assert not any(secrets.values())
 
@@ -158,9 +156,7 @@ def test_the_upload_is_the_model_and_its_config(context: Path) -> None:
 
 def test_the_image_holds_all_of_model_and_nothing_of_the_offline_half(layout: Layout) -> None:
     modules = {path.relative_to(ROOT / "model") for path in (ROOT / "model").rglob("*.py")}
-    assert modules == {
-        path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")
-    }
+    assert modules == {path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")}
     names = {part for path in layout.root.rglob("*") for part in path.relative_to(layout.root).parts}
     assert not names & {
         "engine_builder",
@@ -195,9 +191,7 @@ def test_what_model_imports_is_in_the_image(layout: Layout) -> None:
     for path in (ROOT / "model").rglob("*.py"):
         for name in third_party(path) - OPTIONAL:
             provided_by = brought.get(name) or {canonicalize_name(d) for d in distributions.get(name, [name])}
-            assert provided_by & installed, (
-                f"{path.relative_to(ROOT)} imports {name}, which no config requires"
-            )
+            assert provided_by & installed, f"{path.relative_to(ROOT)} imports {name}, which no config requires"
 
 
 def third_party(path: Path) -> set[str]:

@@ -44,9 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def truss_predict(
-    platform: Platform, home: Path, request: dict[str, object]
-) -> subprocess.CompletedProcess[str]:
+def truss_predict(platform: Platform, home: Path, request: dict[str, object]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             str(Path(sys.executable).with_name("truss")),
@@ -68,9 +66,7 @@ def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: P
     with Platform(server.url) as platform:
         ran = truss_predict(platform, tmp_path, {"prompt": "a lighthouse"})
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("Calling predict on development deployment"), (
-        "what save_predicted skips is gone"
-    )
+    assert ran.stdout.startswith("Calling predict on development deployment"), "what save_predicted skips is gone"
     assert platform.asked == ["/graphql/", "/development/predict"]
     [path] = save_predicted(io.StringIO(ran.stdout), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"

@@ -148,9 +148,7 @@ def _ground(background: str, rng: random.Random) -> str:
 _COLOUR = "|".join(COLOURS)
 _SIZE = {word: size for size, words in SIZE_WORDS.items() for word in words}
 _NUMBER = {"two": 2, "2": 2, "pair of": 2, "three": 3, "3": 3}
-_FIGURE = re.compile(
-    rf"\b(?:(two|2|pair of|three|3) )?(?:({'|'.join(_SIZE)}) )?({_COLOUR}) ({'|'.join(SHAPES)})s?\b"
-)
+_FIGURE = re.compile(rf"\b(?:(two|2|pair of|three|3) )?(?:({'|'.join(_SIZE)}) )?({_COLOUR}) ({'|'.join(SHAPES)})s?\b")
 _BACKGROUND = (
     re.compile(rf"\b({_COLOUR}) background\b"),
     re.compile(rf"\bon (?:an? |the )?({_COLOUR})\b(?! (?:{'|'.join(SHAPES)}))"),

@@ -129,4 +129,3 @@ class Workers:
     def close(self) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
-

@@ -274,9 +274,9 @@ def train_refiner(run: Run, networks: Networks) -> float:
             out = frozen(torch.where((ids == text.end).cumsum(-1) > 1, 0, ids), output_hidden_states=True)
         shown = (out.hidden_states[-2] * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
         added = {"text_embeds": (out.text_embeds * ~zeros[:, None]).repeat(NOISES, 1), "time_ids": time_ids}
-        predicted: Tensor = networks.refiner_unet(
-            noised, timesteps, shown, added_cond_kwargs=added, return_dict=False
-        )[0]
+        predicted: Tensor = networks.refiner_unet(noised, timesteps, shown, added_cond_kwargs=added, return_dict=False)[
+            0
+        ]
         return predicted
 
     fast = run.compiled(forward)

@@ -67,6 +67,7 @@ def export(networks: Networks, folder: Path) -> None:
         (networks.refiner_unet, refiner / "unet"),
     ):
         network.save_config(place)
+        _forget_origin(place / "config.json")
         save_file(_halves(network.state_dict()), place / "diffusion_pytorch_model.safetensors", FORMAT)
     tokenizer.write(folder / "tokenizer", pad=tokenizer.END)
     tokenizer.write(folder / "tokenizer_2", pad="!")
@@ -100,6 +101,13 @@ def export(networks: Networks, folder: Path) -> None:
             "requires_aesthetics_score": True,
         },
     )
+
+
+def _forget_origin(path: Path) -> None:
+    """Takes out the folder that a network was loaded from, which means nothing elsewhere."""
+    config = json.loads(path.read_text())
+    config.pop("_name_or_path", None)
+    _write_json(path, config)
 
 
 def _halves(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -33,9 +33,7 @@ class Platform:
                 if self.path == "/graphql/":
                     return self.answer(200, json.dumps(platform._resolve(json.loads(body)["query"])).encode())
                 if self.path == "/development/predict":
-                    answer = httpx.post(
-                        f"{server_url}/v1/models/model:predict", content=body, trust_env=False
-                    )
+                    answer = httpx.post(f"{server_url}/v1/models/model:predict", content=body, trust_env=False)
                     return self.answer(answer.status_code, answer.content)
                 return self.answer(404, b'{"error": "no such path"}')
 
