@@ -225,16 +225,14 @@ class BlobCache(LocalStore):
         The caller holds the lock of the folder."""
         used = self._in_use()
         freed = 0
-        stale = time.time() - _STALE
+        day_ago = time.time() - _STALE
         for path, size, last in sorted(self._contents(), key=lambda entry: entry[2]):
-            half = path.parent == self._partials
-            if path.name in used or (freed >= needed and not (half and last < stale)):
+            # A half that is being fetched is in use, too: its fetcher noted it first.
+            stale = path.parent == self._partials and last < day_ago
+            if path.name in used or (freed >= needed and not stale):
                 continue
             with suppress(FileNotFoundError):
-                if half and not _unlink_idle(path):
-                    continue
-                if not half:
-                    path.unlink()
+                path.unlink()
                 freed += size
         return freed
 

@@ -1,5 +1,6 @@
 """The folder of fetched blobs: bounded, shared by processes, and never holding what is wrong. Needs no object store."""
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.cache import BlobCache, Partial
+from model.store.local import LocalStore
 from tests.store.test_local import own_mounts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -98,7 +100,7 @@ def test_a_partial_blob_goes_on_where_it_stopped(root: Path) -> None:
 def test_a_partial_blob_of_another_kind_is_begun_again(root: Path) -> None:
     """One of an earlier version with other parts, or cut off between its last two steps."""
     digest, data = blob_of("a")
-    for left in (b"", data, data + b"\1" * 3, b"x" * 50_000):
+    for left in (b"", data, data + b"\1" * 3, b"x" * 50_000, b"\1" * 50_000):
         cache = BlobCache(root)
         (root / "partial" / digest).write_bytes(left)
         assert cache.bring(digest, len(data), PART, filling(data)).read_bytes() == data
@@ -111,6 +113,14 @@ def test_nothing_is_left_of_what_failed_at_once_or_was_wrong(root: Path) -> None
         with pytest.raises(StoreError):
             BlobCache(root).bring(digest, len(data), PART, fill)
         assert not here(root) and not here(root, "partial")
+
+
+def test_a_disk_that_fills_up_while_parts_come_keeps_none_of_them(root: Path) -> None:
+    digest, data = blob_of("a")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(StoreError, match="is full"):
+        BlobCache(root).bring(digest, len(data), PART, breaking(data, 3, full))
+    assert not here(root) and not here(root, "partial")
 
 
 def test_a_damaged_blob_is_brought_again(root: Path) -> None:
@@ -213,7 +223,9 @@ def age(path: Path, seconds: int) -> None:
     os.utime(path, ns=(found.st_atime_ns - seconds * 10**9, found.st_mtime_ns - seconds * 10**9))
 
 
-def test_the_least_recently_used_goes_first(root: Path) -> None:
+def test_the_least_recently_used_goes_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a disk that keeps no times of access: reading a file does not make it look used.
+    monkeypatch.setattr(LocalStore, "get", lambda cache, digest, size: cache._blob_path(digest))
     earlier = BlobCache(root, 35_000)
     for letter, ago in (("a", 300), ("b", 200), ("c", 100)):
         age(bring(earlier, letter), ago)
