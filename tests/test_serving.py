@@ -84,7 +84,7 @@ def test_a_prompt_becomes_a_picture(output_format: str, client: httpx.Client, lo
     [expected] = drawn_here(loaded, **asked)
     difference = np.abs(np.asarray(picture).astype(int) - expected.astype(int))
     if output_format == "png":
-        assert difference.max() == 0
+        assert difference.max() <= 1  # two processes may add in another order
     else:
         assert difference.mean() < 12  # lossy, and the picture may be noise
 
