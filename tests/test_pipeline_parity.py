@@ -197,7 +197,7 @@ def test_a_prompt_past_77_tokens_is_cut_as_in_diffusers(refiner: bool, loaded: L
     [picture], _, warnings = generate(loaded.model, [asked])
     assert apart(picture, reference.draw(asked)) <= TOLERANCE
     assert [warning.split(":")[0] for warning in warnings] == ["prompt", "negative_prompt"]
-    assert all("the text encoders read 77 tokens; the last " in warning for warning in warnings)
+    assert all("the encoders read 77 tokens; the last " in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M SDE Karras"])

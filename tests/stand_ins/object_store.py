@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import httpx
 
@@ -23,6 +23,7 @@ PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmapt
 ACCESS_KEY = "preheatpreheatpreheat"
 SECRET_KEY = "a-secret-for-tests-that-opens-nothing-else"
 _DISK = 16 * 2**30  # bytes; only what is written takes memory
+_RESTARTS = 10  # of all daemons together, while they start
 _READY_SECONDS = 120  # of one daemon; a machine that needs more is broken
 
 _CONFIG = """\
@@ -80,6 +81,7 @@ class ObjectStore:
         self._folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._refusal = ""
+        self._restarts = 0
         self._mon_port, self._rgw_port = _free_ports(2)
 
     @property
@@ -121,7 +123,7 @@ class ObjectStore:
         self._call("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
         self._spawn("ceph-osd", "-i", "0")
         self._wait("the disk", lambda: json.loads(self._ceph("osd", "stat", "-f", "json"))["num_up_osds"] == 1)
-        self._call(
+        self._call_again(
             "radosgw-admin", "-n", "client.rgw", "user", "create", "--uid", "preheat", "--display-name", "preheat",
             "--access-key", ACCESS_KEY, "--secret", SECRET_KEY,
         )  # fmt: skip
@@ -146,17 +148,20 @@ class ObjectStore:
             return False
 
     def _ceph(self, *arguments: str) -> str:
-        """Ask the monitor, which answers now and then that it cannot yet: these commands may be given twice."""
+        return self._call_again("ceph", "--connect-timeout", "30", *arguments)
+
+    def _call_again(self, *command: str) -> str:
+        """Call what talks to the monitor until it succeeds, for it may be too early; so it must do so twice, too."""
         said: list[str] = []
 
         def ask() -> bool:
             try:
-                said.append(self._call("ceph", "--connect-timeout", "30", *arguments))
+                said.append(self._call(*command))
             except RuntimeError as error:
                 self._refusal = str(error)
             return bool(said)
 
-        self._wait("the monitor", ask)
+        self._wait(command[0], ask)
         return said[0]
 
     def _call(self, *command: str) -> str:
@@ -166,25 +171,31 @@ class ObjectStore:
         return done.stdout
 
     def _spawn(self, *command: str) -> None:
-        with (self._folder / f"{command[0]}.out").open("wb") as out:
-            self._daemons.append(
-                subprocess.Popen(
-                    # So that a killed test run leaves no daemon behind.
-                    ["setpriv", "--pdeathsig", "TERM", *command, "-c", str(self._config), "-f"],
-                    stdout=out,
-                    stderr=out,
-                    env=_environment(),
-                )
+        self._daemons.append(self._popen(*command))
+
+    def _popen(self, *command: str) -> "subprocess.Popen[bytes]":
+        with (self._folder / f"{command[0]}.out").open("ab") as out:
+            return subprocess.Popen(
+                # So that a killed test run leaves no daemon behind.
+                ["setpriv", "--pdeathsig", "TERM", *command, "-c", str(self._config), "-f"],
+                stdout=out,
+                stderr=out,
+                env=_environment(),
             )
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
         end = time.monotonic() + _READY_SECONDS
         while not ready():
-            for daemon in self._daemons:
-                if daemon.poll() is not None:
-                    name = daemon.args[3]
-                    said = (self._folder / f"{name}.out").read_text()[-2000:]
-                    raise RuntimeError(f"{name} ended with {daemon.returncode}: {said}")
+            for place, daemon in enumerate(self._daemons):
+                if daemon.poll() is None:
+                    continue
+                command = [str(word) for word in cast(list[str], daemon.args)[3:-3]]
+                said = (self._folder / f"{command[0]}.out").read_text()[-2000:]
+                # A daemon that asks the monitor before it has learnt which cluster this is ends with "wrong fsid".
+                self._restarts += 1
+                if self._restarts > _RESTARTS:
+                    raise RuntimeError(f"{command[0]} ended with {daemon.returncode}: {said}")
+                self._daemons[place] = self._popen(*command)
             if time.monotonic() > end:
                 raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s ({self._refusal}): {self._folder}")
             time.sleep(0.05)
