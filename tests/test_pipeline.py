@@ -215,8 +215,8 @@ def test_every_stage_is_timed(model: LoadedModel) -> None:
 def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
     _, _, warnings = generate(model, [replace(PLAIN, prompt="a b c d e and more", negative_prompt="a b c d e too")])
     assert warnings == [
-        "prompt: the text encoders read 5 tokens; the last 2 were left out: 'and more'",
-        "negative_prompt: the text encoders read 5 tokens; the last 1 were left out: 'too'",
+        "prompt: the encoders read 5 tokens; the last 2 were left out: 'and more'",
+        "negative_prompt: the encoders read 5 tokens; the last 1 were left out: 'too'",
     ]
 
 
