@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -348,9 +349,11 @@ def test_gc_keeps_what_was_put_or_named_since_it_looked(any_store: Store) -> Non
     garbage = find_garbage(any_store, 0, now=now + 60)
     assert set(garbage.blobs) == {drafted, put}
     any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
-    since = garbage.__class__(garbage.blobs, 0, 0, now - 60)  # as if `put` had been there for long, and put again
+    since = replace(garbage, limit=now - 60)  # as if both had been there for long, and put again
     assert delete_garbage(any_store, since) == 0
     assert any_store.has(drafted) and any_store.has(put)
+    assert delete_garbage(any_store, garbage) == len(b"put")
+    assert any_store.has(drafted) and not any_store.has(put)
 
 
 def test_gc_deletes_nothing_where_a_manifest_cannot_be_read(any_store: Store, tmp_path: Path) -> None:
