@@ -28,9 +28,10 @@ from rich.table import Table
 from engine_builder import demo as demo_run
 from engine_builder.calling import generate as call
 from engine_builder.calling import save_images, save_predicted
-from model.errors import CorruptBlob, PreheatError
+from model.errors import CorruptBlob, PreheatError, UntrustedRelease
 from model.store import Store, StoreOptions, open_store
 from model.store.manifest import Blob, Manifest, Precision
+from model.store.signature import check_signature, configured_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
@@ -157,26 +158,45 @@ def run_build(
 
 
 @app.command()
+def keygen(
+    file: Annotated[Path, typer.Argument(help="Where to write the private key; a file that is there is left alone.")],
+) -> None:
+    """Make a key to sign releases with. Prints the public half, the line for a deployment's config."""
+    from engine_builder.signing import write_key
+
+    key = write_key(file)
+    console.print(f"Wrote the private key {key.key_id} to {file}: keep it secret, and keep a copy.", soft_wrap=True)
+    console.print("For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:", soft_wrap=True)
+    console.print(f"public_key: {key}", soft_wrap=True)
+
+
+@app.command()
 def publish(
     name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
     store: StoreOption = DEFAULT_STORE,
+    sign: Annotated[Path | None, typer.Option(help="Private key file, of `preheat keygen`.")] = None,
 ) -> None:
     """Make a release of what was built: one manifest, written once."""
-    run_publish(opened(store), name)
+    run_publish(opened(store), name, sign)
 
 
-def run_publish(store: Store, name: str) -> Manifest:
+def run_publish(store: Store, name: str, key_file: Path | None = None) -> Manifest:
     """Publish and say what happened."""
     from engine_builder.publish import publish as publish_drafts
+    from engine_builder.signing import read_key
 
-    manifest, new = publish_drafts(store, name)
+    manifest, new = publish_drafts(store, name, read_key(key_file) if key_file else None)
     size = total_bytes(manifest)
     said = "Published" if new else "Unchanged since"
     console.print(
         f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
-        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs"
+        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}"
     )
     return manifest
+
+
+def _signer(manifest: Manifest) -> str:
+    return f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"
 
 
 @app.command()
@@ -184,13 +204,14 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
     """List the releases of a store."""
     holder = opened(store)
     names = holder.releases()
-    table = Table("release", "targets", "components", "created", "MiB")
+    table = Table("release", "targets", "components", "created", "MiB", "signed by")
     for name in names:
         manifest = holder.read_release(name)
         size = total_bytes(manifest)
         table.add_row(
-            name, "\n".join(manifest.targets), str(len(manifest.components)), manifest.created, f"{size / 2**20:.0f}"
-        )
+            name, "\n".join(manifest.targets), str(len(manifest.components)), manifest.created,
+            f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
+        )  # fmt: skip
     console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
 
 
@@ -198,11 +219,27 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
 def verify(
     release: Annotated[str | None, typer.Argument(help="MODEL/VERSION; default: every release.")] = None,
     store: StoreOption = DEFAULT_STORE,
+    public_key: Annotated[
+        str | None,
+        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Check signatures, too; several keys with commas between them."),
+    ] = None,
 ) -> None:
-    """Hash every blob that a release names, where it lies. Exit status 1 where anything is damaged."""
+    """Hash every blob that a release names, where it lies, and check who signed it. Exit status 1 where anything is
+    damaged, or not signed by --public-key where that is given."""
+    keys = configured_keys({"public_key": public_key})
     holder = opened(store)
     names = [release] if release else holder.releases()
-    blobs = {digest: blob for name in names for digest, blob in holder.read_release(name).blobs().items()}
+    manifests = [holder.read_release(name) for name in names]
+    blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
+    untrusted = 0
+    for manifest in manifests:
+        try:
+            check_signature(manifest, keys)
+            unchecked = ", which --public-key would check" if manifest.signature and not keys else ""
+            console.print(f"{manifest.name} is {_signer(manifest)}{unchecked}", soft_wrap=True)
+        except UntrustedRelease as error:
+            untrusted += 1
+            console.print(f"[red]untrusted[/] {_plain(str(error))}", soft_wrap=True)
 
     def check(blob: Blob) -> str | None:
         try:
@@ -218,7 +255,7 @@ def verify(
     for message in damaged:
         console.print(f"[red]damaged[/] {_plain(message)}")
     console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
-    if damaged:
+    if damaged or untrusted:
         raise typer.Exit(1)
 
 
@@ -365,7 +402,7 @@ def bench(
         from model.request import GenerationRequest, resolve
         from model.target import detect_targets
 
-        loaded = load_release(opened(store, cache_dir), release, detect_targets(), [], ColdStart())
+        loaded = load_release(opened(store, cache_dir), release, detect_targets(), [], ColdStart(), configured_keys())
     request = GenerationRequest(
         prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
     )

@@ -2,19 +2,24 @@
 
 from datetime import UTC, datetime
 
-from model.errors import ManifestError, PreheatError
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from engine_builder.signing import public_key, sign
+from model.errors import ManifestError, PreheatError, UntrustedRelease
 from model.store import Store
 from model.store.manifest import Manifest, split_name
+from model.store.signature import check_signature
 
 
 class NothingToPublish(PreheatError):
     """No draft of the model is in the store, or the drafts do not belong together."""
 
 
-def publish(store: Store, name: str) -> tuple[Manifest, bool]:
-    """Publish the drafts of `name` ("model/version", or "model": the next whole number).
+def publish(store: Store, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
+    """Publish the drafts of `name` ("model/version", or "model": the next whole number), signed where there is a `key`.
 
-    Returns the manifest and whether it is new: with no version given, drafts equal to the newest release make none.
+    Returns the manifest and whether it is new: with no version given, drafts equal to the newest release make none,
+    unless that lacks the signature asked for.
     Raises NothingToPublish, ReleaseExists, CorruptBlob.
     """
     model, _, version = name.partition("/")
@@ -25,12 +30,14 @@ def publish(store: Store, name: str) -> tuple[Manifest, bool]:
         numbers = sorted(int(v) for m, v in map(split_name, store.releases()) if m == model and v.isdigit())
         if numbers:
             newest = store.read_release(f"{model}/{numbers[-1]}")
-            if _content(newest) == _content(merged):
+            if _content(newest) == _content(merged) and _is_signed(newest, key):
                 return newest, False
         version = str(numbers[-1] + 1 if numbers else 1)
     manifest = merged.model_copy(
         update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     )
+    if key is not None:
+        manifest = sign(manifest, key)
     store.write_release(manifest)
     return manifest, True
 
@@ -68,9 +75,25 @@ def merge(drafts: list[Manifest]) -> Manifest:
     )
 
 
+def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
+    """Whether a release has the signature that is asked for; no key asks for none."""
+    if key is None:
+        return True
+    try:
+        check_signature(manifest, [public_key(key)])
+    except UntrustedRelease:
+        return False
+    return True
+
+
 def _content(manifest: Manifest) -> object:
     """What makes two releases the same, whenever they were made."""
     return manifest.model_dump(
         mode="json",
-        exclude={"version": True, "created": True, "engines": {"__all__": {"accuracy", "build_seconds"}}},
+        exclude={
+            "version": True,
+            "created": True,
+            "signature": True,
+            "engines": {"__all__": {"accuracy", "build_seconds"}},
+        },
     )

@@ -25,6 +25,10 @@ class ManifestError(PreheatError):
     """A manifest cannot be read: not JSON, a newer schema, a missing or unsafe entry."""
 
 
+class UntrustedRelease(PreheatError):
+    """The deployment takes only releases that its key has signed, and this is none."""
+
+
 class MissingComponent(PreheatError):
     """The release lacks a component, weights or a tokenizer that serving it needs."""
 

@@ -22,6 +22,7 @@ from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defau
 from model.schedule import NoiseSchedule
 from model.store import Store
 from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Runtime, Span, WeightsRecord
+from model.store.signature import PublicKey, check_signature
 from model.target import Target
 from model.tokenizer import ClipTokenizer, TokenizerSettings
 from model.weights import WeightsCache
@@ -70,15 +71,18 @@ def load_release(
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
     cold_start: ColdStart,
+    public_keys: Sequence[PublicKey] = (),
 ) -> Loaded:
-    """Load `release` for the first of `targets` it has engines for; an empty `buckets` means all of them.
+    """Load `release` for the first of `targets` it has engines for; an empty `buckets` means all of them. With
+    `public_keys`, only what one of them has signed.
 
-    Raises ReleaseNotFound, ManifestError, MissingComponent, NoEngineForTarget, StoreError, CorruptBlob or EngineError;
-    whatever the manifest alone can tell, before any blob is read.
+    Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, StoreError,
+    CorruptBlob or EngineError; whatever the manifest alone can tell, before any blob is read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
+        check_signature(manifest, public_keys)
         names = required_components(manifest)
         target = choose_target(manifest, targets, names)
         chosen = {name: choose_engines(manifest, name, target, buckets) for name in names}

@@ -26,6 +26,7 @@ from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import generate
 from model.request import GenerationRequest, GenerationResponse, GenerationSettings, SizeList, resolve
 from model.store import StoreOptions, open_store
+from model.store.signature import configured_keys
 from model.target import detect_targets
 
 logger = logging.getLogger("preheat")
@@ -53,6 +54,7 @@ class Model:
             detect_targets(),
             [ServedBucket.from_config(entry) for entry in self._settings.get("buckets") or []],
             self._cold_start,
+            configured_keys(self._settings),
         )
         self._worker = self._worker or Worker()
         with self._cold_start.phase("warm_up"):

@@ -108,7 +108,7 @@ def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) ->
 @every_config
 def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
     preheat = settings(path)
-    assert set(preheat) == {"store", "release", "cache_dir", "buckets"}
+    assert set(preheat) == {"store", "release", "public_key", "cache_dir", "buckets"}
     assert preheat["store"].startswith("s3://") or path.stem == "cpu-demo"
     assert Path(preheat["cache_dir"]).is_absolute()
     for bucket in preheat["buckets"]:

@@ -7,6 +7,7 @@ blobs are kept.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
@@ -19,6 +20,7 @@ SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets are 1 MiB, and parsed JSON takes many times its size
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes; what is read into memory whole: tokenizers and maps of constants
+_SIGNED_AS = b"preheat release\n"  # so that a signature of ours is never one of anything else
 _SHOWN = 120  # characters of a damaged manifest's own words that a message repeats
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
@@ -218,6 +220,13 @@ class Settings(_Record):
         return self
 
 
+class ReleaseSignature(_Record):
+    """Who vouches for a release: the id of an Ed25519 key, and its signature (64 bytes, base64) of `signed_bytes`."""
+
+    key_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+    ed25519: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]{85}[AQgw]==$")]
+
+
 class Manifest(_Record):
     """One release. See DESIGN's words: Component, Target, Bucket, Engine, Weights, Release."""
 
@@ -234,6 +243,7 @@ class Manifest(_Record):
     architectures: dict[Name, Digest]
     engines: tuple[EngineRecord, ...]
     weights: tuple[WeightsRecord, ...]
+    signature: ReleaseSignature | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> "Manifest":
@@ -280,7 +290,18 @@ class Manifest(_Record):
         return found + [t.blob for t in self.tokenizers.values()]
 
     def to_json(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True).encode()
+        # Unsigned, it is what versions that knew no signatures wrote, and they read it.
+        unsigned = {"signature"} if self.signature is None else None
+        return json.dumps(self.model_dump(mode="json", exclude=unsigned), indent=1, sort_keys=True).encode()
+
+    def signed_bytes(self) -> bytes:
+        """What a signature is of, for a manifest that was read: its canonical JSON without the signature.
+
+        Only what the file itself says, so that a version with more optional entries finds the same bytes.
+        """
+        said = self.model_dump(mode="json", exclude={"signature"}, exclude_unset=True)
+        canonical = json.dumps(said, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return _SIGNED_AS + canonical.encode()
 
 
 def _refuse_twice(what: str, identities: list[tuple[str, ...]]) -> None:
@@ -325,7 +346,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
             "publish the release again (`preheat publish`)."
         )
     try:
-        raw = json.loads(data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant)
+        raw = json.loads(data, object_pairs_hook=_no_key_twice, parse_constant=_no_constant, parse_float=_no_infinity)
     except (ValueError, RecursionError) as error:
         raise ManifestError(
             f"The manifest of {name} is not JSON ({_shown(str(error))}): publish the release again (`preheat publish`)."
@@ -369,6 +390,14 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(literal: str) -> NoReturn:
     raise ValueError(f"{literal} is no number of JSON's")
+
+
+def _no_infinity(literal: str) -> float:
+    """What no float holds would be written as a constant that is no JSON."""
+    value = float(literal)
+    if math.isinf(value):
+        raise ValueError(f"{literal[:20]} is past what a number holds")
+    return value
 
 
 def _problem(error: ValidationError) -> str:

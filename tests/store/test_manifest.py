@@ -234,8 +234,11 @@ def test_a_value_that_is_no_such_thing_is_refused(entries: Entries, path: str, v
 
 
 def test_a_number_past_what_floats_hold_is_refused(manifest: Manifest) -> None:
-    text = manifest.to_json().decode().replace('"vae_scaling_factor": 0.13025', '"vae_scaling_factor": 1e999')
-    assert "settings.vae_scaling_factor" in refusal(text.encode())
+    text = manifest.to_json().decode()
+    for entry, other in (("vae_scaling_factor", "0.13025"), ("num_inference_steps", "4")):
+        assert f'"{entry}": {other}' in text
+        message = refusal(text.replace(f'"{entry}": {other}', f'"{entry}": -1e999').encode())
+        assert "-1e999 is past what a number holds" in message
 
 
 def duplicate(where: str) -> Callable[[Entries], None]:

@@ -1,0 +1,275 @@
+"""Signatures: what the owner of a key has signed is taken, and nothing else; the commands that make and show them."""
+
+import base64
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from engine_builder import cli, signing
+from engine_builder.mirror import copy_release
+from engine_builder.publish import publish
+from model.errors import EngineError, ManifestError, PreheatError, UntrustedRelease
+from model.model import Model
+from model.store.local import LocalStore
+from model.store.manifest import Manifest, parse_manifest
+from model.store.signature import PublicKey, check_signature, configured_keys
+from tests.stand_ins import releases
+from tests.stand_ins.releases import NAME
+
+Entries = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "key.pem"
+    signing.write_key(path)
+    return path
+
+
+@pytest.fixture
+def public(key_file: Path) -> PublicKey:
+    return signing.public_key(signing.read_key(key_file))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A store in which the toy was drafted, as a build does, and not published."""
+    store = LocalStore(tmp_path / "store")
+    draft = releases.draft(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
+    store.write_record("drafts", "toy.here.fp32", draft.to_json())
+    return store
+
+
+@pytest.fixture
+def signed(store: LocalStore, key_file: Path) -> Manifest:
+    manifest, new = publish(store, "toy", signing.read_key(key_file))
+    assert new
+    return manifest
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    """A command of `preheat`: exit status and what it printed, or the sentence it ended with."""
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, PreheatError):
+        return 1, str(result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+# -- signing ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_signed_is_taken_wherever_it_was_written_and_read(
+    store: LocalStore, signed: Manifest, public: PublicKey, tmp_path: Path
+) -> None:
+    assert signed.signature is not None and signed.signature.key_id == public.key_id
+    read = store.read_release(NAME)
+    check_signature(read, [public])
+    copied, _ = copy_release(store, LocalStore(tmp_path / "other"), NAME)
+    check_signature(LocalStore(tmp_path / "other").read_release(NAME), [public])
+    assert copied == read == signed
+
+
+def test_layout_of_the_json_is_no_part_of_what_is_signed(signed: Manifest, public: PublicKey) -> None:
+    entries = json.loads(signed.to_json())
+    shuffled = json.dumps(dict(reversed(entries.items())), indent=5).encode()
+    check_signature(parse_manifest(shuffled, NAME), [public])
+
+
+def test_an_unsigned_release_is_as_it_was_before_there_were_signatures(store: LocalStore) -> None:
+    manifest, _ = publish(store, "toy")
+    assert "signature" not in json.loads(manifest.to_json())
+    check_signature(store.read_release(NAME), [])
+
+
+def test_of_several_trusted_keys_any_will_do(signed: Manifest, public: PublicKey, tmp_path: Path) -> None:
+    check_signature(signed, [signing.write_key(tmp_path / "new.pem"), public])
+
+
+def test_the_signature_is_plain_ed25519_of_the_canonical_json(signed: Manifest, public: PublicKey) -> None:
+    """So that another program can check it: spelled out here, without our own code."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    entries = json.loads(signed.to_json())
+    signature = entries.pop("signature")
+    canonical = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
+    Ed25519PublicKey.from_public_bytes(public.raw).verify(
+        base64.b64decode(signature["ed25519"]), b"preheat release\n" + canonical
+    )
+
+
+def edited(path: str, value: object) -> Callable[[Entries], None]:
+    def edit(entries: Entries) -> None:
+        *way, last = path.split(".")
+        node: Any = entries
+        for step in way:
+            node = node[int(step) if step.isdigit() else step]
+        assert node[last] != value
+        node[last] = value
+
+    return edit
+
+
+EDITS = {
+    "an engine": edited("engines.0.blob.sha256", "0" * 64),
+    "a size": edited("weights.0.blobs.0.bytes", 7),
+    "a default": edited("defaults.num_inference_steps", 5),
+    "a date": edited("created", "2027-01-01T00:00:00+00:00"),
+    "a target": edited("engines.0.target", "cpu-x86_64_v1-torch2.13"),
+    "a note": lambda entries: entries["builder"].update(surprise=""),
+    "a default that is left out": lambda entries: entries["engines"][0]["bucket"]["rows"].pop("multiple"),
+    "a record less": lambda entries: entries["engines"].pop(),
+    "the order": lambda entries: entries["weights"].reverse(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_whatever_is_changed_after_signing_is_refused(
+    signed: Manifest, public: PublicKey, edit: Callable[[Entries], None]
+) -> None:
+    entries = json.loads(signed.to_json())
+    edit(entries)
+    with pytest.raises(
+        UntrustedRelease, match="toy/1 is not one of this manifest.*changed after it was signed.*--sign"
+    ):
+        check_signature(parse_manifest(json.dumps(entries).encode(), NAME), [public])
+
+
+def test_an_unsigned_release_is_refused_where_a_key_is_set(store: LocalStore, public: PublicKey) -> None:
+    manifest, _ = publish(store, "toy")
+    with pytest.raises(UntrustedRelease, match=f"toy/1 is not signed.*signed by {public.key_id}.*--sign KEYFILE"):
+        check_signature(manifest, [public])
+
+
+def test_another_key_s_signature_is_refused(signed: Manifest, tmp_path: Path) -> None:
+    other = signing.write_key(tmp_path / "other.pem")
+    assert signed.signature is not None
+    with pytest.raises(
+        UntrustedRelease, match=f"signed by {signed.signature.key_id}, and only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
+    ):
+        check_signature(signed, [other])
+
+
+# -- publishing ---------------------------------------------------------------------------------------------------
+
+
+def test_publishing_again_makes_a_release_only_for_the_signature_it_lacks(
+    store: LocalStore, key_file: Path, tmp_path: Path
+) -> None:
+    key = signing.read_key(key_file)
+    assert publish(store, "toy")[0].name == "toy/1"
+    assert publish(store, "toy", key)[0].name == "toy/2"
+    assert publish(store, "toy", key)[1] is False
+    assert publish(store, "toy")[1] is False, "a signature that was not asked for is no difference"
+    signing.write_key(tmp_path / "other.pem")
+    assert publish(store, "toy", signing.read_key(tmp_path / "other.pem"))[0].name == "toy/3"
+
+
+def test_a_key_is_written_once_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "keys" / "key.pem"
+    code, said = run("keygen", path)
+    assert code == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600
+    line = next(line for line in said.splitlines() if line.startswith("public_key: "))
+    public = PublicKey.parse(line.removeprefix("public_key: "))
+    assert public == signing.public_key(signing.read_key(path))
+    before = path.read_bytes()
+    assert b"PRIVATE KEY" in before and "PRIVATE KEY" not in said
+    code, said = run("keygen", path)
+    assert code == 1 and "is there already and is left as it is" in said and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "data", [None, b"", b"key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "rsa", "locked"]
+)
+def test_what_is_no_private_key_signs_nothing(store: LocalStore, tmp_path: Path, data: bytes | str | None) -> None:
+    from cryptography.hazmat.primitives import serialization as form
+    from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+
+    path = tmp_path / "bad.pem"
+    if data == "rsa":
+        key = rsa.generate_private_key(65537, 2048)
+        data = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    if data == "locked":
+        locked = form.BestAvailableEncryption(b"secret")
+        data = ed25519.Ed25519PrivateKey.generate().private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked)
+    if isinstance(data, bytes):
+        path.write_bytes(data)
+    code, said = run("publish", "toy", "--store", store.root, "--sign", path)
+    assert code == 1 and str(path) in said and "preheat keygen" in said
+    assert store.releases() == []
+
+
+def test_the_commands_say_who_signed(store: LocalStore, key_file: Path, public: PublicKey, tmp_path: Path) -> None:
+    code, said = run("publish", "toy", "--store", store.root, "--sign", key_file)
+    assert code == 0 and f"signed by {public.key_id}" in said.replace("\n", " ")
+    assert run("publish", "toy/unsigned", "--store", store.root)[0] == 0
+    code, said = run("verify", "toy/1", "--store", store.root)
+    assert code == 0 and f"toy/1 is signed by {public.key_id}, which --public-key would check" in said
+    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", public)
+    assert code == 0 and f"toy/1 is signed by {public.key_id}\n" in said
+    code, said = run("verify", "--store", store.root, "--public-key", public)
+    assert code == 1 and "untrusted Release toy/unsigned is not signed" in said and "blobs of 2 releases are" in said
+    other = signing.write_key(tmp_path / "other.pem")
+    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", other)
+    assert code == 1 and f"is signed by {public.key_id}, and only releases signed by {other.key_id}" in said
+    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
+    assert code == 1 and "'ed25519:no' is no public key" in said
+
+
+# -- the key in the config ----------------------------------------------------------------------------------------
+
+
+def test_the_environment_s_key_comes_before_the_config_s(
+    public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
+    other = signing.write_key(tmp_path / "other.pem")
+    assert configured_keys() == configured_keys({"public_key": ""}) == configured_keys({"public_key": None}) == []
+    assert configured_keys({"public_key": str(public)}) == [public]
+    assert configured_keys({"public_key": [str(public), str(other)]}) == [public, other]
+    assert configured_keys({"public_key": f"{public}, {other}"}) == [public, other]
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(other))
+    assert configured_keys({"public_key": str(public)}) == [other]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        " ", ",", "ed25519:", "ed25519:AAAA", "AAAA", False, 0, 7, {}, [""], [None],
+        "ed25519:" + base64.b64encode(bytes(33)).decode(), "ed25519:" + "*" * 44, "x" * 10_000,
+    ],
+)  # fmt: skip
+def test_a_key_that_is_none_is_refused_and_never_means_no_key(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
+    with pytest.raises(ManifestError, match="is no public key: give the line that `preheat keygen` prints") as caught:
+        configured_keys({"public_key": given})
+    assert len(str(caught.value)) < 400
+
+
+def test_a_server_with_a_key_loads_nothing_that_is_not_signed(
+    store: LocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PREHEAT_PUBLIC_KEY", "PREHEAT_STORE", "PREHEAT_RELEASE"):
+        monkeypatch.delenv(name, raising=False)
+    publish(store, "toy/unsigned")
+    publish(store, "toy/signed", signing.read_key(key_file))
+
+    def load(release: str, **settings: object) -> type[BaseException]:
+        given = {"store": store.url, "release": release} | settings
+        with pytest.raises(PreheatError) as caught:
+            Model(config={"model_metadata": {"preheat": given}}).load()
+        return type(caught.value)
+
+    # These engines are none: what is trusted comes so far as to be opened.
+    assert load("toy/unsigned") is load("toy/signed", public_key=str(public)) is EngineError
+    assert load("toy/unsigned", public_key=str(public)) is UntrustedRelease
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
+    assert load("toy/unsigned") is UntrustedRelease
+    for blob in (store.root / "blobs" / "sha256").iterdir():
+        blob.unlink()
+    assert load("toy/unsigned") is UntrustedRelease, "before any blob is read"
