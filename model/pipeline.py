@@ -1,12 +1,12 @@
-"""Prompt -> image, as plain functions over loaded engines: encode_prompt, denoise, refine, decode.
+"""Prompt -> image, as plain functions over loaded engines: base_rows, denoise, refiner_rows, decode.
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
 with denoising_end/denoising_start. Rows of one batch may differ in prompt, seed, sampler, steps and guidance. This
 module knows nothing of HTTP, of stores, or of which runtime an engine is.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
@@ -17,13 +17,13 @@ from model import components
 from model.components import DTYPES
 from model.engines import EngineSet
 from model.image import Pixels, to_uint8
+from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
-from model.schedule import NoiseSchedule, Table, split, stack, table
+from model.schedule import NoiseSchedule, Table, split, table
 from model.store.manifest import Settings
 from model.tokenizer import ClipTokenizer
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
-_COEFFICIENTS = 7
 
 
 @dataclass
@@ -36,40 +36,25 @@ class LoadedModel:
     settings: Settings
     device: torch.device
     shares_text_encoder_2: bool = False
+    loops: dict[tuple[str, int, int], Loop] = field(default_factory=dict)
+
+    def loop(self, component: str, height: int, width: int) -> Loop:
+        """The one loop of that UNet and size (pixels); it is made at first use and kept, for it may hold much."""
+        key = (component, height, width)
+        if key not in self.loops:
+            self.loops[key] = make_loop(self, component, height, width)
+        return self.loops[key]
 
 
-@dataclass
-class Conditioning:
-    """What tells the UNet what to draw: hidden [n, tokens, width], pooled [n, pooled width], time_ids [n, 5 or 6]."""
-
-    hidden: torch.Tensor
-    pooled: torch.Tensor
-    time_ids: torch.Tensor
-
-
-@dataclass
-class Row:
-    """One image on its way through the loop. `guidance` [steps]: 1 where the step is unguided.
-
-    latents: float32 [1, channels, height/8, width/8]. The generator is that of the image's seed and is drawn from
-    exactly as diffusers does: the first latents, then each step's noise.
-    """
-
-    latents: torch.Tensor
-    table: Table
-    guidance: NDArray[np.float32]
-    generator: torch.Generator
-    conditional: Conditioning
-    unconditional: Conditioning | None
-
-
-OnStep = Callable[[int, int], None]
+def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Loop:
+    """A new loop for `component`, one of the UNets, at a size in pixels: where its implementation is chosen."""
+    return StepLoop(model.engines[component], height, width)
 
 
 def generate(
-    model: LoadedModel, batch: Sequence[GenerationSettings], on_step: OnStep | None = None
+    model: LoadedModel, batch: Sequence[GenerationSettings]
 ) -> tuple[list[Pixels], dict[str, float], list[str]]:
-    """Draw every image of every request of `batch`, all of one size.
+    """Draw every image of every request of `batch`, all of one size, from the first step to the last.
 
     Returns the pictures (uint8 [height, width, 3], requests in order, each request's images in order), the
     milliseconds of each stage, and warnings. Raises BrokenImage, never returns a picture with NaN in it.
@@ -86,30 +71,39 @@ def generate(
         clock = now
 
     height, width = batch[0].height, batch[0].width
-    warnings = [text for request in batch for text in prompt_warnings(model, request)]
+    warnings = [text for request in batch for text in request_warnings(model, request)]
     with torch.inference_mode():
-        base, refiner = [], []
-        for request in batch:
-            tables = request_tables(model, request)
-            rows = base_rows(model, request, tables[0])
-            base += rows
-            if tables[1] is not None:
-                if tables[1].steps:
-                    refiner.append((request, rows, tables))
-                else:
-                    warnings.append(
-                        f"denoising_frac: {request.denoising_frac} of {request.num_inference_steps} steps leaves the "
-                        "refiner no step; it was not used."
-                    )
+        steps = [request_tables(model, request) for request in batch]
+        rows = [base_rows(model, request, base) for request, (base, _) in zip(batch, steps, strict=True)]
         lap("text")
-        finished = denoise(model.engines[components.UNET], base, height, width, on_step)
+        denoise(model.loop(components.UNET, height, width), [row for some in rows for row in some])
         lap("denoise")
-        if refiner:
-            finished = refine(model, base, finished, refiner, on_step)
+        for index, (request, (_, rest)) in enumerate(zip(batch, steps, strict=True)):
+            if rest:
+                rows[index] = refiner_rows(model, request, rest, rows[index])
+        refined = [row for some, (_, rest) in zip(rows, steps, strict=True) if rest for row in some]
+        if refined:
+            denoise(model.loop(components.REFINER_UNET, height, width), refined)
             lap("refine")
-        pixels = decode(model, finished)
+        pixels = decode(model, [row.latents for some in rows for row in some])
         lap("decode")
     return list(pixels), timings, warnings
+
+
+def denoise(loop: Loop, rows: Sequence[Row]) -> None:
+    """Run every row through all of its steps, as many at once as the loop takes; `row.latents` is then the result.
+
+    A row without steps keeps its latents. None of them is in the loop afterwards, whatever happened.
+    """
+    waiting = [row for row in rows if row.table.steps]
+    try:
+        while waiting or loop.rows:
+            while waiting and len(loop.rows) < loop.capacity:
+                loop.join(waiting.pop(0))
+            loop.step()
+    finally:
+        for row in list(loop.rows):
+            loop.leave(row)
 
 
 def request_tables(model: LoadedModel, request: GenerationSettings) -> tuple[Table, Table | None]:
@@ -192,137 +186,43 @@ def _encode_texts(model: LoadedModel, component: str, tokenizer: str, texts: lis
     return model.engines[component].run({"input_ids": torch.tensor(ids, device=model.device)})
 
 
-def prompt_warnings(model: LoadedModel, request: GenerationSettings) -> list[str]:
-    """One line for each prompt of which the encoders do not read the end."""
+def request_warnings(model: LoadedModel, request: GenerationSettings) -> list[str]:
+    """One line for each thing that is not done to the letter: the end of a prompt that the encoders do not read, a
+    refiner without a step."""
     warnings = []
-    for field in ("prompt", "negative_prompt"):
-        text = getattr(request, field)
+    for name in ("prompt", "negative_prompt"):
+        text = getattr(request, name)
         tokenizer = model.tokenizers["tokenizer_2"]
         lost = tokenizer.encode(text)[1] if text else 0
         if lost:
             warnings.append(
-                f"{field}: the encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
+                f"{name}: the encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
                 f"{tokenizer.dropped_text(text)[:200]!r}"
             )
+    rest = request_tables(model, request)[1]
+    if rest is not None and not rest:
+        warnings.append(
+            f"denoising_frac: {request.denoising_frac} of {request.num_inference_steps} steps leaves the "
+            "refiner no step; it was not used."
+        )
     return warnings
 
 
-def denoise(
-    unet: EngineSet, rows: Sequence[Row], height: int, width: int, on_step: OnStep | None = None
-) -> list[torch.Tensor]:
-    """Run every row through all of its steps; rows with fewer finish earlier. Returns latents, one [1, ...] a row.
-
-    One step, for all rows that are not finished:
-        eps      = UNet(c_in * x), guided: unconditional + guidance * (conditional - unconditional)
-        denoised = a * x + b * eps
-        next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous denoised + noise_coef * noise
-    """
-    x = torch.cat([row.latents for row in rows])  # [rows, channels, height/8, width/8], float32
-    device = x.device
-    previous = torch.zeros_like(x)
-    longest = max(row.table.steps for row in rows)
-    host_timesteps, host_coefficients = stack([row.table for row in rows], longest)
-    timesteps = torch.from_numpy(host_timesteps).to(device)  # [rows, steps]
-    coefficients = torch.from_numpy(host_coefficients).to(device)  # [rows, steps, 7]
-    for step in range(longest):
-        active = [index for index, row in enumerate(rows) if step < row.table.steps]
-        at = torch.tensor(active, device=device)
-        c_in, a, b, *update = coefficients[at, step].T.reshape(_COEFFICIENTS, -1, 1, 1, 1)
-        now = x[at]
-        eps = _predict_noise(unet, [rows[i] for i in active], c_in * now, timesteps[at, step], step, height, width)
-        denoised = a * now + b * eps
-        noise = _draw_noise([rows[i] for i in active], step, now)
-        x_coef, denoised_coef, prev_coef, noise_coef = update
-        x[at] = x_coef * now + denoised_coef * denoised + prev_coef * previous[at] + noise_coef * noise
-        previous[at] = denoised
-        if on_step is not None:
-            on_step(step + 1, longest)
-    return [x[index : index + 1] for index in range(len(x))]
-
-
-def _predict_noise(
-    unet: EngineSet,
-    rows: Sequence[Row],
-    model_input: torch.Tensor,
-    timesteps: torch.Tensor,
-    step: int,
-    height: int,
-    width: int,
-) -> torch.Tensor:
-    """The UNet's guided prediction for each row, float32. A guided image takes two UNet rows, an unguided one one."""
-    guided = [i for i, row in enumerate(rows) if row.guidance[step] > 1 and row.unconditional is not None]
-    order = torch.tensor([*guided, *range(len(rows))], device=model_input.device)
-    texts = [text for i in guided if (text := rows[i].unconditional) is not None] + [row.conditional for row in rows]
-    dtype = DTYPES[unet.signature.outputs[0].dtype]
-    eps = unet.run(
-        {
-            "sample": model_input[order].to(dtype),
-            "timestep": timesteps[order],
-            "encoder_hidden_states": torch.cat([text.hidden for text in texts]).to(dtype),
-            "text_embeds": torch.cat([text.pooled for text in texts]).to(dtype),
-            "time_ids": torch.cat([text.time_ids for text in texts]),
-        },
-        height,
-        width,
-    )["noise"].float()
-    unconditional, conditional = eps[: len(guided)], eps[len(guided) :]
-    if guided:
-        conditional = conditional.clone()
-        at = torch.tensor(guided, device=eps.device)
-        scale = torch.tensor([float(rows[i].guidance[step]) for i in guided], device=eps.device).reshape(-1, 1, 1, 1)
-        conditional[at] = unconditional + scale * (conditional[at] - unconditional)
-    return conditional
-
-
-def _draw_noise(rows: Sequence[Row], step: int, like: torch.Tensor) -> torch.Tensor:
-    """This step's noise for each row, from the row's own generator; zeros where the sampler draws none."""
-    if not any(row.table.noise_drawn[step] for row in rows):
-        return torch.zeros_like(like)
-    shape = (1, *like.shape[1:])
-    drawn = [
-        torch.randn(shape, generator=row.generator) if row.table.noise_drawn[step] else torch.zeros(shape)
-        for row in rows
-    ]
-    return torch.cat(drawn).to(like.device)
-
-
-def refine(
-    model: LoadedModel,
-    rows: Sequence[Row],
-    latents: list[torch.Tensor],
-    refined: Sequence[tuple[GenerationSettings, list[Row], tuple[Table, Table | None]]],
-    on_step: OnStep | None = None,
-) -> list[torch.Tensor]:
-    """Give the rows of the requests in `refined` their last steps on the refiner's UNet; the others pass unchanged.
+def refiner_rows(model: LoadedModel, request: GenerationSettings, steps: Table, rows: Sequence[Row]) -> list[Row]:
+    """What the refiner's loop goes on with: `steps` for each of the request's `rows`, which the base has finished.
 
     The latents go over as the base left them, and so does each image's generator.
     """
     settings = model.settings.refiner
     assert settings is not None
-    where = {id(row): index for index, row in enumerate(rows)}
-    handed_over: list[Row] = []
-    indices: list[int] = []
-    for request, request_rows, (base, rest) in refined:
-        assert rest is not None
-        size = [float(request.height), float(request.width), 0.0, 0.0]
-        scores = (
-            ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE])
-            if settings.requires_aesthetics_score
-            else (size[:2], size[:2])
-        )
-        time_ids = ([*size, *scores[0]], [*size, *scores[1]])
-        conditional, unconditional = encode_prompt(model, request, refiner=True, time_ids=time_ids)
-        guidance = guidance_by_step(request)[base.steps :]
-        for row in request_rows:
-            indices.append(where[id(row)])
-            handed_over.append(Row(latents[where[id(row)]], rest, guidance, row.generator, conditional, unconditional))
-    height = refined[0][0].height
-    width = refined[0][0].width
-    finished = denoise(model.engines[components.REFINER_UNET], handed_over, height, width, on_step)
-    result = list(latents)
-    for index, latent in zip(indices, finished, strict=True):
-        result[index] = latent
-    return result
+    size = [float(request.height), float(request.width), 0.0, 0.0]
+    scores = (
+        ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE]) if settings.requires_aesthetics_score else (size[:2], size[:2])
+    )
+    time_ids = ([*size, *scores[0]], [*size, *scores[1]])
+    conditional, unconditional = encode_prompt(model, request, refiner=True, time_ids=time_ids)
+    guidance = guidance_by_step(request)[request.num_inference_steps - steps.steps :]
+    return [Row(row.latents, steps, guidance, row.generator, conditional, unconditional) for row in rows]
 
 
 def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:

@@ -1,114 +1,21 @@
 """The loop itself, on networks of a line: what it asks of them, in which order, and what it does with nonsense."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from model import components
-from model.components import Widths
-from model.engines import EngineSet
-from model.engines.eager import ANY_BUCKET
 from model.errors import BrokenImage
 from model.loading import Loaded
 from model.pipeline import LoadedModel, generate, guidance_by_step
-from model.request import GenerationSettings
-from model.schedule import NoiseSchedule
-from model.store.manifest import RefinerSettings, Settings, Signature
-
-TEXT_WIDTH = 4
-WIDTHS = Widths(
-    tokens=5, text_width=TEXT_WIDTH, text_width_2=TEXT_WIDTH, pooled_width=3, latent_channels=4, time_ids=6, vae_scale=8
-)
-SCHEDULE = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False)
-
-
-class Words:
-    """A tokenizer of whole words: each word's length is its id."""
-
-    class settings:
-        max_length = WIDTHS.tokens
-
-    def encode(self, text: str) -> tuple[list[int], int]:
-        ids = [len(word) for word in text.split()]
-        return (ids + [0] * WIDTHS.tokens)[: WIDTHS.tokens], max(0, len(ids) - WIDTHS.tokens)
-
-    def dropped_text(self, text: str) -> str:
-        return " ".join(text.split()[WIDTHS.tokens :])
-
-
-@dataclass
-class Stub:
-    """An engine that remembers its inputs. Text is its ids, noise a share of the latents, pixels the latents."""
-
-    component: str
-    signature: Signature
-
-    def __post_init__(self) -> None:
-        self.bucket = ANY_BUCKET
-        self.seen: list[dict[str, torch.Tensor]] = []
-        self.poison: tuple[int, float] | None = None  # (call, value) of an output that is no number
-
-    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        components.solve(self.signature, inputs, self.component)
-        self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
-        outputs = self._outputs(inputs)
-        if self.poison is not None and len(self.seen) - 1 == self.poison[0]:
-            next(iter(outputs.values())).flatten()[0] = self.poison[1]
-        return outputs
-
-    def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if "input_ids" in inputs:
-            ids = inputs["input_ids"].float()
-            hidden = ids[:, :, None].expand(-1, -1, TEXT_WIDTH).clone()
-            return {"hidden_states": hidden, "pooled": ids[:, : WIDTHS.pooled_width].clone()}
-        if "sample" in inputs:
-            return {"noise": 0.5 * inputs["sample"] + 0.01 * inputs["encoder_hidden_states"].mean()}
-        large = torch.nn.functional.interpolate(inputs["latents"][:, :3], scale_factor=8)
-        return {"pixels": large.clone()}
+from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 
 @pytest.fixture
 def model() -> LoadedModel:
-    context = 2 * TEXT_WIDTH
-    signatures = {
-        components.TEXT_ENCODER: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", None),
-        components.TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.REFINER_TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.UNET: components.unet_signature(WIDTHS, context, "float32"),
-        components.REFINER_UNET: components.unet_signature(replace(WIDTHS, time_ids=5), TEXT_WIDTH, "float32"),
-        components.VAE_DECODER: components.vae_decoder_signature(4, 8, "float32"),
-    }
-    return LoadedModel(
-        engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
-        tokenizers={"tokenizer": Words(), "tokenizer_2": Words()},  # type: ignore[dict-item]
-        noise_schedules={"base": SCHEDULE, "refiner": SCHEDULE},
-        settings=Settings(
-            native_height=64,
-            native_width=64,
-            vae_scale_factor=8,
-            vae_scaling_factor=0.5,
-            latent_channels=4,
-            force_zeros_for_empty_prompt=True,
-            refiner=RefinerSettings(force_zeros_for_empty_prompt=False, requires_aesthetics_score=True),
-        ),
-        device=torch.device("cpu"),
-    )
-
-
-def stub(model: LoadedModel, component: str) -> Stub:
-    engine = model.engines[component].engines[0]
-    assert isinstance(engine, Stub)
-    return engine
-
-
-PLAIN = GenerationSettings(
-    prompt="one two three", negative_prompt=None, width=96, height=64, num_inference_steps=4, guidance_scale=7.5,
-    end_cfg_frac=1.0, scheduler="Euler", use_refiner=False, denoising_frac=0.5, seed=3, num_images=1,
-    output_format="png", quality=95,
-)  # fmt: skip
+    return line_model()
 
 
 @pytest.mark.parametrize(
@@ -197,12 +104,6 @@ def test_latents_are_the_seed_s_and_scaled_for_the_decoder(model: LoadedModel) -
         torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())))
     decoded = [inputs["latents"] for inputs in stub(model, components.VAE_DECODER).seen]
     assert [list(latents.shape) for latents in decoded] == [[1, 4, 8, 12]] * 2
-
-
-def test_progress_is_told_step_by_step(model: LoadedModel) -> None:
-    told: list[tuple[int, int]] = []
-    generate(model, [PLAIN, replace(PLAIN, num_inference_steps=2)], lambda done, steps: told.append((done, steps)))
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_every_stage_is_timed(model: LoadedModel) -> None:

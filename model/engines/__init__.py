@@ -46,9 +46,7 @@ class EngineSet:
         rows = solve(self.signature, inputs, self.component)["rows"]
         if not rows:
             raise EngineError(f"{self.component} was given no rows.")
-        serving = [engine for engine in self.engines if _serves(engine.bucket, height, width)]
-        if not serving:
-            raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.")
+        serving = self._serving(height, width)
         parts: list[dict[str, torch.Tensor]] = []
         done = 0
         while done < rows:
@@ -62,6 +60,17 @@ class EngineSet:
         if len(parts) == 1:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def most_rows(self, height: int, width: int) -> int:
+        """The most rows of one call at `height` x `width` pixels. Raises EngineError where no engine serves them."""
+        return self._serving(height, width)[-1].bucket.rows.max
+
+    def _serving(self, height: int, width: int) -> list[Engine]:
+        """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError for none."""
+        serving = [engine for engine in self.engines if _serves(engine.bucket, height, width)]
+        if not serving:
+            raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.")
+        return serving
 
 
 def _serves(bucket: Bucket, height: int, width: int) -> bool:
