@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test soak check
+.PHONY: setup demo serve test slow soak check
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -27,7 +27,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,onnx]'
 	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
 	sed -e '/^-i /d' -e '/^numpy/d' $$server/requirements.txt > .venv/server-requirements.txt; \
 	$(PIP) --requirement .venv/server-requirements.txt --constraint $$server/constraints.txt
@@ -45,12 +45,19 @@ serve: $(READY)
 test: $(READY)
 	$(BIN)/pytest
 
+# What takes minutes more than CI has: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
+slow: export PREHEAT_SLOW := 1
+slow: $(READY)
+	$(BIN)/pytest tests/builder -k onnx
+
 # Kills what fetches from the object store 50 times, each time at another moment.
 soak: export PREHEAT_SOAK_KILLS ?= 50
 soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
 	$(BIN)/pytest tests/store -k kill_9
 
+# PREHEAT_TENSORRT_STUBS: a folder with type stubs of the whole TensorRT module; without it typings/ has what is called.
+check: export MYPYPATH := $(PREHEAT_TENSORRT_STUBS)
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

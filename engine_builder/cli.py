@@ -157,6 +157,45 @@ def run_build(
     return result.draft
 
 
+@app.command("export-onnx")
+def export_onnx(
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    refiner: Annotated[
+        str | None, typer.Option(help="The refiner's; default: MODEL/refiner where there is one.")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    precision: Annotated[
+        str, typer.Option(help="fp32, fp16 or bf16: the types that the graphs are written in.")
+    ] = "fp16",
+    out: Annotated[
+        Path | None, typer.Option(help="Also write COMPONENT.onnx and their weights to this folder.")
+    ] = None,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Export the networks of MODEL to ONNX, check them in ONNX Runtime, keep graphs and weights in the store."""
+    with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.checkout import find_folders
+        from engine_builder.onnx_store import export_model, write_folder
+
+    if precision not in ("fp32", "fp16", "bf16"):
+        raise typer.BadParameter(f"{precision!r} is not fp32, fp16 or bf16", param_hint="--precision")
+    holder = opened(store, cache_dir)
+    with _progress() as report:
+        exported = export_model(*find_folders(model, refiner), cast(Precision, precision), holder, report)
+    table = Table("component", "graph", "KiB", "exported in", "weights MiB", "error against eager PyTorch")
+    for one in exported:
+        kind = "absolute" if precision == "fp32" else "relative"
+        table.add_row(
+            one.component, "exported" if one.new else "reused", f"{one.kept.graph.bytes / 1024:,.0f}",
+            f"{one.kept.export_seconds:.0f} s", f"{sum(blob.bytes for blob in one.weights.blobs) / 2**20:,.1f}",
+            "not run: ONNX Runtime has no bf16 on a CPU" if one.error is None else f"{one.error:.1e} ({kind})",
+        )  # fmt: skip
+    console.print(table)
+    if out is not None:
+        for path in write_folder(holder, exported, out):
+            console.print(str(path))
+
+
 @app.command()
 def keygen(
     file: Annotated[Path, typer.Argument(help="Where to write the private key; a file that is there is left alone.")],

@@ -13,7 +13,7 @@ from model.errors import PreheatError
 from model.store import Store
 
 DAY = 24 * 3600
-_KINDS = ("engines", "drafts")
+_KINDS = ("engines", "drafts", "onnx", "timing")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY, "w": 7 * DAY}
 
 

@@ -12,7 +12,17 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from model.errors import ManifestError
 
@@ -118,6 +128,37 @@ class Accuracy(_Record):
     cases: Annotated[int, Field(ge=1)]
 
 
+class Benchmark(_Record):
+    """How long one run of an engine took where it was built, at its bucket's largest shape. Milliseconds."""
+
+    median: Annotated[float, Field(gt=0)]
+    runs: Annotated[int, Field(ge=1)]
+
+
+class TensorRTPlan(_Record):
+    """What a stripped TensorRT plan needs beside its weights. Engines of a component share one plan, a profile each.
+
+    `literals` is a safetensors blob of the graph's own small constants; `onnx` the graph it was built from. `refit`
+    says which weights it takes: "identical" only those whose blobs are `weights`, "any" those of every model of the
+    architecture. `workspace_bytes` is the device memory that running this profile takes.
+    """
+
+    profile: Annotated[int, Field(ge=0, le=1023)]
+    literals: Blob
+    onnx: Blob
+    refit: Literal["identical", "any"]
+    weights: tuple[Digest, ...] = ()
+    workspace_bytes: Annotated[int, Field(ge=0, le=2**40)]
+
+    @model_validator(mode="after")
+    def _sound(self) -> "TensorRTPlan":
+        if (self.refit == "identical") != bool(self.weights):
+            raise ValueError("a plan for identical weights names their blobs, and no other plan does")
+        if self.literals.bytes > SMALL_BLOB_LIMIT:
+            raise ValueError(f"a graph's literals have at most {SMALL_BLOB_LIMIT} bytes")
+        return self
+
+
 class EngineRecord(_Record):
     """Compiled code of one component for one target, bucket and precision. It holds no weights.
 
@@ -138,15 +179,28 @@ class EngineRecord(_Record):
     constants: Blob
     accuracy: Accuracy
     build_seconds: float
+    benchmark: Benchmark | None = None
+    tensorrt: TensorRTPlan | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without the entries that are not there, so that versions which knew none of them read it."""
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if value is not None or key not in _LATER}
 
     @model_validator(mode="after")
     def _sound(self) -> "EngineRecord":
+        if self.tensorrt is not None and self.runtime != "tensorrt":
+            raise ValueError("only a TensorRT engine says how it is refit")
         if self.constants.bytes > SMALL_BLOB_LIMIT:
             raise ValueError(f"a map of constants has at most {SMALL_BLOB_LIMIT} bytes")
         sized = {"height", "width"} <= _symbols(self.signature.inputs)
         if (self.bucket.height is not None) != sized or (self.bucket.width is not None) != sized:
             raise ValueError("the bucket has a size and the signature none, or the other way round")
         return self
+
+
+_LATER = ("benchmark", "tensorrt")
 
 
 class Constant(_Record):
@@ -286,6 +340,7 @@ class Manifest(_Record):
 
     def _named_blobs(self) -> list[Blob]:
         found = [e.blob for e in self.engines] + [e.constants for e in self.engines]
+        found += [blob for e in self.engines if e.tensorrt for blob in (e.tensorrt.literals, e.tensorrt.onnx)]
         found += [blob for w in self.weights for blob in w.blobs]
         return found + [t.blob for t in self.tokenizers.values()]
 

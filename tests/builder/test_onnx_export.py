@@ -1,0 +1,341 @@
+"""ONNX graphs hold no weights, name them as we do, compute what eager PyTorch does and draw the same picture."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from engine_builder import onnx_export
+from engine_builder.cli import app
+from engine_builder.compile import CompileError, example_inputs
+from engine_builder.gc import named_blobs
+from engine_builder.networks import ModelFolder, Network, load_network
+from engine_builder.onnx_engine import OnnxEngine
+from engine_builder.onnx_export import OnnxGraph, export_graph, graph_key, literals, operators
+from engine_builder.onnx_store import check_graph_runs, export_model, find_graph, graph_of, read_graph
+from engine_builder.validate import InaccurateEngine
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.engines import EngineSet
+from model.errors import EngineError
+from model.loading import Loaded
+from model.pipeline import LoadedModel, generate
+from model.request import GenerationRequest, resolve
+from model.store import Store, open_store
+from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
+
+COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
+slow = pytest.mark.skipif(
+    not os.environ.get("PREHEAT_SLOW"), reason="takes minutes more: run `make slow`, which sets PREHEAT_SLOW"
+)
+TESTED = [pytest.param(name, marks=slow if name in REFINER_COMPONENTS else ()) for name in COMPONENTS]
+KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # found again by their keys, as engines are
+SHAPES = ((1, 128, 64), (2, 64, 96), (5, 96, 192))
+EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
+
+
+def tiny(component: str, precision: str = "fp32") -> Network:
+    folder = MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER
+    return load_network(ModelFolder(folder), component, precision)
+
+
+@pytest.fixture(scope="session")
+def kept() -> Store:
+    """A store that keeps what was exported from one run to the next."""
+    return open_store(KEPT_GRAPHS)
+
+
+@pytest.fixture(scope="session")
+def graphs(kept: Store, say: Callable[[str], None]) -> dict[str, OnnxGraph]:
+    """The components of data/tiny-sdxl in fp32, by `export_model`; the refiner's where slow tests run."""
+    refiner = ModelFolder(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
+
+    def report(component: str, doing: str, done: int, steps: int) -> None:
+        say(f"graphs {done}/{steps}: {component}: {doing}")
+
+    with _alone(KEPT_GRAPHS.with_suffix(".lock")):
+        made = export_model(ModelFolder(MODEL_FOLDER), refiner, "fp32", kept, report)
+    assert [one.component for one in made] == list(COMPONENTS if refiner else BASE_COMPONENTS)
+    assert all(one.error is not None and one.error <= 1e-4 for one in made)
+    return {one.component: read_graph(kept, one.kept) for one in made}
+
+
+@pytest.fixture(scope="module")
+def exported(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
+    """The toy in fp16 through the command: its store and its folder."""
+    root = tmp_path_factory.mktemp("exported")
+    result = CliRunner().invoke(
+        app,
+        ["export-onnx", str(toy_folder), "--store", str(root / "store"), "--out", str(root / "out")],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    return open_store(root / "store"), root / "out"
+
+
+@pytest.fixture(scope="module")
+def toy_unet(toy_folder: Path, exported: tuple[Store, Path]) -> tuple[Network, OnnxGraph]:
+    """The toy's UNet in fp16."""
+    network = load_network(ModelFolder(toy_folder), "unet", "fp16")
+    found = find_graph(exported[0], graph_key(network))
+    assert found is not None
+    return network, read_graph(exported[0], found)
+
+
+def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
+    """Of every output at every shape, against eager PyTorch."""
+    found = []
+    for seed, (rows, height, width) in enumerate(SHAPES):
+        case = example_inputs(network.signature, rows, height, width, "cpu", seed)
+        with torch.inference_mode():
+            expected = network.module(*case.values())
+        got = engine.run(case)
+        assert [(n, t.dtype) for n, t in got.items()] == [
+            (spec.name, reference.dtype) for spec, reference in zip(network.signature.outputs, expected, strict=True)
+        ]
+        for reference, output in zip(expected, got.values(), strict=True):
+            apart = (output.double() - reference.double()).abs()
+            found.append(float(apart.norm() / reference.double().norm() if relative else apart.max()))
+    return found
+
+
+@pytest.mark.parametrize("component", TESTED)
+def test_fp32_is_eager_pytorch_at_three_shapes(component: str, graphs: dict[str, OnnxGraph]) -> None:
+    network = tiny(component)
+    engine = OnnxEngine(component, graphs[component], network.signature, network.tensors())
+    assert max(errors(network, engine, relative=False)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "component",
+    ["text_encoder_2", *(pytest.param(name, marks=slow) for name in ("unet", "vae_decoder", "refiner_unet"))],
+)
+def test_fp16_is_eager_pytorch_at_three_shapes(component: str, kept: Store) -> None:
+    network = tiny(component, "fp16")
+    engine = OnnxEngine(component, graph_of(network, kept)[1], network.signature, network.tensors())
+    assert max(errors(network, engine, relative=True)) <= 1e-2
+
+
+def test_fp16_of_a_unet_whose_text_and_sizes_differ_in_type(toy_unet: tuple[Network, OnnxGraph]) -> None:
+    network, graph = toy_unet
+    engine = OnnxEngine("unet", graph, network.signature, network.tensors())
+    assert max(errors(network, engine, relative=True)) <= 1e-2
+    types = {init.data_type for init in onnx.load_from_string(graph.model).graph.initializer}
+    assert types <= {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64}
+    weights = {constant["dtype"] for constant in graph.constants.values()}
+    assert weights == {"float16"}
+
+
+@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
+def test_dimensions_have_the_signature_s_names(component: str, graphs: dict[str, OnnxGraph]) -> None:
+    graph = onnx.load_from_string(graphs[component].model).graph
+    sides = [[size.dim_param for size in value.type.tensor_type.shape.dim] for value in (*graph.input, *graph.output)]
+    assert all(shape[0] == "rows" for shape in sides)
+    assert sides[0][2:] == ["height/8", "width/8"]
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_a_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, OnnxGraph]) -> None:
+    graph, network = graphs[component], tiny(component)
+    tensors = network.tensors()
+    external = [
+        init
+        for init in onnx.load_from_string(graph.model).graph.initializer
+        if init.data_location == TensorProto.EXTERNAL
+    ]
+    assert [init.name for init in external] and {init.name for init in external} == graph.constants.keys()
+    for init in external:
+        assert list(init.dims) == list(tensors[init.name].shape)
+        assert not init.raw_data and not init.float_data
+    whole = graph.model + b"".join(value.numpy().tobytes() for value in literals(graph.model).values())
+    for name, tensor in tensors.items():
+        varied = tensor.numel() > 1 and tensor.is_floating_point() and tensor.unique().numel() > 1
+        assert not varied or tensor.numpy().tobytes() not in whole, name
+    assert all(value.numel() <= 77 * 77 for value in literals(graph.model).values())
+
+
+def test_a_graph_says_nothing_of_where_it_was_made(graphs: dict[str, OnnxGraph]) -> None:
+    for graph in graphs.values():
+        assert b"site-packages" not in graph.model and str(REPOSITORY).encode() not in graph.model
+        assert b".py" not in graph.model
+
+
+def test_another_model_of_the_architecture_has_the_same_graph(
+    toy_folder: Path, folder_copy: Path, edit_weights: EditWeights
+) -> None:
+    def zero(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()  # the weights that invite an optimizer most
+
+    edit_weights(folder_copy / "text_encoder", zero)
+    one, other = (load_network(ModelFolder(folder), "text_encoder", "fp32") for folder in (toy_folder, folder_copy))
+    assert graph_key(one) == graph_key(other)
+    graph = export_graph(one)
+    assert graph == export_graph(other)
+    engine = OnnxEngine("text_encoder", graph, other.signature, other.tensors())
+    assert max(errors(other, engine, relative=False)) == 0.0
+    assert graph_key(load_network(ModelFolder(toy_folder), "text_encoder", "fp16")) != graph_key(one)
+
+
+def test_weights_that_do_not_fit_are_refused(toy_unet: tuple[Network, OnnxGraph]) -> None:
+    network, graph = toy_unet
+    tensors = network.tensors()
+    name = next(iter(graph.constants))
+    with pytest.raises(EngineError, match=f"lack {name}"):
+        OnnxEngine("unet", graph, network.signature, {key: value for key, value in tensors.items() if key != name})
+
+
+def test_a_wrapper_that_bakes_a_tensor_in_is_refused() -> None:
+    class Baked(torch.nn.Module):
+        def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (latents.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :3] * self.scale,)
+
+    network = tiny("vae_decoder")
+    baked = Baked()
+    baked.scale = torch.randn(3, 1, 1)
+    with pytest.raises(CompileError, match="could not be exported .*device"):
+        export_graph(replace(network, module=baked))
+
+
+def test_a_damaged_graph_is_refused(toy_unet: tuple[Network, OnnxGraph]) -> None:
+    network, graph = toy_unet
+    model = onnx.load_from_string(graph.model)
+    model.graph.node[0].op_type = "NoSuchOperator"
+    with pytest.raises(CompileError, match="not sound"):
+        onnx_export.check_graph(replace(graph, model=model.SerializeToString()), network.signature)
+    constants = dict(graph.constants)
+    name = next(iter(constants))
+    constants[name] = constants[name] | {"shape": [1, 2, 3]}
+    with pytest.raises(CompileError, match=f"{name} of the ONNX graph"):
+        onnx_export.check_graph(replace(graph, constants=constants), network.signature)
+
+
+def test_a_graph_that_computes_something_else_is_not_kept(toy_unet: tuple[Network, OnnxGraph]) -> None:
+    network, graph = toy_unet
+    model = onnx.load_from_string(graph.model)
+    node = next(node for node in model.graph.node if node.op_type == "Sin")
+    node.op_type = "Cos"
+    with pytest.raises(InaccurateEngine, match="The ONNX graph of unet is off"):
+        check_graph_runs(network, replace(graph, model=model.SerializeToString()))
+
+
+# -- in a store and in a folder -----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_what_onnx_runtime_opens(exported: tuple[Store, Path], toy_folder: Path) -> None:
+    _, out = exported
+    assert {path.name for path in out.iterdir()} == {"weights"} | {f"{name}.onnx" for name in BASE_COMPONENTS}
+    for name in BASE_COMPONENTS:
+        onnx.checker.check_model(out / f"{name}.onnx", full_check=True)
+    network = load_network(ModelFolder(toy_folder), "unet", "fp16")
+    session = onnxruntime.InferenceSession(out / "unet.onnx", providers=["CPUExecutionProvider"])
+    case = example_inputs(network.signature, 2, 64, 96, "cpu")
+    [got] = session.run(None, {name: tensor.numpy() for name, tensor in case.items()})
+    with torch.inference_mode():
+        [expected] = network.module(*case.values())
+    assert np.linalg.norm(got - expected.numpy()) / np.linalg.norm(expected.numpy()) <= 1e-2
+
+
+def test_weights_are_in_a_store_once(exported: tuple[Store, Path], toy_folder: Path) -> None:
+    store, _ = exported
+    tensor = load_network(ModelFolder(toy_folder), "unet", "fp16").tensors()["conv_in.weight"]
+    holding = [
+        size for digest, size, _ in store.blobs() if tensor.numpy().tobytes() in store.get(digest, size).read_bytes()
+    ]
+    assert len(holding) == 1
+
+
+def test_exporting_again_exports_nothing(exported: tuple[Store, Path], toy_folder: Path) -> None:
+    store, _ = exported
+    before = {digest for digest, _, _ in store.blobs()}
+    again = export_model(ModelFolder(toy_folder), None, "fp16", store)
+    assert not any(one.new for one in again)
+    assert {digest for digest, _, _ in store.blobs()} == before
+
+
+def test_gc_keeps_graphs(exported: tuple[Store, Path]) -> None:
+    store, _ = exported
+    named = named_blobs(store)
+    for key in store.records("onnx"):
+        found = find_graph(store, key)
+        assert found is not None and {blob.sha256 for blob in found.blobs()} <= named
+
+
+def test_a_damaged_graph_in_a_store_is_exported_again(
+    exported: tuple[Store, Path], toy_folder: Path, tmp_path: Path
+) -> None:
+    root = Path(exported[0].url.removeprefix("file://"))
+    store = open_store(shutil.copytree(root, tmp_path / "store"))
+    network = load_network(ModelFolder(toy_folder), "text_encoder", "fp16")
+    found = find_graph(store, graph_key(network))
+    assert found is not None
+    path = tmp_path / "store" / "blobs" / "sha256" / found.graph.sha256
+    path.write_bytes(path.read_bytes()[:-1])
+    assert find_graph(store, graph_key(network)) is None
+    assert graph_of(network, store)[0].graph == found.graph
+    assert find_graph(store, graph_key(network)) is not None
+
+
+def test_a_folder_is_not_written_from_weights_that_lack_a_tensor(
+    toy_unet: tuple[Network, OnnxGraph], tmp_path: Path
+) -> None:
+    network, graph = toy_unet
+    tensors = network.tensors()
+    name = next(iter(graph.constants))
+    for number, held in enumerate(
+        ({k: v for k, v in tensors.items() if k != name}, tensors | {name: tensors[name].float()})
+    ):
+        file = tmp_path / f"weights-{number}"
+        save_file({key: tensor.contiguous() for key, tensor in held.items()}, file)
+        with pytest.raises(CompileError, match=f"lack {name}"):
+            onnx_export.write_model(graph, [file], tmp_path / f"{number}.onnx")
+
+
+def test_linked_weights_are_the_store_s_own_bytes(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
+    network, graph = toy_unet
+    file = tmp_path / "blob"
+    save_file({key: tensor.contiguous() for key, tensor in network.tensors().items()}, file)
+    onnx_export.write_model(graph, [file], tmp_path / "linked" / "unet.onnx", link=True)
+    [placed] = (tmp_path / "linked" / "weights").iterdir()
+    assert placed.samefile(file)
+    onnx_export.write_model(graph, [file], tmp_path / "copied" / "unet.onnx")
+    [copied] = (tmp_path / "copied" / "weights").iterdir()
+    assert not copied.samefile(file) and load_file(copied).keys() == load_file(file).keys()
+
+
+# -- the whole pipeline -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refiner", [False, pytest.param(True, marks=slow)], ids=["base", "refined"])
+def test_the_pipeline_draws_aot_inductor_s_picture(refiner: bool, graphs: dict[str, OnnxGraph], loaded: Loaded) -> None:
+    engines = dict(loaded.model.engines)
+    for component, graph in graphs.items():
+        network = tiny(component)
+        engines[component] = EngineSet([OnnxEngine(component, graph, network.signature, network.tensors())])
+    through_onnx: LoadedModel = replace(loaded.model, engines=engines)
+    request = GenerationRequest(
+        prompt="two green squares on a white background", seed=5, num_inference_steps=10, use_refiner=refiner
+    )
+    settings = resolve(request, loaded.served)
+    pictures = [generate(model, [settings])[0][0].astype(int) for model in (loaded.model, through_onnx)]
+    assert np.abs(pictures[0] - pictures[1]).max() <= 2
+    assert pictures[0].std() > 10
+
+
+def test_every_operator_is_one_that_tensorrt_s_parser_lists(graphs: dict[str, OnnxGraph]) -> None:
+    """From docs/operators.md of onnx-tensorrt: what the parser takes, at least for some inputs."""
+    used = {name for graph in graphs.values() for name in operators(graph.model)}
+    assert used <= set(
+        "Add ArgMax Cast Concat Conv Cos Equal Expand Gather GatherND Gelu Gemm InstanceNormalization IsNaN "
+        "LayerNormalization MatMul Mul Range Reshape Resize Shape Sigmoid Sin Slice Softmax Split Squeeze Transpose "
+        "Unsqueeze Where".split()
+    )

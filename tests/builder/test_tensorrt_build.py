@@ -1,0 +1,408 @@
+"""What a TensorRT build decides and how it asks for it. TensorRT is a stand-in that notes calls; no engine is built."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from engine_builder.compile import CompileError, dynamic_bucket, static_bucket
+from engine_builder.networks import Network
+from engine_builder.tensorrt_build import build_plan
+from engine_builder.tensorrt_plan import (
+    COMPATIBILITY,
+    REFIT,
+    Choices,
+    NotEnoughMemory,
+    Range,
+    builder_flags,
+    check_build_memory,
+    describe_unsupported,
+    plan_key,
+    profile_key,
+    profiles,
+    tensorrt_target,
+    workspace_limit,
+)
+from engine_builder.tensorrt_progress import PhaseProgress
+from engine_builder.tensorrt_store import KeptPlan, find_plan, read_timing_cache, write_timing_cache
+from model.components import text_signature, vae_decoder_signature
+from model.engines import tensorrt_api
+from model.store.local import LocalStore
+from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
+from model.target import Target
+
+GIB = 2**30
+H200 = Target("cuda", "h200", "sm90", "torch2.13-cu130")
+UNET = Signature(
+    inputs=(
+        TensorSpec(name="sample", dtype="float16", shape=("rows", 4, "height/8", "width/8")),
+        TensorSpec(name="time_ids", dtype="float32", shape=("rows", 6)),
+    ),
+    outputs=(TensorSpec(name="noise", dtype="float16", shape=("rows", 4, "height/8", "width/8")),),
+)
+
+
+# -- decisions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_static_bucket_is_one_shape_of_every_input() -> None:
+    [one, other] = profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
+    assert one == {
+        "sample": Range((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
+        "time_ids": Range((2, 6), (2, 6), (2, 6)),
+    }
+    assert other["sample"].tuned == (8, 4, 64, 64) and other["time_ids"].tuned == (8, 6)
+
+
+def test_a_dynamic_bucket_reaches_from_its_smallest_to_its_largest() -> None:
+    [profile] = profiles(UNET, [dynamic_bucket(32, max_rows=16, max_side=1024)])
+    assert profile["sample"] == Range((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
+    assert profile["time_ids"] == Range((1, 6), (16, 6), (16, 6))
+
+
+def test_profiles_follow_every_signature() -> None:
+    for signature, buckets in (
+        (text_signature(1280, 77, "float16", 1280), [static_bucket(1, None, None), static_bucket(2, None, None)]),
+        (vae_decoder_signature(4, 8, "float16"), [static_bucket(1, 1024, 1024)]),
+    ):
+        made = profiles(signature, buckets)
+        assert len(made) == len(buckets)
+        for profile in made:
+            assert list(profile) == [spec.name for spec in signature.inputs]
+            for spec in signature.inputs:
+                for number, size in enumerate(spec.shape):
+                    assert not isinstance(size, int) or profile[spec.name].smallest[number] == size
+
+
+def test_flags_strip_the_plan_and_name_one_refit() -> None:
+    assert builder_flags("identical", "fp16") == {
+        "STRIP_PLAN": True, "REFIT_IDENTICAL": True, "REFIT": False, "TF32": True
+    }  # fmt: skip
+    assert builder_flags("any", "fp16")["REFIT"] and not builder_flags("any", "fp16")["REFIT_IDENTICAL"]
+    assert not builder_flags("identical", "fp32")["TF32"]
+
+
+def test_a_target_leaves_out_what_the_compatibility_makes_irrelevant() -> None:
+    keys = {choice: tensorrt_target(H200, "trt11.4", choice).key for choice in COMPATIBILITY}
+    assert keys == {
+        "none": "cuda-h200-sm90-trt11.4",
+        "same_compute_capability": "cuda-sm90-trt11.4",
+        "ampere_plus": "cuda-ampere_plus-trt11.4",
+    }
+    assert set(REFIT) == {"identical", "any"}
+
+
+def network(precision: Any = "fp16", **architecture: Any) -> Network:
+    made: Any = SimpleNamespace(
+        component="unet", module=torch.nn.Identity(), signature=UNET, architecture=architecture, precision=precision
+    )
+    return made
+
+
+def weights(digit: str = "a") -> WeightsRecord:
+    blob = Blob(sha256=digit * 64, bytes=4)
+    return WeightsRecord(component="unet", precision="fp16", layout="plain", blobs=(blob,))
+
+
+def key(**changed: Any) -> str:
+    given: dict[str, Any] = {
+        "network": network(),
+        "target": tensorrt_target(H200, "trt11.4", "none"),
+        "version": "11.4.0.106",
+        "buckets": [static_bucket(2, 1024, 1024)],
+        "choices": Choices(),
+        "weights": weights(),
+    }
+    return plan_key(**(given | changed))
+
+
+def test_a_key_holds_all_that_decides_a_plan() -> None:
+    other_gpu = Target("cuda", "h100", "sm90", "trt11.4")
+    keys = [
+        key(),
+        key(network=network("fp32")),
+        key(network=network(layers=3)),
+        key(target=other_gpu),
+        key(version="11.4.1.2"),
+        key(buckets=[static_bucket(2, 1024, 768)]),
+        key(buckets=[static_bucket(2, 1024, 1024), static_bucket(4, 1024, 1024)]),
+        key(choices=Choices(refit="any")),
+        key(choices=Choices(compatibility="ampere_plus")),
+        key(choices=Choices(workspace=GIB)),
+        key(choices=Choices(level=5)),
+        key(weights=weights("b")),
+    ]
+    assert len(set(keys)) == len(keys) and key() == key()
+    assert len({profile_key(key(), number) for number in range(3)} | {key()}) == 4
+
+
+def test_only_an_identical_refit_is_bound_to_its_weights() -> None:
+    for_any = Choices(refit="any")
+    assert key(choices=for_any, weights=weights("a")) == key(choices=for_any, weights=weights("b"))
+
+
+def test_the_workspace_is_what_was_chosen_or_half_of_what_is_left() -> None:
+    assert workspace_limit(Choices(workspace=3 * GIB), 5 * GIB, 24 * GIB) == 3 * GIB
+    assert workspace_limit(Choices(), 5 * GIB, 24 * GIB) == 7 * GIB
+    assert workspace_limit(Choices(), 5 * GIB, 8 * GIB) == GIB // 4
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "words"),
+    [
+        (10, 64, "takes about 12.0 GiB of GPU memory and 10.0 GiB are free"),
+        (24, 8, "takes about 15.0 GiB of memory and 8.0 GiB are free"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_numbers(gpu: int, host: int, words: str) -> None:
+    with pytest.raises(NotEnoughMemory, match="Building unet " + words):
+        check_build_memory("unet", 5 * GIB, 2 * GIB, gpu * GIB, host * GIB)
+    check_build_memory("unet", 5 * GIB, 2 * GIB, 12 * GIB, 15 * GIB)
+
+
+def test_unsupported_nodes_are_listed_by_kind_most_frequent_first() -> None:
+    nodes = [{"operator": "IsInf", "name": f"n{i}", "reason": "no converter"} for i in range(3)]
+    nodes.insert(0, {"operator": "Resize", "name": "up", "reason": "cubic"})
+    assert describe_unsupported(nodes) == "IsInf x3 (first: n0): no converter; Resize x1 (first: up): cubic"
+    many = [{"operator": f"Op{i}", "name": "n", "reason": "r"} for i in range(25)]
+    assert describe_unsupported(many).endswith("; and 5 more kinds")
+    assert describe_unsupported([]) == ""
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+
+def test_progress_tells_of_the_two_outer_phases_once_a_percent() -> None:
+    said: list[str] = []
+    progress = PhaseProgress(said.append)
+    progress.start("Building Engine", None, 2)
+    progress.start("Tactics", "Building Engine", 400)
+    progress.start("Timing", "Tactics", 9)
+    assert progress.step("Timing", 3)
+    for step in range(400):
+        assert progress.step("Tactics", step)
+    progress.finish("Timing")
+    progress.finish("Tactics")
+    assert progress.step("Building Engine", 0) and progress.step("Building Engine", 1)
+    assert said[:3] == ["building: Building Engine 0%", "building: Tactics 0%", "building: Tactics 1%"]
+    assert len(said) == 2 + 100 + 2 and said[-1] == "building: Building Engine 100%"
+    assert not any("Timing" in line for line in said)
+
+
+def test_an_interrupt_stops_the_build_and_is_not_lost() -> None:
+    def interrupt(line: str) -> None:
+        if "50%" in line:
+            raise KeyboardInterrupt
+
+    progress = PhaseProgress(interrupt)
+    progress.start("Tactics", None, 2)
+    assert not progress.step("Tactics", 0)
+    assert isinstance(progress.error, KeyboardInterrupt)
+    assert not progress.step("Tactics", 1)
+
+
+# -- a build ------------------------------------------------------------------------------------------------------
+
+
+class FakeBuilder:
+    """`calls`, in order, and what to answer: `unsupported` node indices, `parses`, `builds`, `takes_cache`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.unsupported: list[int] = []
+        self.parses = self.builds = self.takes_cache = True
+        self.config = SimpleNamespace(
+            set_flag=lambda flag: self.note("set", flag),
+            clear_flag=lambda flag: self.note("clear", flag),
+            set_memory_pool_limit=lambda pool, size: self.note("limit", pool, size),
+            add_optimization_profile=lambda profile: self.note("profile", dict(profile.shapes)) or 0,
+            create_timing_cache=lambda data: SimpleNamespace(data=data, serialize=lambda: b"learned " + data),
+            set_timing_cache=lambda cache, loose: (
+                self.note("cache", cache.data, loose) or self.takes_cache or not cache.data
+            ),
+        )
+
+    def note(self, *call: Any) -> None:
+        self.calls.append(call)
+
+    def said(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def module(self) -> ModuleType:
+        fake = self
+
+        class Log:
+            ERROR, INTERNAL_ERROR, WARNING, Severity = "error", "internal", "warning", str
+
+        class Profile:
+            def __init__(self) -> None:
+                self.shapes: dict[str, Any] = {}
+
+            def set_shape(self, name: str, *shapes: Any) -> None:
+                self.shapes[name] = shapes
+
+        class Builder:
+            def __init__(self, log: Any) -> None:
+                self.log = log
+                self.create_builder_config = lambda: fake.config
+                self.create_optimization_profile = Profile
+
+            def create_network(self, flags: int) -> str:
+                fake.note("network", flags)
+                return "network"
+
+            def build_serialized_network(self, network: str, config: Any) -> bytes | None:
+                config.progress_monitor.phase_start("Tactics", None, 4)
+                going = config.progress_monitor.step_complete("Tactics", 1)
+                config.progress_monitor.phase_finish("Tactics")
+                fake.note("build")
+                if not fake.builds:
+                    self.log.log("error", "Out of memory")
+                return b"plan" if fake.builds and going else None
+
+        class Parser:
+            def __init__(self, network: str, log: Any) -> None:
+                self.num_subgraphs, self.num_errors = 2, len(fake.unsupported) or int(not fake.parses)
+
+            def supports_model_v2(self, data: bytes, path: str) -> bool:
+                fake.note("supports", path)
+                return not fake.unsupported
+
+            def is_subgraph_supported(self, part: int) -> bool:
+                return part == 0
+
+            def get_subgraph_nodes(self, part: int) -> Sequence[int]:
+                return fake.unsupported if part else [0]
+
+            def get_error(self, number: int) -> Any:
+                index = (fake.unsupported or [1])[number]
+                return SimpleNamespace(
+                    node=lambda: index, node_name=lambda: "b", node_operator=lambda: "Neg", desc=lambda: "why\nnot"
+                )
+
+            def parse_from_file(self, path: str) -> bool:
+                fake.note("parse", path)
+                return fake.parses
+
+        module: Any = ModuleType("tensorrt")
+        module.ILogger, module.Builder, module.OnnxParser = Log, Builder, Parser
+        module.IProgressMonitor = type("IProgressMonitor", (), {})
+        for name, members in {
+            "BuilderFlag": "STRIP_PLAN REFIT REFIT_IDENTICAL TF32",
+            "MemoryPoolType": "WORKSPACE",
+            "ProfilingVerbosity": "DETAILED",
+            "HardwareCompatibilityLevel": "NONE SAME_COMPUTE_CAPABILITY AMPERE_PLUS",
+        }.items():
+            setattr(module, name, SimpleNamespace(**{member: member for member in members.split()}))
+        module.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
+        return module
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
+    made = FakeBuilder()
+    monkeypatch.setitem(sys.modules, "tensorrt", made.module())
+    monkeypatch.setattr(tensorrt_api, "require", lambda device: "11.4.0.106")
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    nodes = [helper.make_node("Neg", ["x"], ["a"], "first"), helper.make_node("Neg", ["a"], ["y"], "second")]
+    sides = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["rows"]) for name in "xy"]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", sides[:1], sides[1:])), tmp_path / "unet.onnx")
+    return tmp_path / "unet.onnx"
+
+
+def build(model: Path, tell: Callable[[str], None] = lambda _: None, **changed: Any) -> Any:
+    made = profiles(UNET, [static_bucket(2, 512, 512), static_bucket(4, 512, 512)])
+    given: dict[str, Any] = {"choices": Choices(), "timing_cache": b"old"} | changed
+    return build_plan("unet", model, made, "fp32", given["choices"], 3 * GIB, given["timing_cache"], tell)
+
+
+def test_a_build_asks_for_what_was_decided(fake: FakeBuilder, model: Path) -> None:
+    said: list[str] = []
+    built = build(model, said.append, choices=Choices(compatibility="same_compute_capability", level=5))
+    assert (built.data, built.timing_cache) == (b"plan", b"learned old")
+    assert fake.said("network") == [(2,), (2,)]  # strongly typed, for the check and for the build
+    assert set(fake.said("set")) == {("STRIP_PLAN",), ("REFIT_IDENTICAL",)}
+    assert set(fake.said("clear")) == {("REFIT",), ("TF32",)}
+    assert fake.said("limit") == [("WORKSPACE", 3 * GIB)]
+    assert fake.said("cache") == [(b"old", False)]
+    assert fake.config.profiling_verbosity == "DETAILED"
+    assert fake.config.hardware_compatibility_level == "SAME_COMPUTE_CAPABILITY"
+    assert fake.config.builder_optimization_level == 5
+    shapes = [profile for (profile,) in fake.said("profile")]
+    assert [profile["sample"][0] for profile in shapes] == [(2, 4, 64, 64), (4, 4, 64, 64)]
+    assert all(set(profile) == {"sample", "time_ids"} for profile in shapes)
+    assert said == ["building: Tactics 0%", "building: Tactics 50%"]
+
+
+def test_a_timing_cache_of_another_version_is_begun_anew(fake: FakeBuilder, model: Path) -> None:
+    fake.takes_cache = False
+    assert build(model).timing_cache == b"learned "
+    assert fake.said("cache") == [(b"old", False), (b"", False)]
+
+
+def test_unsupported_nodes_are_named_before_anything_is_built(fake: FakeBuilder, model: Path) -> None:
+    fake.unsupported = [1]
+    with pytest.raises(CompileError, match=r"does not take these nodes of unet.*Neg x1 \(first: second\): why\."):
+        build(model)
+    assert not fake.said("parse") and not fake.said("build")
+
+
+def test_a_graph_that_does_not_parse_is_refused(fake: FakeBuilder, model: Path) -> None:
+    fake.parses = False
+    with pytest.raises(CompileError, match=r"cannot read unet's ONNX graph: Neg x1 \(first: b\): why\."):
+        build(model)
+    assert not fake.said("build")
+
+
+def test_a_build_that_fails_says_why_and_what_helps(fake: FakeBuilder, model: Path) -> None:
+    fake.builds = False
+    with pytest.raises(CompileError, match="could not build unet .Out of memory.: give more --workspace"):
+        build(model)
+
+
+def test_an_interrupted_build_ends_with_the_interrupt(fake: FakeBuilder, model: Path) -> None:
+    def interrupt(line: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(model, interrupt)
+
+
+# -- in a store ---------------------------------------------------------------------------------------------------
+
+
+def test_a_timing_cache_is_kept_for_its_target_alone(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    targets = [tensorrt_target(H200, tag, choice) for tag in ("trt10.16", "trt11.4") for choice in COMPATIBILITY]
+    for number, target in enumerate(targets):
+        assert read_timing_cache(store, target) == b""
+        write_timing_cache(store, target, str(number).encode())
+    assert [read_timing_cache(store, target) for target in targets] == [str(n).encode() for n in range(len(targets))]
+    [path] = [path for path in (tmp_path / "blobs" / "sha256").iterdir() if path.read_bytes() == b"0"]
+    path.write_bytes(b"9")
+    assert read_timing_cache(store, targets[0]) == b""
+    store.write_record("timing", targets[1].key, b"{")
+    assert read_timing_cache(store, targets[1]) == b""
+
+
+def test_a_plan_is_found_while_all_of_it_is_there(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    blobs = [Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in (b"plan", b"{}", b"literals", b"onnx")]
+    kept = KeptPlan(
+        plan=blobs[0], constants=blobs[1], literals=blobs[2], onnx=blobs[3], runtime_version="11.4.0.106",
+        build_seconds=1.0, workspace_bytes=[1], benchmarks=[Benchmark(median=1.0, runs=2)],
+    )  # fmt: skip
+    store.write_record("engines", "k", kept.model_dump_json().encode())
+    assert find_plan(store, "k") == kept and find_plan(store, "other") is None
+    (tmp_path / "blobs" / "sha256" / blobs[3].sha256).write_bytes(b"ONNX")
+    assert find_plan(store, "k") is None

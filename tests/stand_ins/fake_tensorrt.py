@@ -1,0 +1,173 @@
+"""A module in TensorRT's place that notes every call, and an engine that computes y = x * w + b from raw addresses.
+
+It stands in for one thing only: whether Preheat calls TensorRT in the right order, with the right addresses, and what
+it makes of refusals. That TensorRT does what its interface says is not tested with it. Memory is the CPU's.
+"""
+
+import ctypes
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+VERSION = "11.4.0.106"
+
+
+def floats(address: int, count: int) -> Any:
+    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
+
+
+class Fake:
+    """The module (`module`) and what was done with it (`calls`). Change `weights`, `profiles`, `refuse` to fail it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.refuse: set[str] = set()
+        self.weights = {"w": 4, "b": 4}
+        self.names = {"x": "INPUT", "y": "OUTPUT"}
+        self.profiles = [64, 1024]
+        self.module = _module(self)
+
+    def said(self, *names: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] in names]
+
+    def order(self) -> list[str]:
+        return [call[0] for call in self.calls]
+
+    def do(self, name: str, *arguments: Any) -> bool:
+        self.calls.append((name, *arguments))
+        return name not in self.refuse
+
+
+def _module(fake: Fake) -> ModuleType:
+    class Logger:
+        ERROR, INTERNAL_ERROR, WARNING, INFO, VERBOSE = "error", "internal", "warning", "info", "verbose"
+        Severity = str
+
+        def __init__(self) -> None:
+            pass
+
+    class Runtime:
+        def __init__(self, log: Any) -> None:
+            self.log = log
+
+        def deserialize_cuda_engine(self, data: bytes) -> "Engine | None":
+            if not fake.do("deserialize", data):
+                self.log.log("error", "The engine plan file is generated on an incompatible device\nmore")
+                return None
+            return Engine()
+
+    class Engine:
+        def __init__(self) -> None:
+            self.held: dict[str, Any] = {}
+            self.num_optimization_profiles = len(fake.profiles)
+
+        @property
+        def num_io_tensors(self) -> int:
+            return len(fake.names)
+
+        def get_tensor_name(self, index: int) -> str:
+            return list(fake.names)[index]
+
+        def get_tensor_mode(self, name: str) -> str:
+            return fake.names[name]
+
+        def get_tensor_dtype(self, name: str) -> str:
+            return "FLOAT"
+
+        def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
+            return fake.profiles[profile]
+
+        def create_execution_context(self, strategy: str) -> "Context | None":
+            return Context(self) if fake.do("context", strategy) else None
+
+    class Refitter:
+        def __init__(self, engine: Engine, log: Any) -> None:
+            self.engine, self.given = engine, dict[str, Any]()
+
+        def get_all_weights(self) -> list[str]:
+            return list(fake.weights)
+
+        def get_weights_prototype(self, name: str) -> Any:
+            return SimpleNamespace(dtype="FLOAT", size=fake.weights[name])
+
+        def set_named_weights(self, name: str, weights: Any, location: str) -> bool:
+            self.given[name] = weights
+            return fake.do("set_weights", name, location)
+
+        def get_missing_weights(self) -> list[str]:
+            return ["w"] if "missing" in fake.refuse else [name for name in fake.weights if name not in self.given]
+
+        def refit_cuda_engine_async(self, stream: int) -> bool:
+            for name, weights in self.given.items():
+                self.engine.held[name] = floats(weights.ptr, weights.size).copy()
+            return fake.do("refit", stream)
+
+        def release_refit_resources(self) -> bool:
+            return fake.do("release_refit")
+
+    class Context:
+        def __init__(self, engine: Engine) -> None:
+            self.engine, self.addresses, self.shape = engine, dict[str, int](), (0,)
+
+        def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+            return fake.do("profile", profile, stream)
+
+        def set_device_memory(self, memory: int, size: int) -> None:
+            fake.do("device_memory", memory, size)
+
+        def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+            self.shape = shape
+            return fake.do("shape", name, shape)
+
+        def set_tensor_address(self, name: str, memory: int) -> bool:
+            self.addresses[name] = memory
+            return fake.do("address", name, memory)
+
+        def execute_async_v3(self, stream: int) -> bool:
+            rows, held = self.shape[0], self.engine.held
+            x, y = (floats(self.addresses[name], rows * 4).reshape(rows, 4) for name in ("x", "y"))
+            y[:] = x * held["w"] + held["b"]
+            return fake.do("execute", stream)
+
+    class Weights:
+        def __init__(self, kind: str, ptr: int, count: int) -> None:
+            self.dtype, self.ptr, self.size = kind, ptr, count
+
+    module: Any = ModuleType("tensorrt")
+    module.__version__ = VERSION
+    module.ILogger, module.Runtime, module.Refitter, module.Weights = Logger, Runtime, Refitter, Weights
+    for name, members in {
+        "DataType": "BF16 BOOL FLOAT HALF INT32 INT64 UINT8",
+        "TensorIOMode": "INPUT OUTPUT",
+        "TensorLocation": "DEVICE HOST",
+        "ExecutionContextAllocationStrategy": "USER_MANAGED",
+    }.items():
+        setattr(module, name, SimpleNamespace(**{member: member for member in members.split()}))
+    return module
+
+
+class FakeCuda:
+    """torch.cuda's streams and events on a machine without a GPU, with what was asked of them."""
+
+    def __init__(self, note: Callable[..., Any]) -> None:
+        self.current = 7
+        self.capturing = False
+        self._note = note
+
+    def current_stream(self, device: object = None) -> Any:
+        handle = self.current
+        return SimpleNamespace(
+            cuda_stream=handle,
+            synchronize=lambda: self._note("synchronize", handle),
+            wait_event=lambda event: self._note("wait", handle, event.recorded),
+        )
+
+    def Event(self) -> Any:
+        event = SimpleNamespace(recorded=None)
+        event.record = lambda stream: setattr(event, "recorded", stream.cuda_stream)
+        return event
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
