@@ -5,11 +5,29 @@ what did not fit. The rules themselves (lower-casing, byte pairs, special tokens
 tokenizer.json; this module knows only how ids are cut and padded, and nothing of text encoders.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenizers import Encoding, Tokenizer
 
 from model.errors import MissingComponent
+
+_PROBE = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What a strange tokenizer.json makes the library raise -> one sentence. Its panics are no `Exception`s."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = " ".join(str(error).split())[:200]
+        raise MissingComponent(
+            f"the release's tokenizer.json cannot be read or used ({why}); build and publish the release again"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -30,21 +48,25 @@ class ClipTokenizer:
     """
 
     def __init__(self, tokenizer_json: bytes, settings: TokenizerSettings) -> None:
-        try:
+        with _refusing():
             self._tokenizer: Tokenizer = Tokenizer.from_buffer(tokenizer_json)
-        except Exception as error:  # the library raises nothing narrower
-            raise MissingComponent(
-                f"the release's tokenizer.json cannot be read ({error}); build and publish the release again"
-            ) from error
         # The file may carry whatever padding and truncation its last user left switched on.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.settings = settings
         frame = [settings.bos_token_id, settings.eos_token_id]
-        if (found := self._tokenizer.encode("").ids) != frame:
+        with _refusing():
+            found = self._tokenizer.encode("").ids
+            self._tokenizer.encode(_PROBE)
+        if found != frame:
             raise MissingComponent(
-                f"the release's tokenizer encodes an empty prompt as {found}, and its settings say {frame} "
+                f"the release's tokenizer encodes an empty prompt as {str(found):.80}, and its settings say {frame} "
                 "(begin and end token); build and publish the release again"
+            )
+        if self._tokenizer.id_to_token(settings.pad_token_id) is None:
+            raise MissingComponent(
+                f"the release's tokenizer has no token {settings.pad_token_id}, with which prompts are to be padded; "
+                "build and publish the release again"
             )
 
     def encode(self, text: str) -> tuple[list[int], int]:
@@ -52,7 +74,8 @@ class ClipTokenizer:
 
         Too long a prompt loses its end, never its end token.
         """
-        ids = self._tokenizer.encode(text).ids
+        with _refusing():
+            ids = self._tokenizer.encode(text).ids
         limit = self.settings.max_length
         lost = max(0, len(ids) - limit)
         if lost:

@@ -1,15 +1,21 @@
-"""safetensors blobs -> tensors on the device, one copy of each weight however many engines or components name it."""
+"""Blobs of weights -> tensors on the device, one copy of each however many engines or components name it.
 
-from concurrent.futures import ThreadPoolExecutor
+On the CPU tensors are views of the mapped, verified files; to a GPU they are streamed (model/staging.py).
+"""
+
+import mmap
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
+from model.coldstart import ColdStart
 from model.errors import CorruptBlob, StoreError
+from model.staging import Tensors, stream_weights, view
 from model.store import Store
-from model.store.manifest import WeightsRecord
+from model.store.manifest import Blob, WeightsRecord
+from model.tensor_file import BadHeader, damaged, read_header, refuse_empty
 
 
 class WeightsCache:
@@ -18,20 +24,32 @@ class WeightsCache:
     def __init__(self, store: Store, device: torch.device) -> None:
         self._store = store
         self._device = device
-        self._loaded: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
+        self._streaming: Future[dict[str, Tensors]] | None = None
+        self._loaded: dict[tuple[str, ...], Tensors] = {}
 
-    def load(self, record: WeightsRecord) -> dict[str, torch.Tensor]:
-        """Tensors by name. On the CPU they are views of the mapped, verified files.
+    def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> bool:
+        """Start to stream all that these name to the device, beside what the caller does next; `load` waits for it.
 
-        Raises CorruptBlob or StoreError.
+        False on the CPU, where nothing is to be copied and the blobs must be fetched first.
         """
+        if not copies_to(self._device):
+            return False
+        blobs = [blob for record in records for blob in record.blobs]
+
+        def stream() -> dict[str, Tensors]:
+            with cold_start.phase("stream"):
+                return stream_weights(self._store, blobs, self._device)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-stream")
+        self._streaming = pool.submit(stream)
+        pool.shutdown(wait=False)
+        return True
+
+    def load(self, record: WeightsRecord) -> Tensors:
+        """Tensors by name. Raises CorruptBlob or StoreError."""
         if record.identity not in self._loaded:
-            # Hashing releases the interpreter lock, so blobs are verified side by side.
-            with ThreadPoolExecutor(max_workers=8) as pool:
-                paths = list(pool.map(lambda blob: self._store.get(blob.sha256, blob.bytes), record.blobs))
-            tensors: dict[str, torch.Tensor] = {}
-            for path in paths:
-                read = _read(path, self._device)
+            tensors: Tensors = {}
+            for read in self._blobs(record):
                 if twice := tensors.keys() & read.keys():
                     raise CorruptBlob(
                         f"The weights of {record.component} have {min(twice)} in two blobs: build and publish the "
@@ -41,19 +59,41 @@ class WeightsCache:
             self._loaded[record.identity] = tensors
         return self._loaded[record.identity]
 
+    def _blobs(self, record: WeightsRecord) -> list[Tensors]:
+        if copies_to(self._device):
+            streaming = self._streaming
+            streamed = streaming.result() if streaming else stream_weights(self._store, record.blobs, self._device)
+            return [streamed[blob.sha256] for blob in record.blobs]
+        # Hashing releases the interpreter lock, so blobs are verified side by side.
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            paths = list(pool.map(lambda blob: self._store.get(blob.sha256, blob.bytes), record.blobs))
+        return [map_file(path, blob) for path, blob in zip(paths, record.blobs, strict=True)]
+
     @property
     def bytes(self) -> int:
         """Bytes of all tensors held."""
         return sum(t.nbytes for tensors in self._loaded.values() for t in tensors.values())
 
 
-def _read(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
+def copies_to(device: torch.device) -> bool:
+    """Whether weights must be copied to get there, and so need not be mapped."""
+    return device.type != "cpu"
+
+
+def map_file(path: Path, blob: Blob) -> Tensors:
+    """The tensors of a verified file, as views of it. Raises CorruptBlob or StoreError."""
+    refuse_empty(blob)
     try:
-        return load_file(path, device=str(device))
-    except SafetensorError as error:
-        raise CorruptBlob(
-            f"Blob {path.name[:12]} is no safetensors file ({error}): build and publish the release again "
-            "(`preheat build`, `preheat publish`)."
+        with path.open("rb") as file:
+            # Private, so that nobody can change the file through a tensor.
+            mapped = mmap.mmap(file.fileno(), blob.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"Blob {path.name[:12]} cannot be mapped ({error}): start again, and look at the disk if it stays so."
         ) from error
-    except OSError as error:
-        raise StoreError(f"Blob {path.name[:12]} cannot be mapped: {error.strerror or error}.") from error
+    try:
+        extents = read_header(memoryview(mapped), blob.bytes)
+    except BadHeader as error:
+        raise damaged(blob.sha256, error) from error
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    return {name: view(data[extent.start : extent.end], extent) for name, extent in extents.items()}

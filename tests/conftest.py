@@ -1,15 +1,22 @@
-"""What several test files share: a store with engines, a loaded release, a running server, a toy SDXL.
+"""What several test files share: stores (a folder, a real object store), a loaded release, a server, a toy SDXL.
 
 Engines are kept in `.preheat` from one run to the next and found again by their keys, so only the first run of a clean
 clone compiles (some five minutes on two cores). What takes long says so while it works.
+
+The object store is Ceph's gateway, started once a run, with a bucket of its own for each test. Where Ceph is not
+installed those tests are skipped; with PREHEAT_REQUIRE_OBJECT_STORE set they fail instead.
 """
 
 import fcntl
+import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import boto3
 import pytest
 
 from engine_builder import compile as compiler
@@ -19,9 +26,13 @@ from engine_builder.publish import publish
 from engine_builder.server import Layout, Server, build_context, lay_out
 from model.coldstart import ColdStart
 from model.loading import Loaded, load_release
-from model.store import Store, open_store
+from model.store import Store, StoreOptions, open_store
+from model.store.s3 import S3Store
 from model.target import Target, detect_targets
+from tests.stand_ins import object_store as ceph
 from tests.stand_ins import toy_sdxl
+from tests.stand_ins.faulty_proxy import FaultyProxy
+from tests.stand_ins.object_store import ObjectStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
@@ -29,6 +40,7 @@ KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
 KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 # Long enough for any machine: a test that waits for all of it fails.
 READY_SECONDS = 180
+Opener = Callable[..., S3Store]
 
 
 @pytest.fixture(scope="session")
@@ -140,3 +152,65 @@ def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say
     build(toy_plan, made)
     publish(made, "toy-sdxl")
     return made
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """A running S3-compatible store."""
+    if missing := ceph.missing_programs():
+        reason = f"no object store ({', '.join(missing)} not installed): {ceph.INSTALL}"
+        if os.environ.get("PREHEAT_REQUIRE_OBJECT_STORE"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with ObjectStore(tmp_path_factory.mktemp("ceph")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def s3(object_store: ObjectStore) -> Iterator[Any]:
+    """A boto3 client of the store, to look at it from outside, and to damage it."""
+    client = boto3.client(
+        "s3",
+        endpoint_url=object_store.url,
+        aws_access_key_id=ceph.ACCESS_KEY,
+        aws_secret_access_key=ceph.SECRET_KEY,
+        region_name="us-east-1",
+    )
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def bucket(s3: Any) -> str:
+    """A new bucket's name."""
+    name = f"preheat-{uuid.uuid4().hex[:12]}"
+    s3.create_bucket(Bucket=name)
+    return name
+
+
+@pytest.fixture
+def proxy(object_store: ObjectStore) -> Iterator[FaultyProxy]:
+    """What stands between a client and the store and does as it is told."""
+    with FaultyProxy(object_store.url) as running:
+        yield running
+
+
+@pytest.fixture
+def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Iterator[Opener]:
+    """Opens `bucket` as a store; keywords are StoreOptions'. Closes what it opened."""
+    opened: list[S3Store] = []
+
+    def open_it(prefix: str = "", name: str = bucket, **keywords: Any) -> S3Store:
+        given = {
+            "cache_dir": tmp_path / "cache",
+            "endpoint": object_store.url,
+            "access_key_id": ceph.ACCESS_KEY,
+            "secret_access_key": ceph.SECRET_KEY,
+            "timeout": 20.0,
+        }
+        opened.append(S3Store(f"s3://{name}/{prefix}", StoreOptions(**given | keywords)))
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()

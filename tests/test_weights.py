@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model import weights
 from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore
 from model.store.manifest import WeightsRecord
-from model.weights import WeightsCache
+from model.weights import WeightsCache, map_file
 from tests.stand_ins.releases import keep
 
 CPU = torch.device("cpu")
@@ -101,5 +100,9 @@ def test_a_damaged_blob_is_refused_and_nothing_is_held(store: LocalStore) -> Non
 
 
 def test_a_file_that_goes_between_check_and_use_is_an_answer(store: LocalStore) -> None:
+    blob = record(store, save(ONE)).blobs[0]
     with pytest.raises(StoreError, match="cannot be mapped"):
-        weights._read(store.root / "gone", CPU)
+        map_file(store.root / "gone", blob)
+    (store.root / "short").write_bytes(b"x")
+    with pytest.raises(StoreError, match="cannot be mapped"):
+        map_file(store.root / "short", blob)

@@ -13,8 +13,9 @@ from urllib.parse import unquote, urlsplit
 from model.errors import StoreError
 from model.store.manifest import Blob, Manifest
 from model.store.options import StoreOptions
+from model.store.sink import Sink
 
-__all__ = ["Store", "StoreOptions", "open_store"]
+__all__ = ["Sink", "Store", "StoreOptions", "open_store"]
 
 
 class Store(Protocol):
@@ -27,6 +28,11 @@ class Store(Protocol):
 
     def read(self, digest: str, into: memoryview) -> None:
         """Fill `into` (exactly the blob's bytes) and verify. Raises CorruptBlob or StoreError."""
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        """Hand over a blob's bytes as they are read, and verify; only after this returns are they known to be right.
+        The first buffer is filled whole, or with all there is. Raises CorruptBlob or StoreError, and what `sink` does.
+        """
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
         """Bring blobs to this machine side by side, so that `get` and `read` find them; where they are, nothing.

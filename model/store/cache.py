@@ -19,6 +19,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 import uuid
 import weakref
@@ -29,8 +30,10 @@ from threading import Lock
 
 from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore
+from model.store.sink import Sink
 
 _STALE = 24 * 3600  # seconds after which a partial blob that nobody fetches is not worth its room
+_OURS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -58,12 +61,10 @@ class Partial:
             count = os.pwrite(self.handle, view, at)
             view, at = view[count:], at + count
 
-    def chunks(self, part: int, count: int) -> Iterator[bytes]:
-        """A part's bytes, `count` at a time."""
-        at, end = self.span(part)
-        while at < end and (data := os.pread(self.handle, min(count, end - at), at)):
-            at += len(data)
-            yield data
+    def read(self, at: int, into: memoryview) -> None:
+        """Fill a buffer with the bytes from `at` on, which are there."""
+        while into and (got := os.preadv(self.handle, [into], at)):
+            into, at = into[got:], at + got
 
     def finish(self, part: int) -> None:
         """Say that a part is there; called after its bytes were written."""
@@ -87,12 +88,14 @@ class BlobCache(LocalStore):
         self._touched: set[str] = set()
         self._noting = Lock()
         with self._guarded():
+            self.root.mkdir(parents=True, exist_ok=True)
+            _refuse_strangers(self.root)
             for folder in (self._blobs, self._partials, self._users):
                 folder.mkdir(parents=True, exist_ok=True)
             with self._alone():
                 # Made and locked while nobody looks for users that are gone.
                 path = self._users / uuid.uuid4().hex
-                self._user = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._user = os.open(path, _OURS | os.O_EXCL | os.O_APPEND, 0o644)
                 fcntl.flock(self._user, fcntl.LOCK_EX)
         self._release = weakref.finalize(self, _leave, self._user, path)
 
@@ -134,6 +137,20 @@ class BlobCache(LocalStore):
             )
         return target
 
+    def stream_kept(self, digest: str, size: int, sink: Sink) -> bool:
+        """`stream` of a blob that is here, hashed once; False where it is not, or is damaged and so deleted."""
+        self.note(digest, size)
+        if not self.has(digest):
+            return False
+        self._touch(digest)
+        try:
+            self.stream(digest, size, sink)
+        except CorruptBlob:
+            with self._guarded():
+                self._blob_path(digest).unlink(missing_ok=True)
+            return False
+        return True
+
     def _kept(self, digest: str, size: int) -> Path | None:
         """The verified file of a blob that is here; a damaged one is deleted."""
         if not self.has(digest):
@@ -161,7 +178,7 @@ class BlobCache(LocalStore):
         """The partial file of a blob, of its full length and locked. Waits for whoever has it."""
         path = self._partials / digest
         while True:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = _open_ours(path)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 if not _is_still(handle, path):
@@ -247,7 +264,7 @@ class BlobCache(LocalStore):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = _open_ours(self.root / "lock")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -276,6 +293,23 @@ def _leave(handle: int, path: Path) -> None:
     os.close(handle)
 
 
+def _refuse_strangers(root: Path) -> None:
+    """A folder of another user's is no cache: what was verified in it could be swapped before it is used. (Two names
+    for one folder are fine: a link to the root is the deployment's own.)"""
+    owner = root.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise PermissionError(errno.EPERM, f"it belongs to user {owner}, who could change what was verified in it")
+
+
+def _open_ours(path: Path, flags: int = _OURS) -> int:
+    """Open a file of the cache to write to it. A link could lead anywhere, and a pipe would hang: OSError."""
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"{path.name[:80]} in it is no file")
+    return handle
+
+
 def _is_still(handle: int, path: Path) -> bool:
     """Whether an opened file is the one of that name."""
     try:
@@ -288,7 +322,7 @@ def _is_still(handle: int, path: Path) -> bool:
 
 def _unlink_idle(path: Path) -> bool:
     """Delete a file whose lock nobody holds, while holding it: who waits for it sees that it has gone."""
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    handle = _open_ours(path, os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if idle := _is_still(handle, path):

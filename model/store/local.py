@@ -28,6 +28,7 @@ from model.store.keys import (
     release_not_found,
 )
 from model.store.manifest import MANIFEST_LIMIT, Blob, Manifest, parse_manifest
+from model.store.sink import Sink, Whole
 
 _CHUNK = 4 * 2**20  # bytes read at a time while hashing
 _INCOMING = ".incoming-"
@@ -73,13 +74,18 @@ class LocalStore:
         return path
 
     def read(self, digest: str, into: memoryview) -> None:
-        with self._opened_blob(digest, len(into)) as file:
+        self.stream(digest, len(into), Whole(into, _CHUNK))
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        with self._opened_blob(digest, size) as file:
             hasher, at = hashlib.sha256(), 0
-            while at < len(into):
-                got = file.readinto(into[at : at + _CHUNK])
-                if not got:
-                    raise self._damaged(digest, f"it ends after {at} of {len(into)} bytes")
-                hasher.update(into[at : at + got])
+            while at < size:
+                buffer = sink.buffer()[: size - at]
+                got = _fill(file, buffer)
+                hasher.update(buffer[:got])
+                if got < len(buffer):
+                    raise self._damaged(digest, f"it ends after {at + got} of {size} bytes")
+                sink.filled(at, buffer)
                 at += got
         if hasher.hexdigest() != digest:
             raise self._damaged(digest, "its bytes have changed")
@@ -297,6 +303,14 @@ def _open_file(path: Path) -> BufferedReader:
         os.close(handle)
         raise OSError("it is no file")
     return os.fdopen(handle, "rb")
+
+
+def _fill(file: BufferedReader, buffer: memoryview) -> int:
+    """Read until `buffer` is full or the file ends; returns how many bytes there were."""
+    at = 0
+    while at < len(buffer) and (got := file.raw.readinto(buffer[at:])):
+        at += got
+    return at
 
 
 def _write_through(path: Path, chunks: Iterable[bytes]) -> str:

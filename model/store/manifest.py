@@ -28,6 +28,7 @@ from model.errors import ManifestError
 
 SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
+ENGINE_LIMIT = 4 * 2**30  # bytes; kernels of one component and bucket are some 10 MB, and no blob is larger than this
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets are 1 MiB, and parsed JSON takes many times its size
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes; what is read into memory whole: tokenizers and maps of constants
 _SIGNED_AS = b"preheat release\n"  # so that a signature of ours is never one of anything else
@@ -52,7 +53,7 @@ class Blob(_Record):
     """Immutable bytes, named by their SHA-256."""
 
     sha256: Digest
-    bytes: Annotated[int, Field(ge=0, le=16 * 2**30)]
+    bytes: Annotated[int, Field(ge=0, le=ENGINE_LIMIT)]
 
 
 class TensorSpec(_Record):

@@ -43,6 +43,7 @@ from model.store.manifest import MANIFEST_LIMIT, Blob, Manifest, parse_manifest
 from model.store.options import StoreOptions
 from model.store.s3_client import connect, split_url
 from model.store.s3_errors import code_of, is_damage, is_missing, is_taken, sentence
+from model.store.sink import Nobody, Sink
 
 PART = 16 * 2**20  # bytes; large enough that a request's latency is small beside it, small enough to share connections
 _CONNECTIONS = 16
@@ -81,40 +82,63 @@ class S3Store:
     # -- blobs: reading ------------------------------------------------------------------------------------------
 
     def get(self, digest: str, size: int) -> Path:
-        return self._cache.bring(digest, size, PART, lambda partial: self._fill(digest, partial))
+        return self._cache.bring(digest, size, PART, lambda partial: self._fill(digest, partial, Nobody(_CHUNK)))
 
     def read(self, digest: str, into: memoryview) -> None:
         self.get(digest, len(into))
         self._cache.read(digest, into)
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        """What is not in the cache goes there and to the sink at once, and is read and hashed only once."""
+        came = False
+
+        def fill(partial: Partial) -> None:
+            nonlocal came
+            came = True
+            self._fill(digest, partial, sink)
+
+        if not self._cache.stream_kept(digest, size, sink):
+            self._cache.bring(digest, size, PART, fill)
+            if not came:  # another process fetched it while we waited
+                self._cache.stream(digest, size, sink)
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
         """Bring blobs into the cache, fetched and verified side by side. Raises what `get` raises, of the first."""
         with ThreadPoolExecutor(_BLOBS_AT_ONCE, thread_name_prefix="preheat-fetch") as pool:
             _results([pool.submit(self.get, blob.sha256, blob.bytes) for blob in blobs])
 
-    def _fill(self, digest: str, partial: Partial) -> None:
+    def _fill(self, digest: str, partial: Partial, sink: Sink) -> None:
         """Fetch a blob's missing parts and check the whole. A wrong byte somewhere costs one more try of all parts."""
         for last in (False, True):
-            if self._fetch_parts(digest, partial) == digest:
+            if self._fetch_parts(digest, partial, sink) == digest:
                 return
             partial.forget()
             self._options.report(-partial.size)
             if last:
                 raise self._damaged(digest, "its bytes have changed")
 
-    def _fetch_parts(self, digest: str, partial: Partial) -> str:
-        """Returns the SHA-256 of the file, hashed part by part behind those that come."""
+    def _fetch_parts(self, digest: str, partial: Partial, sink: Sink) -> str:
+        """Returns the SHA-256 of the file, hashed and handed over behind the parts that come."""
         missing = partial.missing()
         self._options.report(partial.size - sum(end - at for at, end in map(partial.span, missing)))
         hasher = hashlib.sha256()
         with ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="preheat-part") as pool:
             coming = {part: pool.submit(self._fetch_part, digest, partial, part) for part in missing}
             try:
-                for part in range(partial.parts):
-                    if part in coming:
-                        coming[part].result()
-                    for data in partial.chunks(part, _CHUNK):
-                        hasher.update(data)
+                at = part = come = 0
+                while at < partial.size:
+                    buffer = sink.buffer()[: partial.size - at]
+                    while come < at + len(buffer):
+                        if part in coming:
+                            coming[part].result()
+                        _, come = partial.span(part)
+                        part += 1
+                    partial.read(at, buffer)
+                    hasher.update(buffer)
+                    sink.filled(at, buffer)
+                    at += len(buffer)
+                for task in coming.values():
+                    task.result()  # of a blob without bytes
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -16,10 +16,10 @@ from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store import s3 as s3_module
 from model.store.manifest import Blob
 from model.store.s3 import S3Store
+from tests.conftest import Opener
 from tests.stand_ins import releases
 from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
 from tests.stand_ins.object_store import ObjectStore
-from tests.store.conftest import Opener
 from tests.store.test_cache import here
 from tests.store.test_cache import run as run_alone
 from tests.store.test_local import own_mounts

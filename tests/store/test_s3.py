@@ -24,11 +24,11 @@ from model.store import s3 as s3_module
 from model.store.manifest import Blob
 from model.store.s3 import S3Store
 from model.store.s3_client import split_url
+from tests.conftest import Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
 from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
 from tests.stand_ins.object_store import ObjectStore
-from tests.store.conftest import Opener
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -86,6 +86,76 @@ def test_a_cached_blob_is_not_asked_for_again(open_bucket: Opener, proxy: Faulty
     store.get(digest, 5)
     proxy.clear()
     assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.seen
+
+
+class Taking:
+    """A sink that keeps what it is given, through a buffer of an odd size."""
+
+    def __init__(self, size: int) -> None:
+        self.data = bytearray(size)
+        self.begun = 0
+        self._buffer = memoryview(bytearray(100_003))
+
+    def buffer(self) -> memoryview:
+        return self._buffer
+
+    def filled(self, at: int, data: memoryview) -> None:
+        self.begun += at == 0
+        self.data[at : at + len(data)] = data
+
+
+def test_a_blob_is_streamed_and_cached_at_once(
+    open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_module, "PART", 256 * 2**10)
+    data = random.Random(5).randbytes(1_200_000)
+    digest = open_bucket(cache_dir=tmp_path / "unused").put_bytes(data)
+    hashed = 0
+    sha256 = hashlib.sha256
+
+    class Counting:
+        def __init__(self) -> None:
+            self._inner = sha256()
+
+        def update(self, piece: memoryview) -> None:
+            nonlocal hashed
+            hashed += len(piece)
+            self._inner.update(piece)
+
+        def hexdigest(self) -> str:
+            return self._inner.hexdigest()
+
+    monkeypatch.setattr(hashlib, "sha256", lambda *data: sha256(*data) if data else Counting())
+    for asked in (5, 0):  # from the bucket, and then from the cache
+        proxy.clear()
+        proxy.seen.clear()
+        sink, hashed = Taking(len(data)), 0
+        open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
+        assert sink.data == data and sink.begun == 1 and hashed == len(data)
+        assert len(proxy.bytes_asked(digest)) == asked
+    cached = tmp_path / "cache" / "blobs" / "sha256" / digest
+    assert cached.read_bytes() == data
+
+    cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    sink = Taking(len(data))
+    open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
+    assert sink.data == data and sink.begun == 2, "a damaged copy is fetched again"
+    assert cached.read_bytes() == data
+
+
+def test_a_damaged_blob_is_streamed_again_and_then_refused(
+    open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    data = random.Random(6).randbytes(300_000)
+    store = open_bucket()
+    digest = store.put_bytes(data)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data[:-1] + bytes([data[-1] ^ 1]))
+    sink = Taking(len(data))
+    with pytest.raises(CorruptBlob, match="its bytes have changed"):
+        store.stream(digest, len(data), sink)
+    assert sink.begun == 2
+    for folder in ("blobs/sha256", "partial"):
+        assert not list((tmp_path / "cache" / folder).iterdir())
 
 
 def test_blobs_are_fetched_side_by_side(open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ from engine_builder.demo import cold_start_phases
 from engine_builder.mirror import copy_release
 from engine_builder.server import Layout, Server, ServerFailed, build_context, lay_out
 from model.store import Store
-from tests.conftest import READY_SECONDS
+from tests.conftest import READY_SECONDS, Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins.faulty_proxy import FaultyProxy
-from tests.store.conftest import Opener
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
