@@ -4,8 +4,11 @@ A key is readable and complete: cuda-h200-sm90-torch2.13-cu130, cuda-a10g-sm86-t
 CPU engines are compiled for a named x86-64 level, so a machine runs the engines of its own level and of those below.
 """
 
+import importlib.util
 import platform
 import re
+import runpy
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +41,21 @@ class Target:
 
 def torch_tag() -> str:
     """Version tag of the AOTInductor runtime: "torch2.13", with "-cu130" where torch was built for CUDA."""
+    version, cuda = _torch_version()
+    release = ".".join(version.split("+")[0].split(".")[:2])
+    return f"torch{release}" + (f"-cu{cuda.replace('.', '')}" if cuda else "")
+
+
+def _torch_version() -> tuple[str, str | None]:
+    """torch's version and that of the CUDA it was built for, without importing it where that was not done yet."""
+    if "torch" not in sys.modules:
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.submodule_search_locations:
+            said = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+            return str(said["__version__"]), said["cuda"]
     import torch
 
-    release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-    cuda = torch.version.cuda
-    return f"torch{release}" + (f"-cu{cuda.replace('.', '')}" if cuda else "")
+    return torch.__version__, torch.version.cuda
 
 
 def detect_targets() -> list[Target]:
@@ -88,13 +101,13 @@ def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
 
     None without a GPU, without its driver, and where torch was built for the CPU and could not use it.
     """
-    import torch
-
-    if torch.version.cuda is None:
+    if _torch_version()[1] is None:
         return None
     try:
         from cuda.bindings import runtime  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
+        import torch
+
         if not torch.cuda.is_available():
             return None
         return torch.cuda.get_device_name(0), torch.cuda.get_device_capability(0)

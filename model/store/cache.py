@@ -29,7 +29,7 @@ from pathlib import Path
 from threading import Lock
 
 from model.errors import CorruptBlob, StoreError
-from model.store.local import LocalStore
+from model.store.local import LocalStore, seen_as
 from model.store.sink import Sink
 
 _STALE = 24 * 3600  # seconds after which a partial blob that nobody fetches is not worth its room
@@ -132,9 +132,7 @@ class BlobCache(LocalStore):
             found = os.fstat(partial.handle)
             self._touched.add(digest)
             # `fill` has hashed the bytes of this very file.
-            self._verified.add(
-                (digest, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-            )
+            self._verified.add(seen_as(digest, found))
         return target
 
     def stream_kept(self, digest: str, size: int, sink: Sink) -> bool:

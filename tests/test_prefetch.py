@@ -1,0 +1,169 @@
+"""Blobs come while torch is imported: what is guessed is what loading reads, and nothing that is not trusted."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from engine_builder import signing
+from model import prefetch
+from model.coldstart import ColdStart
+from model.errors import ReleaseNotFound, StoreError
+from model.loading import ServedBucket, load_release
+from model.prefetch import Prefetch, guess
+from model.store.local import LocalStore
+from model.store.manifest import Blob, Manifest
+from tests.stand_ins import releases
+from tests.stand_ins.releases import NAME, cpu_target
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    store = LocalStore(tmp_path / "store")
+    store.write_release(releases.draft(store, releases.toy()))
+    return store
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PREHEAT_STORE", "PREHEAT_RELEASE", "PREHEAT_PUBLIC_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def brought(monkeypatch: pytest.MonkeyPatch) -> list[Blob]:
+    """What is brought is noted here, too."""
+    found: list[Blob] = []
+    bring = prefetch.bring
+
+    def note(store: Any, blobs: Iterable[Blob]) -> None:
+        found.extend(blobs)
+        bring(store, blobs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prefetch, "bring", note)
+    return found
+
+
+def started(here: LocalStore, /, **settings: Any) -> Prefetch:
+    made = Prefetch({"store": here.url, "release": NAME} | settings, {})
+    made.wait()
+    return made
+
+
+class Noting(LocalStore):
+    """Notes which blobs are asked of it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.asked: set[str] = set()
+
+    def _blob_path(self, digest: str) -> Path:
+        self.asked.add(digest)
+        return super()._blob_path(digest)
+
+
+def rich(manifest: Manifest) -> Manifest:
+    """With another target's engines, and a second precision of this one's, whose weights are all blobs of their own."""
+
+    def other(record: Any, number: int, **changes: Any) -> Any:
+        blob = Blob(sha256=f"{number:064d}", bytes=1)
+        return record.model_copy(update=changes | ({"blobs": (blob,)} if hasattr(record, "blobs") else {"blob": blob}))
+
+    engines = [*manifest.engines]
+    engines += [other(e, 100 + n, target="cuda-h200", key=f"{n:064d}") for n, e in enumerate(manifest.engines)]
+    engines += [other(e, 200 + n, precision="int8", key=f"{n + 50:064d}") for n, e in enumerate(manifest.engines)]
+    weights = [*manifest.weights]
+    weights += [other(w, 300 + n, precision="int8") for n, w in enumerate(manifest.weights)]
+    weights += [other(w, 400 + n, layout="other") for n, w in enumerate(manifest.weights)]
+    return manifest.model_copy(update={"engines": tuple(engines), "weights": tuple(weights)})
+
+
+@pytest.mark.parametrize("buckets", [[], [{"height": 64, "width": 64, "rows": 2}]])
+def test_the_guess_is_what_loading_reads(store: LocalStore, buckets: list[dict[str, int]]) -> None:
+    manifest = rich(store.read_release(NAME))
+    noting = Noting(store.root)
+    releases.write_raw(store.root, json.loads(manifest.to_json()))
+    served = [ServedBucket.from_config(entry) for entry in buckets]
+    load_release(noting, NAME, [cpu_target()], served, ColdStart())
+    assert {blob.sha256 for blob in guess(manifest, ["cpu-x86_64_v9", cpu_target().key], buckets)} == noting.asked
+
+
+def test_engines_of_sizes_that_are_not_served_are_left_where_they_are(store: LocalStore) -> None:
+    manifest = store.read_release(NAME)
+    assert not guess(manifest, [cpu_target().key], [{"height": 4096, "width": 4096, "rows": 2}])
+    assert not guess(manifest, ["cuda-h200"], [])
+    # What the config says wrongly is for loading to refuse.
+    for odd in ("64x64", {"height": "tall"}, {}):
+        assert len(guess(manifest, [cpu_target().key], [odd])) == len(manifest.blobs())
+
+
+def test_what_was_brought_is_verified_and_not_hashed_again(store: LocalStore, brought: list[Blob]) -> None:
+    opened = started(store).store(store.url)
+    assert {blob.sha256 for blob in brought} == store.read_release(NAME).blobs().keys()
+    assert isinstance(opened, LocalStore) and len(opened._verified) == len(brought)
+    loaded = load_release(opened, NAME, [cpu_target()], [], ColdStart())
+    assert loaded.release == NAME
+
+
+def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: LocalStore, brought: list[Blob]) -> None:
+    key = Ed25519PrivateKey.generate()
+    started(store, public_key=str(signing.public_key(key)))
+    assert not brought
+    store.write_release(signing.sign(store.read_release(NAME).model_copy(update={"version": "2"}), key))
+    started(store, public_key=str(signing.public_key(key)), release="toy/2")
+    assert brought
+
+
+@pytest.mark.parametrize(
+    "settings", [{"release": "toy/9"}, {"release": "../x"}, {"release": ""}, {"store": ""}, {"public_key": "none"}]
+)
+def test_what_fails_is_left_for_loading_to_say(
+    store: LocalStore, settings: dict[str, str], brought: list[Blob]
+) -> None:
+    opened = started(store, **settings).store(store.url)
+    assert not brought
+    with pytest.raises(ReleaseNotFound):
+        opened.read_release("toy/9")
+
+
+def test_a_damaged_blob_is_left_for_loading_to_refuse(store: LocalStore) -> None:
+    blob = store.read_release(NAME).weights[0].blobs[0]
+    path = store.root / "blobs" / "sha256" / blob.sha256
+    path.write_bytes(path.read_bytes()[:-1])
+    opened = started(store).store(store.url)
+    with pytest.raises(StoreError, match=blob.sha256[:12]):
+        load_release(opened, NAME, [cpu_target()], [], ColdStart())
+
+
+def test_a_store_that_cannot_be_opened_says_so_each_time(store: LocalStore) -> None:
+    made = started(store, store="ftp://nowhere")
+    for _ in range(2):
+        with pytest.raises(StoreError, match="is no store"):
+            made.store("ftp://nowhere")
+
+
+def test_it_imports_no_torch(store: LocalStore) -> None:
+    script = """
+        import sys
+        from model.prefetch import Prefetch
+
+        made = Prefetch({"store": sys.argv[1], "release": "toy/1"}, {})
+        made.wait()
+        assert len(made.store(sys.argv[1])._verified) == int(sys.argv[2])
+        print(sorted(name for name in ("torch", "numpy", "boto3") if name in sys.modules))
+    """
+    count = len(store.read_release(NAME).blobs())
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), store.url, str(count)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
