@@ -1,13 +1,11 @@
 """The `preheat` command: every job of the offline half, and a client for the online one."""
 
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -15,38 +13,28 @@ import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TransferSpeedColumn,
 )
 from rich.table import Table
 
 from engine_builder import demo as demo_run
+from engine_builder.bench_cli import bench_app, report
 from engine_builder.calling import generate as call
 from engine_builder.calling import save_images, save_predicted
+from engine_builder.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, meter, opened, plain
 from model.errors import CorruptBlob, PreheatError, UntrustedRelease
-from model.store import Store, StoreOptions, open_store
+from model.store import Store, open_store
 from model.store.manifest import Blob, Manifest, Precision
 from model.store.signature import check_signature, configured_keys
 
-ROOT = Path(__file__).resolve().parents[1]
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console(highlight=False)
-
-StoreOption = Annotated[
-    str,
-    typer.Option("--store", envvar="PREHEAT_STORE", help="Folder, file:// or s3:// URL that holds blobs and releases."),
-]
-CacheOption = Annotated[
-    Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Where what is fetched from s3:// is kept.")
-]
-DEFAULT_STORE = str(ROOT / ".preheat" / "store")
+app.add_typer(bench_app)
+app.command()(report)
 
 
 def main() -> None:
@@ -55,45 +43,11 @@ def main() -> None:
     try:
         app()
     except PreheatError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]preheat:[/] {_plain(str(error))}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]preheat:[/] {plain(str(error))}")
         sys.exit(1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-
-
-class Meter:
-    """What moves between this machine and a bucket, on a bar while `show` lasts and nowhere else."""
-
-    def __init__(self) -> None:
-        self._task: tuple[Progress, TaskID] | None = None
-
-    def moved(self, count: int) -> None:
-        """StoreOptions.report."""
-        if (task := self._task) is not None:
-            task[0].advance(task[1], count)
-
-    @contextmanager
-    def show(self, doing: str) -> Iterator[Callable[[int], None]]:
-        """Gives a function that sets how many bytes there are to move."""
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task(doing, total=None)
-            self._task = (progress, task)
-            try:
-                yield lambda total: progress.update(task, total=total)
-            finally:
-                self._task = None
-
-
-meter = Meter()
-
-
-def opened(store: str, cache_dir: Path | None = None) -> Store:
-    """Open a store whose transfers the meter shows. `cache_dir` holds for whatever is started, too."""
-    if cache_dir is not None:
-        os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
-    return open_store(store, replace(StoreOptions.from_deployment(), report=meter.moved))
 
 
 @app.command()
@@ -278,7 +232,7 @@ def verify(
             console.print(f"{manifest.name} is {_signer(manifest)}{unchecked}", soft_wrap=True)
         except UntrustedRelease as error:
             untrusted += 1
-            console.print(f"[red]untrusted[/] {_plain(str(error))}", soft_wrap=True)
+            console.print(f"[red]untrusted[/] {plain(str(error))}", soft_wrap=True)
 
     def check(blob: Blob) -> str | None:
         try:
@@ -292,7 +246,7 @@ def verify(
         for message in progress.track(pool.map(check, blobs.values()), total=len(blobs), description="Hashing"):
             damaged += [message] if message else []
     for message in damaged:
-        console.print(f"[red]damaged[/] {_plain(message)}")
+        console.print(f"[red]damaged[/] {plain(message)}")
     console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
     if damaged or untrusted:
         raise typer.Exit(1)
@@ -418,53 +372,6 @@ def save(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("imag
 
 
 @app.command()
-def bench(
-    release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
-    store: StoreOption = DEFAULT_STORE,
-    prompt: str = "a large red circle on a blue background",
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
-    images: Annotated[int, typer.Option(help="Images a request.")] = 1,
-    refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
-    warm_ups: int = 3,
-    runs: int = 20,
-    peer: Annotated[
-        Path | None, typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in this run.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")] = None,
-    cache_dir: CacheOption = None,
-) -> None:
-    """Measure latency by stage on this machine. The last line is JSON."""
-    with console.status("Loading"):
-        from engine_builder import bench as measuring
-        from model.coldstart import ColdStart
-        from model.loading import load_release
-        from model.request import GenerationRequest, resolve
-        from model.target import detect_targets
-
-        loaded = load_release(opened(store, cache_dir), release, detect_targets(), [], ColdStart(), configured_keys())
-    request = GenerationRequest(
-        prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
-    )
-    with console.status(f"Measuring {release}"):
-        rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
-    if peer is not None:
-        with console.status("Measuring diffusers"):
-            settings = resolve(request, loaded.served)
-            rows.append(measuring.bench_diffusers(peer, settings, rows[0].precision, min(warm_ups, 2), runs))
-    table = Table("case", "p50 ms", "p90 ms", "p99 ms", "runs", "stages (median ms)")
-    for row in rows:
-        stages = ", ".join(f"{stage} {value:g}" for stage, value in row.stages.items())
-        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), stages)
-    console.print(table)
-    console.print(f"{rows[0].gpu}, torch {rows[0].torch}, {rows[0].precision}, {steps} steps, batch {images}")
-    if out is not None:
-        kept = json.loads(out.read_text()) if out.exists() else []
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(kept + [row.to_dict() for row in rows], indent=1) + "\n")
-    print(json.dumps([row.to_dict() for row in rows]))
-
-
-@app.command()
 def demo(
     prompt: Annotated[str, typer.Option(envvar="PROMPT")] = "a large red circle on a blue background",
     seed: Annotated[int, typer.Option(envvar="SEED")] = 7,
@@ -502,7 +409,7 @@ def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
     table.add_row("request", f"{response['time'] * 1000:.0f}")
     console.print(table)
     for warning in response["warnings"]:
-        console.print(f"[yellow]warning[/] {_plain(warning)}")
+        console.print(f"[yellow]warning[/] {plain(warning)}")
     for path, image in zip(paths, response["images"], strict=True):
         console.print(f"[bold]{path.resolve()}[/]  seed {image['seed']}, {image['width']}x{image['height']}")
 
@@ -543,11 +450,6 @@ def _size(text: str) -> tuple[int, int, int]:
 
 def _format_of(out: Path) -> str:
     return {".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}.get(out.suffix.lower(), "png")
-
-
-def _plain(text: str) -> str:
-    """Text that rich must not read as markup."""
-    return text.replace("[", "\\[")
 
 
 if __name__ == "__main__":
