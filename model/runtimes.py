@@ -1,0 +1,151 @@
+"""Which runtime serves a release here: what the deployment asks for, what is installed, what was measured.
+
+A release may hold engines of AOTInductor and of TensorRT for one GPU. `model_metadata.preheat.runtime` (or
+PREHEAT_RUNTIME) picks "aot_inductor", "tensorrt" or "fastest"; the fastest is the one whose engines took the least time
+where they were built. Knows nothing of stores and opens nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from model import components
+from model.engines import tensorrt_api
+from model.engines.tensorrt_api import TensorRTUnavailable
+from model.errors import EngineError, ManifestError, NoEngineForTarget
+from model.store.manifest import EngineRecord, Manifest, WeightsRecord
+from model.target import Target
+
+RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
+CHOICES: tuple[RuntimeChoice, ...] = ("aot_inductor", "tensorrt", "fastest")
+_STEPS = 30  # of a request whose time is compared: what one has unless it says otherwise
+
+
+def read_choice(value: object) -> RuntimeChoice:
+    """The setting `runtime`; none means aot_inductor. Raises ManifestError."""
+    for choice in CHOICES:
+        if value == choice:
+            return choice
+    if value is None or value == "":
+        return "aot_inductor"
+    raise ManifestError(
+        f"config: runtime is one of {', '.join(CHOICES)}, not {value!r:.60}: mend model_metadata.preheat.runtime in "
+        "config.yaml, or PREHEAT_RUNTIME."
+    )
+
+
+def tensorrt_targets(gpu: Target, tag: str) -> list[Target]:
+    """The targets whose plans a GPU runs, best first: its own product's, its compute capability's, Ampere's and newer.
+
+    Keys: cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4.
+    """
+    found = [Target("cuda", gpu.product, gpu.capability, tag), Target("cuda", "", gpu.capability, tag)]
+    if int(gpu.capability.removeprefix("sm")) >= 80:
+        found.append(Target("cuda", "ampere_plus", "", tag))
+    return found
+
+
+def targets_of(choice: RuntimeChoice, detected: Sequence[Target]) -> list[Target]:
+    """The targets to look for in a release, given those that AOTInductor has on this machine.
+
+    Raises TensorRTUnavailable where TensorRT is asked for and cannot be used here; for "fastest" it is left out then.
+    """
+    if choice == "aot_inductor":
+        return list(detected)
+    gpu = next((target for target in detected if target.device == "cuda"), None)
+    version = tensorrt_api.installed_version()
+    if choice == "tensorrt":
+        if gpu is None:
+            raise TensorRTUnavailable(
+                "TensorRT needs an NVIDIA GPU and there is none here: start on a machine with a GPU, or set "
+                "model_metadata.preheat.runtime to aot_inductor."
+            )
+        if version is None:
+            raise TensorRTUnavailable(
+                "TensorRT is asked for and not installed here: install it (docs/tensorrt.md), or set "
+                "model_metadata.preheat.runtime to aot_inductor."
+            )
+        return tensorrt_targets(gpu, tensorrt_api.version_tag(version))
+    if gpu is None or version is None:
+        return list(detected)
+    try:
+        return [*tensorrt_targets(gpu, tensorrt_api.version_tag(version)), *detected]
+    except TensorRTUnavailable:
+        return list(detected)
+
+
+def fastest_first(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> list[Target]:
+    """`targets` in the order in which to take the first that serves everything.
+
+    Where all are of one runtime nothing changes. Else those that were measured come first, the fastest before; then the
+    others, as they were. Plans of another build of TensorRT than the one installed do not count.
+    """
+    if len({_is_tensorrt(target) for target in targets}) < 2:
+        return list(targets)
+    version = tensorrt_api.installed_version()
+    times: dict[str, float | None] = {}
+    for target in targets:
+        engines = [engine for engine in manifest.engines if engine.target == target.key and _is_of(engine, version)]
+        if set(names) <= {engine.component for engine in engines}:
+            times[target.key] = request_time(manifest, engines, names)
+    measured = [target for target in targets if times.get(target.key) is not None]
+    measured.sort(key=lambda target: times[target.key] or 0.0)
+    rest = [target for target in targets if target.key in times and times[target.key] is None]
+    return measured + rest or list(targets)
+
+
+def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Sequence[str]) -> float | None:
+    """Milliseconds of the engines' own for one guided picture of the native size in 30 steps, by their benchmarks.
+
+    Of each component the bucket that holds it with the fewest rows. None where one of these was not measured.
+    """
+    height, width = manifest.settings.native_height, manifest.settings.native_width
+    total = 0.0
+    for name in names:
+        if name.startswith("refiner_"):
+            continue  # which requests do not use unless they ask
+        rows = 1 if name == components.VAE_DECODER else 2
+        times = _STEPS if name == components.UNET else 1
+        holding = [e for e in engines if e.component == name and e.bucket.rows.max >= rows]
+        holding = [e for e in holding if e.bucket.holds(e.bucket.rows.max, height, width)]
+        if not holding:
+            return None
+        benchmark = min(holding, key=lambda engine: engine.bucket.rows.max).benchmark
+        if benchmark is None:
+            return None
+        total += times * benchmark.median
+    return total
+
+
+def can_run(engine: EngineRecord) -> bool:
+    """Whether this version has a runtime for an engine, and its record all that the runtime needs."""
+    return engine.runtime == "aot_inductor" or (engine.runtime == "tensorrt" and engine.tensorrt is not None)
+
+
+def check_installed(manifest: Manifest, engines: Iterable[EngineRecord]) -> None:
+    """Refuse plans of another build of TensorRT before anything is fetched. Raises NoEngineForTarget."""
+    wanted = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
+    installed = tensorrt_api.installed_version() if wanted else None
+    if other := sorted(wanted - {installed}):
+        raise NoEngineForTarget(
+            f"Release {manifest.name} has plans of TensorRT {other[0]} and this machine has {installed or 'none'}; a "
+            f"plan is read by the version that built it: install {other[0]} (docs/tensorrt.md), or run `preheat build "
+            "--runtime tensorrt` with this one and publish a new release (`preheat publish`)."
+        )
+
+
+def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
+    """Refuse weights that a plan does not take: TensorRT would use them and draw nonsense. Raises EngineError."""
+    plan = engine.tensorrt
+    if plan is not None and plan.refit == "identical" and plan.weights != weights.identity:
+        raise EngineError(
+            f"The {engine.component} plan takes the weights it was built with and the release has others: build it "
+            "with these (`preheat build --runtime tensorrt`), or for weights of any model (--refit any)."
+        )
+
+
+def _is_tensorrt(target: Target) -> bool:
+    return target.runtime_tag.startswith("trt")
+
+
+def _is_of(engine: EngineRecord, version: str | None) -> bool:
+    return can_run(engine) and (engine.runtime != "tensorrt" or engine.runtime_version == version)
