@@ -161,8 +161,19 @@ def test_memory_waits_for_its_last_use_on_another_stream(fake: Fake, cuda: FakeC
     assert fake.said("wait") == [("wait", 8, 7)]
     assert fake.order().index("wait") < len(fake.calls) - 1 and fake.calls[-1] == ("execute", 8)
     cuda.capturing = True
-    four.run({"x": torch.zeros(2, 4)})  # leaves no event: outside of its graph it would mean nothing
+    cuda.current = 9
+    four.run({"x": torch.zeros(2, 4)})  # neither waits for what is outside of its graph nor leaves an event there
+    cuda.capturing = False
+    cuda.current = 8
+    four.run({"x": torch.zeros(2, 4)})
     assert len(fake.said("wait")) == 1
+
+
+def test_a_constant_of_the_parser_s_own_may_stay_in_the_plan(fake: Fake) -> None:
+    fake.weights["tmp_weight_1"] = 1
+    fake.refuse = {"kept in plan"}
+    plan()
+    assert [call[1] for call in fake.said("set_weights")] == ["w", "b"]
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -185,10 +196,13 @@ def test_a_plan_of_another_gpu_is_refused_with_tensorrt_s_words(fake: Fake) -> N
     [
         (lambda fake: fake.names.update(z="INPUT"), "takes and gives x, y, z"),
         (lambda fake: fake.names.update(y="INPUT"), "takes and gives"),
-        (lambda fake: fake.weights.update({"": 3}), "weights that nothing names"),
+        (
+            lambda fake: fake.weights.update({"tmp_weight_1": 3}),
+            "wants 1 weights that nothing here has, 'tmp_weight_1'",
+        ),
         (lambda fake: fake.weights.update(w=5), "wants w as 5 values"),
         (lambda fake: fake.refuse.add("set_weights"), "does not take w"),
-        (lambda fake: fake.refuse.add("missing"), "lacks 1 weights, 'w' first"),
+        (lambda fake: fake.refuse.add("missing"), "wants 1 weights that nothing here has, 'w' first"),
         (lambda fake: fake.refuse.add("refit"), "cannot be refit"),
     ],
 )

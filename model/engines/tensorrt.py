@@ -49,9 +49,11 @@ class Workspace:
         return -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the last use on another one."""
-        if self._used is not None and self._used[0] != stream.cuda_stream:
-            stream.wait_event(self._used[1])
+        """Make `stream` wait for the last use on another one. Not in a capture, which may not wait for what is outside
+        of it: whoever captures has waited."""
+        if self._used is None or self._used[0] == stream.cuda_stream or torch.cuda.is_current_stream_capturing():
+            return
+        stream.wait_event(self._used[1])
 
     def leave(self, stream: torch.cuda.Stream) -> None:
         """Note a use. In a capture nothing is noted: an event of a graph means nothing outside of it."""
@@ -122,11 +124,11 @@ class TensorRTPlan:
         import tensorrt as trt
 
         refitter = trt.Refitter(self.engine, self._log)
-        wanted = list(refitter.get_all_weights())
-        if unknown := sorted(set(wanted) - tensors.keys()):
-            raise EngineError(f"The {self.component} plan wants weights that nothing names ({unknown[0]!r}): {_AGAIN}")
-        for name in wanted:
-            tensor = tensors[name]
+        # What the parser made itself has names of its own; whether the plan needs it is said below.
+        for name in refitter.get_all_weights():
+            tensor = tensors.get(name)
+            if tensor is None:
+                continue
             kind = api.data_type(tensor.dtype)
             prototype = refitter.get_weights_prototype(name)
             given = trt.Weights(kind, tensor.data_ptr(), tensor.numel())
@@ -140,7 +142,10 @@ class TensorRTPlan:
                     f"The {self.component} plan does not take {name} ({api.last_error(self._log)}): {_AGAIN}"
                 )
         if missing := refitter.get_missing_weights():
-            raise EngineError(f"The {self.component} plan lacks {len(missing)} weights, {missing[0]!r} first: {_AGAIN}")
+            raise EngineError(
+                f"The {self.component} plan wants {len(missing)} weights that nothing here has, {missing[0]!r} first: "
+                f"{_AGAIN}"
+            )
         stream = torch.cuda.current_stream(self.device)
         done = refitter.refit_cuda_engine_async(stream.cuda_stream)
         stream.synchronize()  # the tensors may be freed from here on
