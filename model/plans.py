@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
 from model import components
 from model.engines.tensorrt import TensorRTEngine, TensorRTPlan, Workspace
-from model.errors import EngineError
+from model.errors import CorruptBlob, EngineError
 from model.store import Store
 from model.store.manifest import Blob, EngineRecord
+from model.weights import tensors_in
 
 # Which components take turns, and so share device memory. Those of a denoising loop do with each other and may run
 # beside the others, whose own turns are before and after.
@@ -51,18 +50,18 @@ class Plans:
 
     def _literals(self, component: str, blob: Blob) -> dict[str, torch.Tensor]:
         try:
-            return {name: tensor.to(self._device) for name, tensor in load(self._read(blob)).items()}
-        except SafetensorError as error:
-            raise EngineError(
-                f"The constants of the {component} plan are no safetensors file ({error}): build and publish the "
-                "release again (`preheat build --runtime tensorrt`, `preheat publish`)."
-            ) from error
+            return {name: tensor.to(self._device) for name, tensor in tensors_in(self._buffer(blob), blob).items()}
+        except CorruptBlob as error:
+            raise EngineError(f"The constants of the {component} plan cannot be used. {error}") from error
 
     def _read(self, blob: Blob) -> bytes:
+        return bytes(self._buffer(blob))
+
+    def _buffer(self, blob: Blob) -> bytearray:
         """A blob whole; the bytes that were checked are the bytes that are used."""
         buffer = bytearray(blob.bytes)
         self._store.read(blob.sha256, memoryview(buffer))
-        return bytes(buffer)
+        return buffer
 
 
 def extra_blobs(engines: Sequence[EngineRecord]) -> list[Blob]:

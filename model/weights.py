@@ -91,9 +91,15 @@ def map_file(path: Path, blob: Blob) -> Tensors:
         raise StoreError(
             f"Blob {path.name[:12]} cannot be mapped ({error}): start again, and look at the disk if it stays so."
         ) from error
+    return tensors_in(mapped, blob)
+
+
+def tensors_in(held: mmap.mmap | bytearray, blob: Blob) -> Tensors:
+    """The tensors of a blob's verified bytes, as views of them. Raises CorruptBlob."""
+    refuse_empty(blob)
     try:
-        extents = read_header(memoryview(mapped), blob.bytes)
+        extents = read_header(memoryview(held), blob.bytes)
     except BadHeader as error:
         raise damaged(blob.sha256, error) from error
-    data = torch.frombuffer(mapped, dtype=torch.uint8)
+    data = torch.frombuffer(held, dtype=torch.uint8)
     return {name: view(data[extent.start : extent.end], extent) for name, extent in extents.items()}

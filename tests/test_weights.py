@@ -9,8 +9,8 @@ from safetensors.torch import save
 
 from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore
-from model.store.manifest import WeightsRecord
-from model.weights import WeightsCache, map_file
+from model.store.manifest import Blob, WeightsRecord
+from model.weights import WeightsCache, map_file, tensors_in
 from tests.stand_ins.releases import keep
 
 CPU = torch.device("cpu")
@@ -97,6 +97,15 @@ def test_a_damaged_blob_is_refused_and_nothing_is_held(store: LocalStore) -> Non
     assert cache.bytes == 0
     path.write_bytes(data)
     assert cache.load(wanted).keys() == ONE.keys() | TWO.keys(), "loading again, as Truss does, works once mended"
+
+
+def test_bytes_in_memory_are_read_as_files_are() -> None:
+    data = bytearray(save(ONE))
+    blob = Blob(sha256="0" * 64, bytes=len(data))
+    assert all(torch.equal(tensor, ONE[name]) for name, tensor in tensors_in(data, blob).items())
+    for bad in (bytearray(data[:-1]), bytearray()):
+        with pytest.raises(CorruptBlob, match="is no safetensors file"):
+            tensors_in(bad, Blob(sha256="0" * 64, bytes=len(bad)))
 
 
 def test_a_file_that_goes_between_check_and_use_is_an_answer(store: LocalStore) -> None:
