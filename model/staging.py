@@ -38,11 +38,21 @@ class Lane:
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         cuda = device.type == "cuda"
+        self._device = device
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(SLOTS)]
         self._views = [slot.numpy().data for slot in self._slots]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
         self._turn = 0
+
+    def allocate(self, count: int) -> torch.Tensor:
+        """Bytes on the device, to be copied to. What was under way before is done first."""
+        self.finish()
+        memory = torch.empty(count, dtype=torch.uint8, device=self._device)
+        if self._stream is not None:
+            # The allocator may give memory back whose last use is queued on the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return memory
 
     def free_slot(self) -> memoryview:
         """The next slot, once what was in it has been copied."""
@@ -73,12 +83,13 @@ class BlobOnItsWay:
     They lie in one piece of device memory, each at a multiple of 256 bytes (in the file it is 8).
     """
 
-    def __init__(self, blob: Blob, device: torch.device, lane: Lane) -> None:
+    def __init__(self, blob: Blob, lane: Lane) -> None:
         refuse_empty(blob)
-        self._blob, self._device, self._lane = blob, device, lane
-        self._places: list[tuple[Extent, int]] = []
+        self._blob, self._lane = blob, lane
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._extents: dict[str, Extent] = {}
+        self._places: list[tuple[Extent, int]] = []
+        self._first = 0  # of the places that are not filled yet
 
     def buffer(self) -> memoryview:
         return self._lane.free_slot()
@@ -88,11 +99,14 @@ class BlobOnItsWay:
             self._begin(data)
         end = at + len(data)
         pieces = []
-        for extent, place in self._places:
+        for extent, place in self._places[self._first :]:
+            if extent.start >= end:
+                break
             first, last = max(extent.start, at), min(extent.end, end)
             if first < last:
                 begin = place + first - extent.start
                 pieces.append((self._memory[begin : begin + last - first], first - at))
+            self._first += extent.end <= end
         self._lane.copy(pieces)
 
     def _begin(self, data: memoryview) -> None:
@@ -100,12 +114,11 @@ class BlobOnItsWay:
             self._extents = read_header(data, self._blob.bytes)
         except BadHeader as error:
             raise damaged(self._blob.sha256, error) from error
-        self._lane.finish()  # before memory is given back that an earlier try may still be copied to
-        self._places, total = [], 0
+        self._places, self._first, total = [], 0, 0
         for extent in self._extents.values():
             self._places.append((extent, total))
             total += -(-(extent.end - extent.start) // _ALIGNMENT) * _ALIGNMENT
-        self._memory = torch.empty(total, dtype=torch.uint8, device=self._device)
+        self._memory = self._lane.allocate(total)
 
     def tensors(self) -> Tensors:
         """By name, once all bytes have been taken."""
@@ -146,7 +159,7 @@ def stream_weights(
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobOnItsWay(blob, device, lane)
+                sink = BlobOnItsWay(blob, lane)
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
         except BaseException:
