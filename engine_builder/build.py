@@ -31,7 +31,7 @@ from model.engines.eager import EagerEngine
 from model.errors import CorruptBlob
 from model.pipeline import LoadedModel, generate
 from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
-from model.schedule import NoiseSchedule, configured_sampler
+from model.schedule import MAX_STEPS, NoiseSchedule, configured_sampler
 from model.store import Store
 from model.store.manifest import (
     Accuracy,
@@ -50,6 +50,7 @@ from model.tokenizer import ClipTokenizer, TokenizerSettings
 _REAL_PROMPT = "a large red circle on a blue background"
 _REAL_SIDE_LIMIT = 512  # pixels; real inputs of a CPU build are taken no larger, or a full SDXL would take an hour
 _DRAFT = "draft"
+_STEPS = 32  # that a GPU embeds the times of at once; more take several calls
 
 Report = Callable[[str, str, int, int], None]
 """Told (component, what is being done, steps done, steps in all)."""
@@ -77,7 +78,6 @@ class BuildPlan:
     target: Target
     precision: Precision
     sizes: tuple[tuple[int, int, int], ...] = ()
-    layout: str = "plain"
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -90,7 +90,12 @@ class BuildPlan:
         return self.refiner
 
     def buckets_of(self, network: Network) -> list[Bucket]:
-        """The buckets one component is compiled for. Text encoders take one row a text, decoders one an image."""
+        """The buckets one component is compiled for. What reads text takes one row a text, what embeds the time one a
+        step, decoders one an image."""
+        if network.component in (components.UNET_TIME, components.REFINER_UNET_TIME):
+            return [
+                compiler.static_bucket(_STEPS, None, None) if self.sizes else compiler.dynamic_bucket(None, MAX_STEPS)
+            ]
         if not self.sizes:
             return [compiler.dynamic_bucket(network.multiple)]
         if network.multiple is None:
@@ -125,7 +130,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
         networks[name] = load_network(plan.folder_of(name), name, plan.precision, plan.target.device)
-        weights.append(write_weights(networks[name], store, plan.layout))
+        weights.append(write_weights(networks[name], store))
     report("pipeline", "drawing a picture in eager PyTorch", len(plan.components), steps)
     settings, tokenizers = read_settings(plan), write_tokenizers(plan, store)
     schedulers = read_schedulers(plan)
@@ -138,7 +143,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
         for number, bucket in enumerate(buckets, start=1):
             of = f" ({number} of {len(buckets)})" if len(buckets) > 1 else ""
             step = len(plan.components) + 1 + done
-            key = compiler.engine_key(network, plan.target, bucket, plan.layout)
+            key = compiler.engine_key(network, plan.target, bucket)
             cached = find_engine(store, key)
             if cached is None:
                 report(name, f"compiling{of}", step, steps)
@@ -156,7 +161,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
                     runtime="aot_inductor",
                     bucket=bucket,
                     precision=plan.precision,
-                    layout=plan.layout,
+                    layout=network.layout,
                     signature=network.signature,
                     accuracy=accuracy,
                     **cached.model_dump(),
@@ -250,7 +255,7 @@ def _compile(
         seconds = time.perf_counter() - began
         constants = made.constants_json()
         engine = _open(plan, network, bucket, made.package, constants)
-        accuracy = validate(network, engine, _fit(real, bucket))
+        accuracy = validate(network, engine, _fit(real, network, bucket))
         cached = CachedEngine(
             blob=Blob(sha256=store.put(made.package), bytes=made.package.stat().st_size),
             constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
@@ -272,7 +277,7 @@ def _check(
     """Hold an engine that is already there against this model's weights."""
     package = store.get(cached.blob.sha256, cached.blob.bytes)
     constants = store.get(cached.constants.sha256, cached.constants.bytes).read_bytes()
-    return validate(network, _open(plan, network, bucket, package, constants), _fit(real, bucket))
+    return validate(network, _open(plan, network, bucket, package, constants), _fit(real, network, bucket))
 
 
 def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, constants: bytes) -> Engine:
@@ -287,14 +292,16 @@ def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, cons
     )
 
 
-def _fit(real: list[dict[str, torch.Tensor]], bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-    """Real inputs at a bucket's rows: rows are repeated or dropped, which a row does not notice."""
+def _fit(real: list[dict[str, torch.Tensor]], network: Network, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+    """Real inputs of a bucket's size, at its rows: rows are repeated or dropped, which a row does not notice."""
     fitted = []
     for inputs in real:
-        rows = len(next(iter(inputs.values())))
-        wanted = min(max(rows, bucket.rows.min), bucket.rows.max)
-        index = torch.arange(wanted) % rows
-        fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
+        sizes = components.solve(network.signature, inputs, network.component)
+        rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
+        if bucket.holds(bucket.rows.min, height, width):
+            wanted = min(max(rows, bucket.rows.min), bucket.rows.max)
+            index = torch.arange(wanted) % rows
+            fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
     return fitted
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.networks import Network, public_name
 from model.components import DTYPES, dtype_name
@@ -18,7 +19,7 @@ from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
 # Raised whenever the wrappers, the export or the compile settings change what comes out.
-RECIPE = 1
+RECIPE = 2
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 
@@ -52,7 +53,7 @@ def static_bucket(rows: int, height: int | None, width: int | None) -> Bucket:
     return Bucket(rows=Span(min=rows, max=rows), **side)
 
 
-def engine_key(network: Network, target: Target, bucket: Bucket, layout: str) -> str:
+def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """SHA-256 over all that decides the compiled code, which the weights do not."""
     recipe = {
         "recipe": RECIPE,
@@ -63,7 +64,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket, layout: str) ->
         "torch": torch.__version__.split("+")[0],
         "bucket": bucket.model_dump(mode="json"),
         "precision": network.precision,
-        "layout": layout,
+        "layout": network.layout,
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
@@ -108,7 +109,7 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
     example = _example_of(network, bucket, device)
-    with _quiet():
+    with _quiet(), _attention_kernels(device):
         exported = torch.export.export(
             network.module,
             tuple(example.values()),
@@ -192,4 +193,16 @@ def _quiet() -> Iterator[None]:
     """torch's own deprecations inside export and compile are not the reader's to mend."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _attention_kernels(device: str) -> Iterator[None]:
+    """Which attention is compiled in. On a GPU cuDNN's comes first: on an H200 it takes two thirds of the time of
+    PyTorch's own."""
+    if device != "cuda":
+        yield
+        return
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
         yield

@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine_builder.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork, text_width, time_width
+from engine_builder.vae import VaeDecoderNetwork
 from model import components
 from model.components import PRECISIONS, Widths
 from model.errors import PreheatError
+from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 
@@ -22,8 +25,24 @@ class ModelFolderError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""
 
 
-# What makes a UNet SDXL's: sizes beside the text, and no guidance scale among its inputs (as LCM's UNets have).
-_SDXL_UNET: dict[str, Any] = {"addition_embed_type": "text_time", "time_cond_proj_dim": None}
+# What makes a UNet SDXL's: sizes beside the text, no guidance scale among its inputs (as LCM's UNets have), and blocks
+# of the kinds that `engine_builder.unet` computes. A key that a config leaves out has diffusers' default.
+_SDXL_UNET: dict[str, tuple[Any, Any]] = {  # key -> wanted, diffusers' default
+    "addition_embed_type": ("text_time", None),
+    "time_cond_proj_dim": (None, None),
+    "use_linear_projection": (True, False),
+    "act_fn": ("silu", "silu"),
+    "resnet_time_scale_shift": ("default", "default"),
+    "only_cross_attention": (False, False),
+    "dual_cross_attention": (False, False),
+    "class_embed_type": (None, None),
+    "encoder_hid_dim_type": (None, None),
+    "time_embedding_act_fn": (None, None),
+    "cross_attention_norm": (None, None),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2DCrossAttn"),
+    "attention_type": ("default", "default"),
+}
+_SDXL_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
 
 
 class TextNetwork(nn.Module):
@@ -46,43 +65,6 @@ class PooledTextNetwork(TextNetwork):
         return output.hidden_states[-2], output.text_embeds
 
 
-class UnetNetwork(nn.Module):
-    """`text_time` UNet: one step's noise prediction for every row."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(
-        self,
-        sample: torch.Tensor,
-        timestep: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        text_embeds: torch.Tensor,
-        time_ids: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        output: tuple[torch.Tensor, ...] = self.network(
-            sample,
-            timestep,
-            encoder_hidden_states=encoder_hidden_states,
-            added_cond_kwargs={"text_embeds": text_embeds, "time_ids": time_ids},
-            return_dict=False,
-        )
-        return output
-
-
-class VaeDecoderNetwork(nn.Module):
-    """Latents already divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
-
-    def __init__(self, vae: Any) -> None:
-        super().__init__()
-        self.decoder: nn.Module = vae.decoder
-        self.post_quant_conv: nn.Module = getattr(vae, "post_quant_conv", None) or nn.Identity()
-
-    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.decoder(self.post_quant_conv(latents)),)
-
-
 @dataclass(frozen=True)
 class Network:
     """A component ready to export. `multiple`: sizes (pixels) must be multiples of it, None for text encoders."""
@@ -92,6 +74,7 @@ class Network:
     signature: Signature
     architecture: dict[str, Any]
     precision: Precision
+    layout: Layout
     multiple: int | None
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -132,13 +115,14 @@ class ModelFolder:
     def widths(self) -> Widths:
         """The numbers that shapes depend on. Raises ModelFolderError where these are no networks of an SDXL."""
         network = self.config("unet")
-        for key, wanted in _SDXL_UNET.items():
-            if network.get(key) != wanted:
-                raise ModelFolderError(
-                    f"{self.root}/unet is no SDXL UNet that is served: its {key} is {network.get(key)!r}, "
-                    f"not {wanted!r}."
-                )
         vae, second = self.config("vae"), self.config("text_encoder_2")
+        for part, config, settings in (("unet", network, _SDXL_UNET), ("vae", vae, _SDXL_VAE)):
+            for key, (wanted, default) in settings.items():
+                if config.get(key, default) != wanted:
+                    raise ModelFolderError(
+                        f"{self.root}/{part} is not SDXL's: its {key} is {config.get(key, default)!r}, not {wanted!r}, "
+                        "and only that is served."
+                    )
         if network["in_channels"] != vae["latent_channels"]:
             raise ModelFolderError(
                 f"{self.root}/unet takes {network['in_channels']} channels and the VAE gives {vae['latent_channels']}: "
@@ -184,6 +168,10 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
     widths = folder.widths()
     part = {
         components.REFINER_TEXT_ENCODER_2: "text_encoder_2",
+        components.UNET_TEXT: "unet",
+        components.UNET_TIME: "unet",
+        components.REFINER_UNET_TEXT: "unet",
+        components.REFINER_UNET_TIME: "unet",
         components.REFINER_UNET: "unet",
         components.VAE_DECODER: "vae",
     }.get(component, component)
@@ -197,15 +185,27 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
         module = PooledTextNetwork(_load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
         signature = components.text_signature(widths.text_width_2, widths.tokens, dtype_name, widths.pooled_width)
     elif part == "unet":
-        module = UnetNetwork(_load("diffusers", "UNet2DConditionModel", folder, part, dtype))
-        signature = components.unet_signature(widths, config["cross_attention_dim"], dtype_name)
-        multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
+        network = _load("diffusers", "UNet2DConditionModel", folder, part, dtype)
+        time, text = time_width(network), text_width(network)
+        if component in (components.UNET_TEXT, components.REFINER_UNET_TEXT):
+            module = UnetTextNetwork(network)
+            signature = components.unet_text_signature(widths.tokens, config["cross_attention_dim"], text, dtype_name)
+        elif component in (components.UNET_TIME, components.REFINER_UNET_TIME):
+            module = UnetTimeNetwork(network)
+            signature = components.unet_time_signature(widths, time, dtype_name)
+        else:
+            module = UnetNetwork(network)
+            signature = components.unet_signature(widths, time, text, dtype_name)
+            multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
     else:
         module = VaeDecoderNetwork(_load("diffusers", "AutoencoderKL", folder, part, dtype))
         signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)
         multiple = widths.vae_scale
     module = module.to(device).eval().requires_grad_(False)
-    return Network(component, module, signature, architecture(config), precision, multiple)
+    layout = LAYOUTS[torch.device(device).type]
+    if layout == "channels_last":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Network(component, module, signature, architecture(config), precision, layout, multiple)
 
 
 def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:

@@ -7,6 +7,7 @@ from safetensors.torch import save
 
 from engine_builder.networks import Network
 from model.errors import PreheatError
+from model.layout import to_stored
 from model.store import Store
 from model.store.manifest import BLOB_LIMIT, Blob, WeightsRecord
 
@@ -14,13 +15,15 @@ _HEADER_ALLOWANCE = 2**20  # bytes left for a blob's safetensors header
 _LIMIT = BLOB_LIMIT - _HEADER_ALLOWANCE
 
 
-def write_weights(network: Network, store: Store, layout: str = "plain", limit: int = _LIMIT) -> WeightsRecord:
+def write_weights(network: Network, store: Store, limit: int = _LIMIT) -> WeightsRecord:
     """Keep all of a network's tensors, cut into blobs of `limit` bytes of them; equal tensors give equal digests."""
     blobs = []
     for tensors in cut(network.tensors(), limit):
-        data = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+        data = save({name: to_stored(tensor, network.layout).cpu() for name, tensor in tensors.items()})
         blobs.append(Blob(sha256=store.put_bytes(data), bytes=len(data)))
-    return WeightsRecord(component=network.component, precision=network.precision, layout=layout, blobs=tuple(blobs))
+    return WeightsRecord(
+        component=network.component, precision=network.precision, layout=network.layout, blobs=tuple(blobs)
+    )
 
 
 def cut(tensors: dict[str, torch.Tensor], limit: int = _LIMIT) -> Iterator[dict[str, torch.Tensor]]:

@@ -14,13 +14,17 @@ from model.store.manifest import Dtype, Precision, Signature, TensorSpec
 
 TEXT_ENCODER = "text_encoder"
 TEXT_ENCODER_2 = "text_encoder_2"
+UNET_TEXT = "unet_text"
+UNET_TIME = "unet_time"
 UNET = "unet"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
+REFINER_UNET_TEXT = "refiner_unet_text"
+REFINER_UNET_TIME = "refiner_unet_time"
 REFINER_UNET = "refiner_unet"
 VAE_DECODER = "vae_decoder"
 
-BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER)
-REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET)
+BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET_TEXT, UNET_TIME, UNET, VAE_DECODER)
+REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET)
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -60,17 +64,36 @@ def text_signature(width: int, tokens: int, dtype: Dtype, pooled_width: int | No
     return Signature(inputs=(ids,), outputs=tuple(outputs))
 
 
-def unet_signature(widths: Widths, context_width: int, dtype: Dtype) -> Signature:
-    """Latents, timesteps and text of each row -> the predicted noise, of the latents' shape."""
+def unet_text_signature(tokens: int, context_width: int, text_width: int, dtype: Dtype) -> Signature:
+    """The text -> keys and values of all of a UNet's cross-attentions: computed once a prompt."""
+    return Signature(
+        inputs=(TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=("rows", tokens, context_width)),),
+        outputs=(TensorSpec(name="keys_values", dtype=dtype, shape=("rows", tokens, text_width)),),
+    )
+
+
+def unet_time_signature(widths: Widths, time_width: int, dtype: Dtype) -> Signature:
+    """Timestep, pooled text and sizes -> what they add in each of a UNet's ResNet blocks. A row here is a step: all
+    steps of a request are computed at once."""
+    return Signature(
+        inputs=(
+            TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
+            TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
+            TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
+        ),
+        outputs=(TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", time_width)),),
+    )
+
+
+def unet_signature(widths: Widths, time_width: int, text_width: int, dtype: Dtype) -> Signature:
+    """Latents of each row, and what its time and text came to -> the predicted noise, of the latents' shape."""
     height, width = f"height/{widths.vae_scale}", f"width/{widths.vae_scale}"
     latent = ("rows", widths.latent_channels, height, width)
     return Signature(
         inputs=(
             TensorSpec(name="sample", dtype=dtype, shape=latent),
-            TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
-            TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=("rows", widths.tokens, context_width)),
-            TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
-            TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
+            TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", time_width)),
+            TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, text_width)),
         ),
         outputs=(TensorSpec(name="noise", dtype=dtype, shape=latent),),
     )

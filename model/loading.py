@@ -16,7 +16,9 @@ from model.coldstart import ColdStart
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines import Engine, EngineSet
 from model.engines.aot_inductor import AotInductorEngine
+from model.engines.graphed import GraphedEngine
 from model.errors import ManifestError, MissingComponent, NoEngineForTarget, RequestRefused
+from model.layout import from_stored
 from model.pipeline import LoadedModel
 from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defaults
 from model.schedule import NoiseSchedule
@@ -97,7 +99,9 @@ def load_release(
         store.fetch(needed_blobs(manifest, records, [record for records in weights.values() for record in records]))
     with cold_start.phase("weights"):
         cache = WeightsCache(store, device)
-        tensors = {name: [cache.load(record) for record in records] for name, records in weights.items()}
+        tensors = {
+            name: [_in_layout(cache.load(record), record) for record in records] for name, records in weights.items()
+        }
         tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
     with cold_start.phase("engines"):
         engines = {
@@ -114,6 +118,10 @@ def load_release(
         shares_text_encoder_2={record.identity for record in second} == {record.identity for record in refiners},
     )
     return Loaded(model, served, release, target, chosen[components.UNET][0].runtime, cache.bytes)
+
+
+def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:
+    return {name: from_stored(tensor, record.layout) for name, tensor in tensors.items()}
 
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
@@ -283,7 +291,10 @@ def _tokenizer(store: Store, manifest: Manifest, name: Literal["tokenizer", "tok
 def _open(store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device) -> Engine:
     constants = _read(store, record.constants)
     package = store.get(record.blob.sha256, record.blob.bytes)
-    return AotInductorEngine(record.component, package, record.signature, record.bucket, constants, weights, device)
+    engine = AotInductorEngine(record.component, package, record.signature, record.bucket, constants, weights, device)
+    # The loops have graphs of their own, around the UNet and all else of a step.
+    looped = record.component in (components.UNET, components.REFINER_UNET)
+    return engine if looped or device.type != "cuda" else GraphedEngine(engine)
 
 
 def _read(store: Store, blob: Blob) -> bytes:

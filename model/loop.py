@@ -19,11 +19,11 @@ from model.schedule import Table, stack
 
 @dataclass
 class Conditioning:
-    """What tells the UNet what to draw: hidden [n, tokens, width], pooled [n, pooled width], time_ids [n, 5 or 6]."""
+    """What tells the UNet what to draw, in its precision: `keys_values` [1, tokens, width] of the text, `time_embeds`
+    [steps, width] for each step of a row's table."""
 
-    hidden: torch.Tensor
-    pooled: torch.Tensor
-    time_ids: torch.Tensor
+    keys_values: torch.Tensor
+    time_embeds: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -97,8 +97,8 @@ class StepLoop:
 
     def join(self, row: Row) -> None:
         assert row.step == 0 and row.table.steps and len(self.rows) < self.capacity
-        timesteps, coefficients = stack([row.table], row.table.steps)
-        self._states[row] = _State(row.latents.clone(), torch.zeros_like(row.latents), timesteps[0], coefficients[0])
+        coefficients = stack([row.table], row.table.steps)[1][0]
+        self._states[row] = _State(row.latents.clone(), torch.zeros_like(row.latents), coefficients)
         self.rows.append(row)
 
     def leave(self, row: Row) -> None:
@@ -113,8 +113,7 @@ class StepLoop:
         at = [state.coefficients[row.step] for row, state in zip(rows, states, strict=True)]
         coefficients = torch.from_numpy(np.stack(at)).to(x.device)  # [rows, 7]
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = coefficients.T.reshape(-1, len(rows), 1, 1, 1)
-        timesteps = np.array([state.timesteps[row.step] for row, state in zip(rows, states, strict=True)], np.float32)
-        eps = self._predict_noise(c_in * x, torch.from_numpy(timesteps).to(x.device))
+        eps = self._predict_noise(c_in * x)
         denoised = a * x + b * eps
         x = x_coef * x + denoised_coef * denoised + prev_coef * previous + noise_coef * draw_noise(rows, x)
         finished = []
@@ -131,20 +130,19 @@ class StepLoop:
     def latents(self, row: Row) -> torch.Tensor:
         return self._states[row].previous.clone()
 
-    def _predict_noise(self, model_input: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
+    def _predict_noise(self, model_input: torch.Tensor) -> torch.Tensor:
         """The UNet's guided prediction for each row, float32. Guided rows come first once more, unconditionally."""
         guided = [index for index, row in enumerate(self.rows) if row.guided]
         order = torch.tensor([*guided, *range(len(self.rows))], device=model_input.device)
-        texts = [text for index in guided if (text := self.rows[index].unconditional) is not None]
-        texts += [row.conditional for row in self.rows]
+        told = [(self.rows[index].unconditional, self.rows[index].step) for index in guided]
+        told += [(row.conditional, row.step) for row in self.rows]
+        texts = [(text, step) for text, step in told if text is not None]
         dtype = DTYPES[self._unet.signature.outputs[0].dtype]
         eps = self._unet.run(
             {
                 "sample": model_input[order].to(dtype),
-                "timestep": timesteps[order],
-                "encoder_hidden_states": torch.cat([text.hidden for text in texts]).to(dtype),
-                "text_embeds": torch.cat([text.pooled for text in texts]).to(dtype),
-                "time_ids": torch.cat([text.time_ids for text in texts]),
+                "time_embeds": torch.stack([text.time_embeds[step] for text, step in texts]),
+                "keys_values": torch.cat([text.keys_values for text, _ in texts]),
             },
             self._height,
             self._width,
@@ -161,12 +159,10 @@ class StepLoop:
 
 @dataclass
 class _State:
-    """A row inside a StepLoop. x, previous: [1, channels, height/8, width/8]; timesteps [steps], coefficients
-    [steps, 7] on the host."""
+    """A row inside a StepLoop. x, previous: [1, channels, height/8, width/8]; coefficients [steps, 7], on the host."""
 
     x: torch.Tensor
     previous: torch.Tensor
-    timesteps: NDArray[np.float32]
     coefficients: NDArray[np.float32]
 
 

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from model import components
 from model.components import DTYPES
 from model.engines import EngineSet
+from model.graph_loop import GraphLoop
 from model.image import Pixels, to_uint8
 from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
-from model.schedule import NoiseSchedule, Table, split, table
+from model.schedule import NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
 from model.tokenizer import ClipTokenizer
 
@@ -48,7 +49,10 @@ class LoadedModel:
 
 def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Loop:
     """A new loop for `component`, one of the UNets, at a size in pixels: where its implementation is chosen."""
-    return StepLoop(model.engines[component], height, width)
+    unet = model.engines[component]
+    if model.device.type == "cuda" and unet.is_static(height, width):
+        return GraphLoop(unet, height, width, model.device)
+    return StepLoop(unet, height, width)
 
 
 def generate(
@@ -120,7 +124,7 @@ def base_rows(model: LoadedModel, request: GenerationSettings, steps: Table) -> 
     settings = model.settings
     size = [float(request.height), float(request.width)]
     time_ids = [*size, 0.0, 0.0, *size]
-    conditional, unconditional = encode_prompt(model, request, refiner=False, time_ids=(time_ids, time_ids))
+    conditional, unconditional = encode_prompt(model, request, False, (time_ids, time_ids), steps)
     shape = (
         1,
         settings.latent_channels,
@@ -144,12 +148,17 @@ def guidance_by_step(request: GenerationSettings) -> NDArray[np.float32]:
 
 
 def encode_prompt(
-    model: LoadedModel, request: GenerationSettings, refiner: bool, time_ids: tuple[list[float], list[float]]
+    model: LoadedModel,
+    request: GenerationSettings,
+    refiner: bool,
+    time_ids: tuple[list[float], list[float]],
+    steps: Table,
 ) -> tuple[Conditioning, Conditioning | None]:
     """Text -> what conditions the UNet, and its counterpart for guidance (None where no step is guided).
 
     The base reads both encoders' penultimate states side by side, the refiner the second's alone; the pooled
-    projection is always the second's. `time_ids`: sizes (and aesthetic score) for each of the two.
+    projection is always the second's. `time_ids`: sizes (and aesthetic score) for each of the two. What the UNet makes
+    of the text and of every time in `steps` is computed here, once for all steps.
     """
     if refiner:
         assert model.settings.refiner is not None
@@ -165,20 +174,43 @@ def encode_prompt(
     if refiner and not model.shares_text_encoder_2:
         second = components.REFINER_TEXT_ENCODER_2
     encoded = _encode_texts(model, second, "tokenizer_2", texts)
-    hidden, pooled = encoded["hidden_states"].float(), encoded["pooled"].float()
+    hidden, pooled = encoded["hidden_states"], encoded["pooled"]
     if not refiner:
         first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
-        hidden = torch.cat([first.float(), hidden], dim=-1)
+        hidden = torch.cat([first.to(hidden.dtype), hidden], dim=-1)
+    if guided and zero_negative:
+        hidden = torch.cat([hidden, torch.zeros_like(hidden)])
+        pooled = torch.cat([pooled, torch.zeros_like(pooled)])
+    conditional, *unconditional = _conditionings(model, refiner, hidden, pooled, time_ids, steps)
+    return conditional, unconditional[0] if unconditional else None
 
-    def conditioning(hidden: torch.Tensor, pooled: torch.Tensor, ids: list[float]) -> Conditioning:
-        return Conditioning(hidden, pooled, torch.tensor([ids], device=model.device))
 
-    conditional = conditioning(hidden[:1], pooled[:1], time_ids[0])
-    if not guided:
-        return conditional, None
-    if zero_negative:
-        return conditional, conditioning(torch.zeros_like(hidden[:1]), torch.zeros_like(pooled[:1]), time_ids[1])
-    return conditional, conditioning(hidden[1:], pooled[1:], time_ids[1])
+def _conditionings(
+    model: LoadedModel,
+    refiner: bool,
+    hidden: torch.Tensor,
+    pooled: torch.Tensor,
+    time_ids: Sequence[list[float]],
+    steps: Table,
+) -> list[Conditioning]:
+    """One for each text: hidden [texts, tokens, width], pooled [texts, width] with that text's `time_ids`."""
+    text = model.engines[components.REFINER_UNET_TEXT if refiner else components.UNET_TEXT]
+    time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
+    dtype = DTYPES[text.signature.inputs[0].dtype]
+    keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
+    count = max(1, steps.steps)  # a request may leave one of its two UNets no step
+    timesteps = torch.from_numpy(stack([steps], count)[0][0]).to(model.device)
+    made = []
+    for index in range(len(hidden)):
+        embedded = time.run(
+            {
+                "timestep": timesteps,
+                "text_embeds": pooled[index].to(dtype).expand(count, -1),
+                "time_ids": torch.tensor(time_ids[index], device=model.device).expand(count, -1),
+            }
+        )
+        made.append(Conditioning(keys_values[index : index + 1], embedded["time_embeds"]))
+    return made
 
 
 def _encode_texts(model: LoadedModel, component: str, tokenizer: str, texts: list[str]) -> dict[str, torch.Tensor]:
@@ -220,7 +252,7 @@ def refiner_rows(model: LoadedModel, request: GenerationSettings, steps: Table, 
         ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE]) if settings.requires_aesthetics_score else (size[:2], size[:2])
     )
     time_ids = ([*size, *scores[0]], [*size, *scores[1]])
-    conditional, unconditional = encode_prompt(model, request, refiner=True, time_ids=time_ids)
+    conditional, unconditional = encode_prompt(model, request, True, time_ids, steps)
     guidance = guidance_by_step(request)[request.num_inference_steps - steps.steps :]
     return [Row(row.latents, steps, guidance, row.generator, conditional, unconditional) for row in rows]
 

@@ -8,16 +8,14 @@ from model.components import Widths, solve, text_signature, unet_signature, vae_
 from model.errors import EngineError
 
 WIDTHS = Widths(tokens=77, text_width=8, text_width_2=12, pooled_width=12, latent_channels=4, time_ids=6, vae_scale=8)
-UNET = unet_signature(WIDTHS, 20, "float16")
+UNET = unet_signature(WIDTHS, 30, 20, "float16")
 
 
 def unet_inputs(rows: int = 2, height: int = 64, width: int = 96) -> dict[str, torch.Tensor]:
     return {
         "sample": torch.zeros(rows, 4, height // 8, width // 8, dtype=torch.float16),
-        "timestep": torch.zeros(rows),
-        "encoder_hidden_states": torch.zeros(rows, 77, 20, dtype=torch.float16),
-        "text_embeds": torch.zeros(rows, 12, dtype=torch.float16),
-        "time_ids": torch.zeros(rows, 6),
+        "time_embeds": torch.zeros(rows, 30, dtype=torch.float16),
+        "keys_values": torch.zeros(rows, 77, 20, dtype=torch.float16),
     }
 
 
@@ -60,14 +58,16 @@ def test_each_input_that_does_not_fit_is_named(name: str) -> None:
 
 
 def test_inputs_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(EngineError, match=r"timestep is float32 \[3\], expected float32 \['rows'\] with {'rows': 2,"):
-        solve(UNET, unet_inputs() | {"timestep": torch.zeros(3)}, "unet")
+    with pytest.raises(
+        EngineError, match=r"time_embeds is float16 \[3, 30\], expected float16 \['rows', 30\] with {'rows': 2,"
+    ):
+        solve(UNET, unet_inputs() | {"time_embeds": torch.zeros(3, 30, dtype=torch.float16)}, "unet")
 
 
 def test_a_missing_or_unknown_input_is_named() -> None:
     good = unet_inputs()
     for name in good:
-        with pytest.raises(EngineError, match="unet takes sample, timestep, .*; it was given"):
+        with pytest.raises(EngineError, match="unet takes sample, time_embeds, .*; it was given"):
             solve(UNET, {key: value for key, value in good.items() if key != name}, "unet")
     with pytest.raises(EngineError, match="controlnet"):
         solve(UNET, good | {"controlnet": torch.zeros(1)}, "unet")

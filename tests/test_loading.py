@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save
 
 from model.coldstart import ColdStart
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -39,6 +40,7 @@ from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+UNET = BASE_COMPONENTS.index("unet")  # among a release's engines and weights
 Entries = dict[str, Any]
 Damage = Callable[[Entries], None]
 
@@ -99,9 +101,9 @@ def test_a_sound_release_is_served(sound: tuple[LocalStore, bytes]) -> None:
     assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
-    assert loaded.weight_bytes == 4 * sum(tensor.nbytes for tensor in releases.tensors(0).values())
+    assert loaded.weight_bytes == len(BASE_COMPONENTS) * sum(tensor.nbytes for tensor in releases.tensors(0).values())
     assert {"resolve", "weights", "engines"} <= cold_start.phases.keys()
-    for seed, name in enumerate(("text_encoder", "text_encoder_2", "unet", "vae_decoder")):
+    for seed, name in enumerate(BASE_COMPONENTS):
         x = torch.randn(6, 4, 8, 8)  # more rows than its bucket
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], Toy(seed)(x)[0])
 
@@ -117,7 +119,7 @@ def test_a_refiner_shares_what_it_has_in_common(store: LocalStore) -> None:
     store.write_release(manifest.model_copy(update={"version": "3", "weights": shared}))
     apart, together = load(store, "toy/2"), load(store, "toy/3")
     assert apart.served.has_refiner and not apart.model.shares_text_encoder_2
-    assert together.model.shares_text_encoder_2 and together.weight_bytes == apart.weight_bytes * 5 // 6
+    assert together.model.shares_text_encoder_2 and together.weight_bytes == apart.weight_bytes * 9 // 10
 
 
 def test_a_machine_runs_engines_of_a_level_below_its_own(sound: tuple[LocalStore, bytes]) -> None:
@@ -132,7 +134,7 @@ def test_configured_buckets_narrow_the_sizes(sound: tuple[LocalStore, bytes]) ->
 
 def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entries: Entries) -> None:
     """Two engines of a component in two layouts: the second must not run on the first's weights."""
-    second = copy.deepcopy(entries["engines"][2]) | {"layout": "other", "key": "0" * 64}
+    second = copy.deepcopy(entries["engines"][UNET]) | {"layout": "other", "key": "0" * 64}
     second["bucket"]["rows"] = {"min": 1, "max": 9, "multiple": 1}
     blob = keep(store, save(dict(Toy(77).named_parameters())))
     weights = {"component": "unet", "precision": "fp32", "layout": "other", "blobs": [blob.model_dump()]}
@@ -141,12 +143,12 @@ def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entri
     releases.write_raw(store.root, entries)
     first, other = load(store).model.engines["unet"].engines
     x = torch.randn(1, 4, 8, 8)
-    torch.testing.assert_close(first.run({"x": x})["y"], Toy(2)(x)[0])
+    torch.testing.assert_close(first.run({"x": x})["y"], Toy(UNET)(x)[0])
     torch.testing.assert_close(other.run({"x": x})["y"], Toy(77)(x)[0])
 
 
 def test_quantized_engines_are_served_only_where_there_is_nothing_better(store: LocalStore, entries: Entries) -> None:
-    for record in (entries["engines"][2], entries["weights"][2]):
+    for record in (entries["engines"][UNET], entries["weights"][UNET]):
         record["precision"] = "int8"
     releases.write_raw(store.root, entries)
     assert load(store).release == NAME
@@ -187,7 +189,7 @@ def test_no_engine_at_all(store: LocalStore, entries: Entries) -> None:
 
 
 def test_an_engine_of_a_runtime_that_is_not_here(store: LocalStore, entries: Entries) -> None:
-    damaged(store, entries, lambda e: e["engines"][2].update(runtime="tensorrt"))
+    damaged(store, entries, lambda e: e["engines"][UNET].update(runtime="tensorrt"))
     message = refusal(NoEngineForTarget, store)
     assert "no unet engine" in message and "aot_inductor" in message and "`preheat build`" in message
 
@@ -210,8 +212,8 @@ def test_a_missing_component(store: LocalStore, entries: Entries, component: str
         (lambda e: e["weights"].pop(1), "lacks text_encoder_2:"),
         (lambda e: e["tokenizers"].pop("tokenizer_2"), "lacks tokenizer_2:"),
         (lambda e: e["schedulers"].pop("base"), "lacks base scheduler:"),
-        (lambda e: e["weights"][2].update(precision="fp16"), "no fp32 weights of unet in layout plain"),
-        (lambda e: e["weights"][2].update(layout="fused"), "no fp32 weights of unet in layout plain"),
+        (lambda e: e["weights"][UNET].update(precision="fp16"), "no fp32 weights of unet in layout plain"),
+        (lambda e: e["weights"][UNET].update(layout="fused"), "no fp32 weights of unet in layout plain"),
     ],
     ids=["weights", "tokenizer", "scheduler", "precision", "layout"],
 )
@@ -225,7 +227,7 @@ def test_half_a_refiner(store: LocalStore, entries: Entries) -> None:
     refiner = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     damaged(store, entries, lambda e: e["settings"].update(refiner=refiner))
     message = refusal(MissingComponent, store)
-    assert "lacks refiner_text_encoder_2, refiner_unet, refiner scheduler" in message
+    assert f"lacks {', '.join(REFINER_COMPONENTS)}, refiner scheduler" in message
 
 
 def test_a_newer_schema(store: LocalStore, entries: Entries) -> None:
@@ -388,7 +390,7 @@ def test_blobs_of_one_size_that_changed_places(store: LocalStore, entries: Entri
 
 def publish_weights(store: LocalStore, entries: Entries, tensors: dict[str, torch.Tensor] | bytes) -> None:
     blob = keep(store, tensors if isinstance(tensors, bytes) else save(tensors))
-    entries["weights"][2]["blobs"] = [blob.model_dump()]
+    entries["weights"][UNET]["blobs"] = [blob.model_dump()]
     releases.write_raw(store.root, entries)
 
 
@@ -414,7 +416,7 @@ def test_an_engine_blob_that_is_no_engine(store: LocalStore, entries: Entries) -
     releases.write_raw(store.root, entries | {"engines": []})
     for part, data in (("blob", b"no engine"), ("constants", b"[]"), ("constants", b'{"a.weight": {}}')):
         changed = copy.deepcopy(entries)
-        changed["engines"][2][part] = keep(store, data).model_dump()
+        changed["engines"][UNET][part] = keep(store, data).model_dump()
         releases.write_raw(store.root, changed)
         message = refusal(EngineError, store)
         assert "unet engine cannot be opened" in message and "`preheat build`" in message
@@ -432,7 +434,7 @@ def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(store: Local
         (lambda e: e["weights"].pop(1), MissingComponent),
         (lambda e: e["defaults"].update(colour="red"), ManifestError),
         (lambda e: e["schedulers"]["base"].pop("beta_end"), ManifestError),
-        (lambda e: e["engines"][2].update(runtime="tensorrt"), NoEngineForTarget),
+        (lambda e: e["engines"][UNET].update(runtime="tensorrt"), NoEngineForTarget),
     ):
         refusal(kind, damaged(store, copy.deepcopy(entries), damage))
     releases.write_raw(store.root, entries)

@@ -88,7 +88,7 @@ def test_a_row_that_leaves_costs_its_companions_nothing(model: LoadedModel, loop
     loop.leave(rows[1])
     seen = stub(model, components.UNET).seen
     loop.step()
-    assert len(seen[-1]["timestep"]) == 4
+    assert len(seen[-1]["sample"]) == 4
     while loop.rows:
         loop.step()
     for row, seed in ((rows[0], 1), (rows[2], 3)):

@@ -36,7 +36,17 @@ def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expect
 
 
 def rows_of(model: LoadedModel, component: str) -> list[int]:
-    return [len(inputs["timestep"]) for inputs in stub(model, component).seen]
+    return [len(inputs["sample"]) for inputs in stub(model, component).seen]
+
+
+def test_what_does_not_depend_on_the_latents_is_computed_once_a_request(model: LoadedModel) -> None:
+    generate(model, [replace(PLAIN, negative_prompt="four", num_inference_steps=7, num_images=3)])
+    assert len(stub(model, components.UNET).seen) == 7
+    [text] = stub(model, components.UNET_TEXT).seen
+    assert text["encoder_hidden_states"][:, 0, 0].tolist() == [3.0, 4.0]
+    times = stub(model, components.UNET_TIME).seen
+    assert [inputs["text_embeds"][:, 0].tolist() for inputs in times] == [[3.0] * 7, [4.0] * 7]
+    assert times[0]["timestep"].tolist() == times[1]["timestep"].tolist() == [853, 711, 569, 427, 285, 143, 1]
 
 
 def test_a_guided_image_takes_two_rows_and_an_unguided_one_takes_one(model: LoadedModel) -> None:
@@ -59,10 +69,9 @@ def test_each_row_has_its_own_text_size_and_timestep(model: LoadedModel) -> None
     ]
     generate(model, batch)
     first = stub(model, components.UNET).seen[0]
-    assert first["encoder_hidden_states"][:, 0, 0].tolist() == [4.0, 3.0, 6.0]
-    assert first["text_embeds"][:, 0].tolist() == [4.0, 3.0, 6.0]
-    assert first["time_ids"].tolist() == [[64, 96, 0, 0, 64, 96]] * 3
-    assert first["timestep"].tolist() == [751.0, 751.0, 501.0]
+    assert first["keys_values"][:, 0, 0].tolist() == [4.0, 3.0, 6.0]
+    # What the stand-in makes of a time is the timestep and the sizes themselves.
+    assert first["time_embeds"].tolist() == [[at, 64, 96, 0, 0, 64, 96] for at in (751.0, 751.0, 501.0)]
     assert torch.equal(first["sample"][0], first["sample"][1])
 
 
@@ -71,7 +80,7 @@ def test_a_missing_negative_prompt_is_zeros_and_an_empty_one_is_read(
     negative: str | None, value: float, model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, negative_prompt=negative)])
-    assert stub(model, components.UNET).seen[0]["encoder_hidden_states"][0, 0, 0] == value
+    assert stub(model, components.UNET).seen[0]["keys_values"][0, 0, 0] == value
     texts = len(stub(model, components.TEXT_ENCODER).seen[0]["input_ids"])
     assert texts == (1 if negative is None else 2)
 
@@ -81,9 +90,9 @@ def test_the_refiner_takes_over_with_its_own_text_and_score(model: LoadedModel) 
     assert rows_of(model, components.UNET) == [4, 4, 2, 2]
     assert rows_of(model, components.REFINER_UNET) == [2, 2]
     refined = stub(model, components.REFINER_UNET).seen[0]
-    assert refined["time_ids"].tolist() == [[64, 96, 0, 0, 2.5], [64, 96, 0, 0, 6.0]]
-    assert refined["encoder_hidden_states"].shape == (2, WIDTHS.tokens, TEXT_WIDTH)
-    assert refined["timestep"].tolist() == [251.0, 251.0]
+    assert refined["time_embeds"].tolist() == [[251.0, 64, 96, 0, 0, score] for score in (2.5, 6.0)]
+    [text] = stub(model, components.REFINER_UNET_TEXT).seen
+    assert text["encoder_hidden_states"].shape == (2, WIDTHS.tokens, TEXT_WIDTH)
     # This refiner does not force zeros: a missing negative prompt is read as an empty one.
     assert len(stub(model, components.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
 

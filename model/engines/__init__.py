@@ -46,7 +46,7 @@ class EngineSet:
         rows = solve(self.signature, inputs, self.component)["rows"]
         if not rows:
             raise EngineError(f"{self.component} was given no rows.")
-        serving = self._serving(height, width)
+        serving = self.serving(height, width)
         parts: list[dict[str, torch.Tensor]] = []
         done = 0
         while done < rows:
@@ -63,9 +63,13 @@ class EngineSet:
 
     def most_rows(self, height: int, width: int) -> int:
         """The most rows of one call at `height` x `width` pixels. Raises EngineError where no engine serves them."""
-        return self._serving(height, width)[-1].bucket.rows.max
+        return self.serving(height, width)[-1].bucket.rows.max
 
-    def _serving(self, height: int, width: int) -> list[Engine]:
+    def is_static(self, height: int, width: int) -> bool:
+        """Whether each engine for that size takes one number of rows only, as a CUDA graph needs it."""
+        return all(engine.bucket.rows.min == engine.bucket.rows.max for engine in self.serving(height, width))
+
+    def serving(self, height: int, width: int) -> list[Engine]:
         """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError for none."""
         serving = [engine for engine in self.engines if _serves(engine.bucket, height, width)]
         if not serving:

@@ -91,7 +91,8 @@ def _map_constants(
                 f"The weights of {component} do not fit its engine: {constant.tensor} is {dtype_name(tensor.dtype)} "
                 f"{list(tensor.shape)}, expected {constant.dtype} {list(constant.shape)}; {again}"
             )
-        if tensor.device.type != device.type or not tensor.is_contiguous():
+        dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        if tensor.device.type != device.type or not dense:
             raise EngineError(f"{component}: {constant.tensor} must be contiguous, and on {device.type}; {again}")
         mapped[name] = tensor
     return mapped

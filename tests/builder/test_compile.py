@@ -65,7 +65,7 @@ def test_an_engine_computes_with_the_weights_it_is_given(
         for tensor in tensors.values():
             tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
 
-    part = "vae" if component == "vae_decoder" else component
+    part = {"vae_decoder": "vae", "unet_text": "unet", "unet_time": "unet"}.get(component, component)
     before = load_network(ModelFolder(folder_copy), component, "fp32")
     edit_weights(folder_copy / part, others)
     after = load_network(ModelFolder(folder_copy), component, "fp32")
@@ -83,13 +83,16 @@ def test_an_engine_computes_with_the_weights_it_is_given(
         assert (one - other).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("tensor", ["conv_out.bias", "conv_in.bias", "time_embedding.linear_1.weight"])
-def test_every_tensor_counts_also_the_smallest(tensor: str, toy_store: Store, toy_folder: Path) -> None:
-    network = load_network(ModelFolder(toy_folder), "unet", "fp32")
+@pytest.mark.parametrize(
+    "component, tensor",
+    [("unet", "conv_out.bias"), ("unet", "conv_in.bias"), ("unet_time", "time_embedding.linear_1.bias")],
+)
+def test_every_tensor_counts_also_the_smallest(component: str, tensor: str, toy_store: Store, toy_folder: Path) -> None:
+    network = load_network(ModelFolder(toy_folder), component, "fp32")
     inputs = example_inputs(network.signature, 1, 64, 64, "cpu")
-    before = open_with(toy_store, network).run(inputs)["noise"].clone()
+    [before] = [out.clone() for out in open_with(toy_store, network).run(inputs).values()]
     network.tensors()[tensor].add_(1.0)
-    after = open_with(toy_store, network).run(inputs)["noise"]
+    [after] = open_with(toy_store, network).run(inputs).values()
     assert (after - before).abs().max() > 1e-3
 
 

@@ -63,8 +63,13 @@ class Stub:
             ids = inputs["input_ids"].float()
             hidden = ids[:, :, None].expand(-1, -1, TEXT_WIDTH).clone()
             return {"hidden_states": hidden, "pooled": ids[:, : WIDTHS.pooled_width].clone()}
+        if "encoder_hidden_states" in inputs:
+            return {"keys_values": inputs["encoder_hidden_states"].repeat(1, 1, 2)}
+        if "timestep" in inputs:
+            return {"time_embeds": torch.cat([inputs["timestep"][:, None], inputs["time_ids"]], dim=1)}
         if "sample" in inputs:
-            return {"noise": 0.5 * inputs["sample"] + 0.01 * inputs["encoder_hidden_states"].mean()}
+            told = inputs["keys_values"].mean((1, 2)) + 1e-3 * inputs["time_embeds"].mean(1)
+            return {"noise": 0.5 * inputs["sample"] + 0.01 * told.reshape(-1, 1, 1, 1)}
         large = torch.nn.functional.interpolate(inputs["latents"][:, :3], scale_factor=8)
         return {"pixels": large.clone()}
 
@@ -72,12 +77,17 @@ class Stub:
 def line_model() -> LoadedModel:
     """A model of such networks, with a refiner; native size 64x64."""
     context = 2 * TEXT_WIDTH
+    refined = replace(WIDTHS, time_ids=5)
     signatures = {
         components.TEXT_ENCODER: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", None),
         components.TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
         components.REFINER_TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.UNET: components.unet_signature(WIDTHS, context, "float32"),
-        components.REFINER_UNET: components.unet_signature(replace(WIDTHS, time_ids=5), TEXT_WIDTH, "float32"),
+        components.UNET_TEXT: components.unet_text_signature(WIDTHS.tokens, context, 2 * context, "float32"),
+        components.UNET_TIME: components.unet_time_signature(WIDTHS, 7, "float32"),
+        components.UNET: components.unet_signature(WIDTHS, 7, 2 * context, "float32"),
+        components.REFINER_UNET_TEXT: components.unet_text_signature(WIDTHS.tokens, TEXT_WIDTH, context, "float32"),
+        components.REFINER_UNET_TIME: components.unet_time_signature(refined, 6, "float32"),
+        components.REFINER_UNET: components.unet_signature(refined, 6, context, "float32"),
         components.VAE_DECODER: components.vae_decoder_signature(4, 8, "float32"),
     }
     return LoadedModel(

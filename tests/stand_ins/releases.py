@@ -76,7 +76,7 @@ FAKE = Parts(b"this is no engine", b"{}")
 @functools.cache
 def toy() -> Parts:
     """A compiled `Toy`, for this machine."""
-    network = Network("unet", Toy().eval(), SIGNATURE, {}, "fp32", 8)
+    network = Network("unet", Toy().eval(), SIGNATURE, {}, "fp32", "plain", 8)
     with tempfile.TemporaryDirectory() as folder:
         made = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
         return Parts(made.package.read_bytes(), made.constants_json())

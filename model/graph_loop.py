@@ -1,0 +1,191 @@
+"""The denoising loop as CUDA graphs: one step of one bucket captured once, replayed for every step of every request.
+
+A step is UNet + guidance + sampler update + counters. All that differs between rows (latents, text, times, sampler
+table, guidance, which rows there are) is data in buffers that the graph reads, so any sampler, step count and guidance
+scale, and any coming and going of rows, runs without a new capture. The host queues replays and stays a step or two
+ahead of the device, which never waits for it. The arithmetic is that of `model.loop.StepLoop`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from model.components import DTYPES
+from model.engines import Engine, EngineSet
+from model.engines.graphed import capture
+from model.loop import Row, draw_noise
+from model.schedule import COLUMNS, MAX_STEPS, stack
+
+_AHEAD = 2  # steps queued beyond the one the device is at
+
+
+class GraphLoop:
+    """Runs one UNet at one size. A slot holds an image and both of its texts, the unconditional one first."""
+
+    def __init__(self, unet: EngineSet, height: int, width: int, device: torch.device) -> None:
+        """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
+        self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}  # smallest first
+        self.capacity = max(1, unet.most_rows(height, width) // 2)
+        self.rows: list[Row] = []
+        self._slots: dict[Row, int] = {}
+        self._device = device
+        slots, texts = self.capacity, 2 * self.capacity
+        inputs = {spec.name: spec for spec in unet.signature.inputs}
+        self._dtype = DTYPES[inputs["sample"].dtype]
+        _, channels, *sides = inputs["sample"].shape
+        scale = int(str(sides[0]).partition("/")[2] or 1)
+        latent = (int(channels), height // scale, width // scale)
+        _, time_width = inputs["time_embeds"].shape
+        _, tokens, text_width = inputs["keys_values"].shape
+
+        def buffer(*shape: int | str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros([int(size) for size in shape], dtype=dtype, device=device)
+
+        with torch.inference_mode():
+            self._latents, self._previous, self._noise = (buffer(slots, *latent) for _ in range(3))
+            self._coefficients = buffer(slots, MAX_STEPS, len(COLUMNS))
+            self._guidance = buffer(slots, MAX_STEPS)
+            self._at = buffer(slots, dtype=torch.int64)  # the step each slot is at
+            self._every = torch.arange(slots, device=device)
+            self._time_embeds = buffer(texts, MAX_STEPS, time_width, dtype=self._dtype)
+            self._keys_values = buffer(texts, tokens, text_width, dtype=self._dtype)
+            # Row of a bucket -> text; slot -> the rows that predict it (the same one twice where it is not guided).
+            self._texts = buffer(max(self._engines), dtype=torch.int64)
+            self._conditional, self._unconditional = (buffer(slots, dtype=torch.int64) for _ in range(2))
+        self._mapped: list[int] = []
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._queued: deque[torch.cuda.Event] = deque()
+        self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
+        self._steps = 0
+
+    @torch.inference_mode()
+    def join(self, row: Row) -> None:
+        assert row.step == 0 and row.table.steps and len(self.rows) < self.capacity
+        slot = min(set(range(self.capacity)) - set(self._slots.values()))
+        steps = row.table.steps
+        coefficients = stack([row.table], MAX_STEPS)[1][0]
+        guidance = np.ones(MAX_STEPS, np.float32)
+        if row.unconditional is not None:
+            guidance[:steps] = row.guidance[:steps]
+        self._coefficients[slot].copy_(torch.from_numpy(coefficients))
+        self._guidance[slot].copy_(torch.from_numpy(guidance))
+        self._at[slot].zero_()
+        self._latents[slot].copy_(row.latents[0])
+        self._previous[slot].zero_()
+        for text, told in ((2 * slot, row.unconditional), (2 * slot + 1, row.conditional)):
+            if told is not None:
+                self._keys_values[text].copy_(told.keys_values[0])
+                self._time_embeds[text, :steps].copy_(told.time_embeds[:steps])
+        self._slots[row] = slot
+        self.rows.append(row)
+
+    def leave(self, row: Row) -> None:
+        self.rows.remove(row)
+        del self._slots[row]
+
+    @torch.inference_mode()
+    def step(self) -> list[Row]:
+        self._replay_of(self._map_rows())()
+        finished = []
+        for row in self.rows:
+            row.step += 1
+            if row.step == row.table.steps:
+                slot = self._slots[row]
+                row.latents = self._latents[slot : slot + 1].clone()
+                finished.append(row)
+        for row in finished:
+            self.leave(row)
+        self._keep_pace()
+        return finished
+
+    @torch.inference_mode()
+    def latents(self, row: Row) -> torch.Tensor:
+        slot = self._slots[row]
+        return self._previous[slot : slot + 1].clone()
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture the graphs of all buckets now rather than at their first step."""
+        for rows in self._engines:
+            self._replay_of(rows)
+
+    def _map_rows(self) -> int:
+        """Tell the device which rows there are and their noise. Returns the smallest bucket's rows that hold them."""
+        texts: list[int] = []
+        conditional, unconditional = [0] * self.capacity, [0] * self.capacity
+        for row in self.rows:
+            slot = self._slots[row]
+            if row.guided:
+                unconditional[slot] = len(texts)
+                texts.append(2 * slot)
+            conditional[slot] = len(texts)
+            if not row.guided:
+                unconditional[slot] = len(texts)
+            texts.append(2 * slot + 1)
+        bucket = next(rows for rows in self._engines if rows >= len(texts))
+        texts += [texts[-1]] * (len(self._texts) - len(texts))
+        mapped = [*texts, *conditional, *unconditional]
+        if mapped != self._mapped:
+            self._mapped = mapped
+            self._texts.copy_(torch.tensor(texts))
+            self._conditional.copy_(torch.tensor(conditional))
+            self._unconditional.copy_(torch.tensor(unconditional))
+        drawing = [row for row in self.rows if row.table.noise_drawn[row.step]]
+        if drawing:
+            staged = self._staging[self._steps % len(self._staging)]  # the device is done with it: see _keep_pace
+            for row in drawing:
+                staged[self._slots[row]] = draw_noise([row], staged[:1])[0]
+            self._noise.copy_(staged, non_blocking=True)
+        return bucket
+
+    def _keep_pace(self) -> None:
+        """Wait until the device is at most `_AHEAD` steps behind."""
+        self._steps += 1
+        if self._device.type != "cuda":
+            return
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._queued.append(event)
+        if len(self._queued) > _AHEAD:
+            self._queued.popleft().synchronize()
+
+    def _replay_of(self, rows: int) -> Callable[[], None]:
+        if rows not in self._replays:
+            engine = self._engines[rows]
+            if self._device.type == "cuda":
+                kept = [tensor.clone() for tensor in self._state]  # warming up and capturing run steps
+                self._replays[rows] = capture(lambda: self._step(engine))
+                for tensor, value in zip(self._state, kept, strict=True):
+                    tensor.copy_(value)
+            else:
+                self._replays[rows] = lambda: self._step(engine)
+        return self._replays[rows]
+
+    @property
+    def _state(self) -> tuple[torch.Tensor, ...]:
+        return self._latents, self._previous, self._at
+
+    def _step(self, engine: Engine) -> None:
+        """One step of every slot at its own counter. A slot that is free computes what no one reads."""
+        texts = self._texts[: engine.bucket.rows.max]
+        slots = texts // 2
+        now = self._coefficients[self._every, self._at]  # [slots, 7]
+        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
+        eps = engine.run(
+            {
+                "sample": (c_in * self._latents)[slots].to(self._dtype),
+                "time_embeds": self._time_embeds[texts, self._at[slots]],
+                "keys_values": self._keys_values[texts],
+            }
+        )["noise"].float()
+        unconditional, conditional = eps[self._unconditional], eps[self._conditional]
+        scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
+        eps = unconditional + scale * (conditional - unconditional)
+        denoised = a * self._latents + b * eps
+        self._latents.copy_(
+            x_coef * self._latents + denoised_coef * denoised + prev_coef * self._previous + noise_coef * self._noise
+        )
+        self._previous.copy_(denoised)
+        self._at.add_(1).clamp_(max=MAX_STEPS - 1)

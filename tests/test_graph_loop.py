@@ -1,0 +1,129 @@
+"""The loop whose steps are replayed: held, without a GPU, against the one that runs them op by op."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import components
+from model.engines import EngineSet
+from model.graph_loop import GraphLoop
+from model.loop import Loop, Row, StepLoop
+from model.pipeline import LoadedModel, base_rows, denoise, request_tables
+from model.schedule import SAMPLERS
+from model.store.manifest import Bucket, Span
+from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
+
+HEIGHT, WIDTH = 64, 96
+
+
+def bucketed(model: LoadedModel, *rows: int) -> EngineSet:
+    """The UNet in static buckets, as it is on a GPU."""
+    unet = stub(model, components.UNET)
+    engines = []
+    for count in rows:
+        engine = Stub(unet.component, unet.signature)
+        engine.bucket = Bucket(
+            rows=Span(min=count, max=count), height=Span(min=HEIGHT, max=HEIGHT), width=Span(min=WIDTH, max=WIDTH)
+        )
+        engines.append(engine)
+    return EngineSet(engines)
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    return line_model()
+
+
+def row_of(model: LoadedModel, **asked: object) -> Row:
+    request = replace(PLAIN, **asked)  # type: ignore[arg-type]
+    [row] = base_rows(model, request, request_tables(model, request)[0])
+    return row
+
+
+def graph_loop(model: LoadedModel, *rows: int) -> GraphLoop:
+    return GraphLoop(bucketed(model, *rows), HEIGHT, WIDTH, model.device)
+
+
+def drawn(loop: Loop, model: LoadedModel, mix: list[tuple[dict[str, object], int]]) -> list[torch.Tensor]:
+    """The results of requests that join at given steps, or as soon as there is room."""
+    rows = [row_of(model, **asked) for asked, _ in mix]
+    waiting = [(joins, index) for index, (_, joins) in enumerate(mix)]
+    waiting.sort()
+    step = 0
+    while waiting or loop.rows:
+        while waiting and waiting[0][0] <= step and len(loop.rows) < loop.capacity:
+            loop.join(rows[waiting.pop(0)[1]])
+        if loop.rows:
+            loop.step()
+        step += 1
+    return [row.latents for row in rows]
+
+
+requests = st.fixed_dictionaries(
+    {
+        "prompt": st.sampled_from(["one", "two words", "sixsix and more"]),
+        "negative_prompt": st.sampled_from([None, "four"]),
+        "seed": st.integers(0, 2**32 - 1),
+        "scheduler": st.sampled_from(SAMPLERS),
+        "num_inference_steps": st.integers(1, 9),
+        "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
+        "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mix=st.lists(st.tuples(requests, st.integers(0, 6)), min_size=1, max_size=6))
+def test_any_mix_comes_to_what_the_plain_loop_draws(mix: list[tuple[dict[str, object], int]]) -> None:
+    model = line_model()
+    got = drawn(graph_loop(model, 1, 2, 4, 8), model, mix)
+    for (asked, _), latents in zip(mix, got, strict=True):
+        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+        torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> None:
+    unet = bucketed(model, 1, 2, 6)
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
+    assert loop.capacity == 3
+    guided = row_of(model, num_inference_steps=3, end_cfg_frac=0.67)
+    plain = row_of(model, guidance_scale=1.0, num_inference_steps=1)
+    loop.join(guided)
+    loop.join(plain)
+    assert loop.step() == [plain]  # 3 rows
+    assert loop.step() == []  # 2 rows
+    assert loop.step() == [guided]  # its last step is not guided
+    assert [len(engine.seen) for engine in unet.engines] == [1, 1, 1]  # type: ignore[attr-defined]
+
+
+def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None:
+    loop = graph_loop(model, 2)
+    loop.prepare()
+    [before] = loop._replays.values()
+    for scheduler in SAMPLERS:
+        denoise(loop, [row_of(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
+    assert list(loop._replays.values()) == [before]
+
+
+def test_a_broken_row_poisons_neither_its_companions_nor_the_next_in_its_slot(model: LoadedModel) -> None:
+    loop = graph_loop(model, 4)
+    broken, companion = row_of(model, seed=1), row_of(model, seed=2, scheduler="DPM++ 2M")
+    broken.latents = broken.latents * float("nan")
+    loop.join(broken)
+    loop.join(companion)
+    loop.step()
+    assert not loop.latents(broken).isfinite().any()
+    loop.leave(broken)
+    newcomer = row_of(model, seed=3, scheduler="DPM++ 2M SDE Karras")
+    loop.join(newcomer)
+    while loop.rows:
+        loop.step()
+    for row, asked in (
+        (companion, {"seed": 2, "scheduler": "DPM++ 2M"}),
+        (newcomer, {"seed": 3, "scheduler": "DPM++ 2M SDE Karras"}),
+    ):
+        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+        torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
