@@ -27,14 +27,15 @@ from training.tokenizer import END, LENGTH, START, vocabulary
 
 FRESH_EVERY = 4  # steps
 NOISES = 2  # rows of a batch that share one picture and caption, with a timestep and noise each
-DROPPED = 0.1  # share of captions dropped for guidance: half as zeros, half as the empty caption
+# Share of captions dropped for guidance, half as zeros and half as the empty caption. Where the refiner works, the
+# picture itself says nearly all that the caption does: guidance there multiplies whatever the two predictions differ
+# by, so the one without a caption must be as well trained as the one with it.
+DROPPED, REFINER_DROPPED = 0.1, 0.4
 OFFSET = 0.1  # offset noise: standard deviation of what a whole channel is shifted by
 FIRST_TIMESTEP = 951  # of 20 steps; a sampler starts there from noise that holds nothing of a picture
 HEAVIEST = 50.0  # largest weight of a timestep in the loss
-REFINED_BELOW = 350  # the refiner's timesteps
-SCORES = (2.0, 7.0)  # aesthetic scores; from CRISP_SCORE on drawings are crisp, below ever softer
-CRISP_SCORE = 5.0
-SOFTENED = 4.0  # pixels that the lowest score adds to the width of edges, on average
+REFINED_BELOW = 280  # the refiner's timesteps
+SCORES = (2.0, 7.0)  # aesthetic scores; they tell nothing, for every drawing is as good as any other
 
 
 def alphas_cumulative(device: torch.device) -> Tensor:
@@ -56,9 +57,9 @@ class Batch:
 class Pool:
     """Encoded drawings of one size, with their captions."""
 
-    def __init__(self, run: Run, vae: AutoencoderKL, size: tuple[int, int], capacity: int, blurs: bool) -> None:
+    def __init__(self, run: Run, vae: AutoencoderKL, size: tuple[int, int], capacity: int) -> None:
         height, width = size
-        self.size, self.capacity, self.blurs = size, capacity, blurs
+        self.size, self.capacity = size, capacity
         self.filled = self.next = 0
         self.device = run.device
         self.factor = vae.config.scaling_factor
@@ -76,10 +77,8 @@ class Pool:
             self.labels = labels.new_empty(self.capacity, *labels.shape[1:])
         places = (torch.arange(len(rows), device=self.device) + self.next) % self.capacity
         low, high = SCORES
-        draws = torch.rand(2, len(rows), generator=random, device=self.device)
-        scores = low + (high - low) * draws[0]
-        lacking = ((CRISP_SCORE - scores) / (CRISP_SCORE - low)).clip(0, 1)
-        soft = CRISP + lacking * SOFTENED * (0.5 + draws[1]) if self.blurs else torch.full_like(scores, CRISP)
+        scores = low + (high - low) * torch.rand(len(rows), generator=random, device=self.device)
+        soft = torch.full_like(scores, CRISP)
         pictures = (render(rows, *self.size, soft, torch) * 2 - 1).permute(0, 3, 1, 2)
         latents = self.vae.encode(pictures.to(self.vae.dtype)).latent_dist.mean
         self.latents[places] = latents.float() * self.factor
@@ -104,11 +103,10 @@ class Feed:
         self.run, self.settings, self.stage = run, settings, stage
         self.random = torch.Generator(run.device).manual_seed(run.settings.seed * 1_000_003 + step)
         sizes = run.settings.sizes
-        blurs = stage == "refiner"
         vae = copy.deepcopy(vae).to(torch.float16 if run.device.type == "cuda" else torch.float32)
         most = max(share for *_, share in sizes)
         self.pools = [
-            Pool(run, vae, (h, w), settings.pool if share == most else max(settings.pool // 6, 1), blurs)
+            Pool(run, vae, (h, w), settings.pool if share == most else max(settings.pool // 6, 1))
             for h, w, share in sizes
         ]
         self.shares = [share for *_, share in sizes]
@@ -196,24 +194,25 @@ class Noise:
 
         A sampler starts from pure noise, which the training's noisiest latents are not: they still show the
         picture's mean. Seen from the finished picture x, a sampler's path is x + sigma * (n - x / sigma_start);
-        half of the batch trains on such noise, the rest on plain noise."""
+        half of the batch trains on such noise, the rest on plain noise. Far below the start the two are the same."""
         count = len(latents)
         draws = torch.rand(3, count, generator=random, device=latents.device)
         share = torch.where(draws[0] < 0.3, 1 - draws[1] ** 2, draws[1])  # a third leans to high noise
         timesteps = (share * self.below).long().clip(0, self.below - 1)
         noise = torch.randn(latents.shape, generator=random, device=latents.device)
         noise += OFFSET * torch.randn(*latents.shape[:2], 1, 1, generator=random, device=latents.device)
-        noise -= (draws[2] < 0.5)[:, None, None, None] * latents / self.start
+        if self.below > FIRST_TIMESTEP:
+            noise -= (draws[2] < 0.5)[:, None, None, None] * latents / self.start
         kept = self.alphas[timesteps][:, None, None, None]
         noised = kept.sqrt() * latents + (1 - kept).sqrt() * noise
         return noised, timesteps, noise, (1 / kept.flatten()).clip(max=HEAVIEST)
 
 
-def _drop(ids: Tensor, empty: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ids with some captions emptied, and which ones become zeros [batch]."""
+def _drop(ids: Tensor, empty: Tensor, share: float, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """ids with half of `share` of the captions emptied, and which ones become zeros [batch], the other half."""
     draw = torch.rand(len(ids), generator=random, device=ids.device)
-    ids = torch.where((draw < DROPPED / 2)[:, None], empty, ids)
-    return ids, (draw >= DROPPED / 2) & (draw < DROPPED)
+    ids = torch.where((draw < share / 2)[:, None], empty, ids)
+    return ids, (draw >= share / 2) & (draw < share)
 
 
 def train_base(run: Run, networks: Networks) -> float:
@@ -242,7 +241,7 @@ def train_base(run: Run, networks: Networks) -> float:
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
-        ids, zeros = _drop(batch.ids, text.empty, feed.random)
+        ids, zeros = _drop(batch.ids, text.empty, DROPPED, feed.random)
         noised, timesteps, added, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
         time_ids = batch.latents.new_tensor([*size, 0, 0, *size]).expand(len(noised), -1)
         plain = zeros | (ids == text.empty).all(1)
@@ -283,7 +282,7 @@ def train_refiner(run: Run, networks: Networks) -> float:
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
-        ids, zeros = _drop(batch.ids, text.empty, feed.random)
+        ids, zeros = _drop(batch.ids, text.empty, REFINER_DROPPED, feed.random)
         noised, timesteps, added, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
         frame = batch.latents.new_tensor([*size, 0, 0]).expand(len(noised), -1)
         time_ids = torch.cat([frame, batch.scores.repeat(NOISES)[:, None]], 1)
