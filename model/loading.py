@@ -5,7 +5,9 @@ here is refused with one sentence that says why and which command mends it.
 """
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,15 +96,20 @@ def load_release(
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
         }
         check_memory(device, [record for records in weights.values() for record in records])
+    cache = WeightsCache(store, device)
+    needed = {name: list({record.identity: record for record in records}.values()) for name, records in weights.items()}
+    streamed = cache.begin([record for records in needed.values() for record in records], cold_start)
+    blobs = needed_blobs(manifest, chosen, {} if streamed else needed)
     with cold_start.phase("fetch"):
-        records = [record for records in chosen.values() for record in records]
-        store.fetch(needed_blobs(manifest, records, [record for records in weights.values() for record in records]))
+        store.fetch(blobs)
+    with cold_start.phase("verify"):
+        verify(store, blobs)
+    with cold_start.phase("tokenizers"):
+        tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
     with cold_start.phase("weights"):
-        cache = WeightsCache(store, device)
         tensors = {
             name: [_in_layout(cache.load(record), record) for record in records] for name, records in weights.items()
         }
-        tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
     with cold_start.phase("engines"):
         engines = {
             name: EngineSet([_open(store, *pair, device) for pair in zip(records, tensors[name], strict=True)])
@@ -203,12 +210,23 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     )
 
 
-def needed_blobs(manifest: Manifest, engines: Iterable[EngineRecord], weights: Iterable[WeightsRecord]) -> list[Blob]:
+def needed_blobs(
+    manifest: Manifest,
+    engines: Mapping[str, Sequence[EngineRecord]],
+    weights: Mapping[str, Sequence[WeightsRecord]],
+) -> list[Blob]:
     """The blobs that loading these reads, the largest first: what takes longest must not begin last."""
-    blobs = [blob for record in weights for blob in record.blobs]
-    blobs += [blob for engine in engines for blob in (engine.blob, engine.constants)]
+    blobs = [blob for records in weights.values() for record in records for blob in record.blobs]
+    blobs += [blob for records in engines.values() for engine in records for blob in (engine.blob, engine.constants)]
     blobs += [manifest.tokenizers[name].blob for name in _TOKENIZERS]
     return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
+
+
+def verify(store: Store, blobs: Iterable[Blob]) -> None:
+    """Hash blobs side by side, which releases the interpreter lock; `Store.get` remembers which are right."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
+        for _ in pool.map(lambda blob: store.get(blob.sha256, blob.bytes), blobs):
+            pass
 
 
 def check_memory(device: torch.device, records: Iterable[WeightsRecord]) -> None:
