@@ -1,0 +1,97 @@
+"""Benchmarks of cold starts: real processes, whose phases add up. How long they take is not what is tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine_builder.cold_bench import Place, Start, _start, own_object_store, read_alone, start_once, starts_row
+from engine_builder.mirror import copy_release
+from engine_builder.server import Layout
+from model.errors import PreheatError
+from model.store import Store, StoreOptions
+from tests.conftest import REPOSITORY, Opener
+from tests.stand_ins import object_store as ceph
+from tests.stand_ins import releases
+from tests.stand_ins.faulty_proxy import FaultyProxy
+
+REQUEST = {"prompt": "a red circle", "seed": 1, "num_inference_steps": 1}
+
+
+def test_phases_and_the_request_add_up_to_the_first_image() -> None:
+    measured = {"import": 1.0, "stream": 9.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0}
+    start = _start(measured, {"time": 2.0}, 7)
+    assert start == Start(4.0, {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first request": 2.0, "other": 0.25}, 7)
+
+
+def test_a_real_server_is_started_and_asked(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
+    start = start_once(layout, Place("here", store.url, {}, False), release, REQUEST, tmp_path)
+    assert start.bytes == 0 and not list(tmp_path.iterdir()), "no cache was used, and none is left"
+    assert {"import", "resolve", "weights", "engines", "warm_up", "first request", "other"} <= start.phases.keys()
+    assert sum(start.phases.values()) == pytest.approx(start.first_image, abs=0.01)
+    row = starts_row(Place("here", store.url, {}, False), release, [start, start], "fp32", 1).to_dict()
+    assert row["unit"] == "s" and row["runs"] == 2 and row["phases"].keys() == start.phases.keys()
+    assert row["best"] == row["p50"] == row["value"]
+
+
+def test_reading_alone_reads_every_byte_once(
+    store: Store, release: str, open_bucket: Opener, proxy: FaultyProxy, bucket: str, tmp_path: Path
+) -> None:
+    there = open_bucket("a/prefix", cache_dir=tmp_path / "unused")
+    manifest, _ = copy_release(store, there, release)
+    blobs = list(manifest.blobs().values())
+    passed = 0
+
+    def count(total: int) -> None:
+        nonlocal passed
+        passed = total
+
+    proxy.on_bytes = count
+    options = StoreOptions(
+        endpoint=proxy.url, access_key_id=ceph.ACCESS_KEY, secret_access_key=ceph.SECRET_KEY, region="us-east-1"
+    )
+    assert read_alone(f"s3://{bucket}/a/prefix", options, blobs) > 0
+    for blob in blobs:
+        asked = sorted(int(range_.partition("=")[2].partition("-")[0]) for range_ in proxy.bytes_asked(blob.sha256))
+        assert asked == list(range(0, blob.bytes, 16 * 2**20))
+    assert passed >= sum(blob.bytes for blob in blobs)
+
+
+def test_an_object_store_that_is_not_here_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PreheatError, match="name a bucket instead"):
+        own_object_store(tmp_path, tmp_path).__enter__()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PreheatError, match="not installed: apt-get install"):
+        own_object_store(REPOSITORY, tmp_path).__enter__()
+
+
+def run(*arguments: object) -> tuple[list[str], dict]:
+    """A module with a command line, in a process of its own: its lines, and the last one as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    return lines, json.loads(last)
+
+
+def test_a_bare_start_draws_a_picture_and_says_its_phases(store: Store, release: str) -> None:
+    lines, said = run("engine_builder.bare_start", store.url, release, "--steps", 1)
+    assert said["phases"]["first_image"] > said["phases"]["import"] > 0
+    assert said["engine"]["release"] == release and said["timings"]["denoise"] > 0
+    assert any(line.endswith(" s  warm_up") for line in lines)
+
+
+def test_streaming_is_measured_for_each_number_of_threads(tmp_path: Path) -> None:
+    from model.store.local import LocalStore
+
+    store = LocalStore(tmp_path / "store")
+    store.write_release(releases.draft(store))
+    lines, said = run(
+        "engine_builder.stream_bench", "--store", store.url, "--release", "toy/1", "--threads", "1,3", "--runs", 1
+    )
+    assert [row["threads"] for row in said["rows"]] == [1, 3]
+    assert said["bytes"] == sum(blob.bytes for record in store.read_release("toy/1").weights for blob in record.blobs)
+    assert "8 blobs" in lines[0] and all("GB/s hashed" in line for line in lines[1:])
