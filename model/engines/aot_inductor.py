@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from model.components import DTYPES, dtype_name, solve
+from model.engines.package import check_package
 from model.errors import EngineError, ManifestError
 from model.store.manifest import Bucket, Signature, parse_constants
 
@@ -33,6 +34,7 @@ class AotInductorEngine:
         self.bucket = bucket
         self._device = device.type
         mapped = _map_constants(component, constants, weights, device)
+        check_package(component, path)
         index = (device.index or 0) if device.type == "cuda" else -1
         try:
             # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.

@@ -1,0 +1,83 @@
+"""safetensors headers: offsets that overlap, lead out, leave gaps; sizes that overflow; headers without end.
+
+Each is tried where files are mapped, and where blobs are on their way to a device.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from model.errors import CorruptBlob
+from model.staging import stream_weights
+from model.store.manifest import Blob
+from model.tensor_file import HEADER_LIMIT
+from tests.attacks.conftest import Victim
+
+
+def file(entries: Any, data: bytes = bytes(16), length: int | None = None) -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def tensor(begin: Any, end: Any, shape: Any = None, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+LIES: dict[str, tuple[bytes, str]] = {
+    "overlap": (file({"a": tensor(0, 16), "b": tensor(8, 24)}, bytes(24)), "'b' do not begin where"),
+    "the same bytes twice": (file({"a": tensor(0, 16), "b": tensor(0, 16)}), "do not begin where"),
+    "a gap": (file({"a": tensor(0, 16), "b": tensor(20, 36)}, bytes(36)), "'b' do not begin where"),
+    "a gap in front": (file({"a": tensor(4, 20)}, bytes(20)), "'a' do not begin where"),
+    "bytes behind": (file({"a": tensor(0, 16)}, bytes(24)), "its tensors end at byte"),
+    "past the end": (file({"a": tensor(0, 32, [8])}), "its tensors end at byte"),
+    "far past the end": (file({"a": tensor(0, 2**40, [2**38])}), "its tensors end at byte"),
+    "backwards": (file({"a": tensor(16, 0)}), "offsets of 'a' are none"),
+    "below zero": (file({"a": tensor(-16, 0)}), "offsets of 'a' are none"),
+    "offsets in fractions": (file({"a": tensor(0.0, 16.0)}), "offsets of 'a' are none"),
+    "one offset": (file({"a": {"dtype": "F32", "shape": [4], "data_offsets": [16]}}), "offsets of 'a' are none"),
+    "offsets past what a file has": (file({"a": tensor(2**63, 2**63 + 16)}), "offsets of 'a' are none"),
+    "a shape that overflows": (file({"a": tensor(0, 16, [2**33, 2**33])}), "does not take the bytes"),
+    "a shape that overflows to right": (file({"a": tensor(0, 16, [2**32, 2**32, 4])}), "does not take the bytes"),
+    "a shape below zero": (file({"a": tensor(0, 16, [-2, -2])}), "shape of 'a' is none"),
+    "a shape as text": (file({"a": tensor(0, 16, "4")}), "shape of 'a' is none"),
+    "a shape of truth": (file({"a": tensor(0, 16, [4, True])}), "shape of 'a' is none"),
+    "a shape without end": (file({"a": tensor(0, 16, [4] + [1] * 5000)}), "shape of 'a' is none"),
+    "askew": (file({"a": tensor(0, 1, [1], "U8"), "b": tensor(1, 17)}, bytes(17)), "'b' lie askew"),
+    "an unknown dtype": (file({"a": tensor(0, 16, None, "C64")}), "unknown dtype"),
+    "a dtype that is none": (file({"a": tensor(0, 16, None, ["F32"])}), "unknown dtype"),
+    "an entry more": (file({"a": tensor(0, 16) | {"strides": [9]}}), "not described by"),
+    "an entry less": (file({"a": {"dtype": "F32", "shape": [4]}}), "not described by"),
+    "no entry": (file({"a": None}), "not described by"),
+    "no name": (file({"": tensor(0, 16)}), "name has 0 characters"),
+    "a name without end": (file({"a" * 100_000: tensor(0, 16)}), "name has 100000 characters"),
+    "a name twice": (file(b'{"a": %s, "a": %s}' % ((json.dumps(tensor(0, 16)).encode(),) * 2)), "a key is there twice"),
+    "a list": (file([]), "its header is no object"),
+    "nested without end": (file(b'{"a": ' + b"[" * 200_000), "its header is not JSON"),
+    "not utf-8": (file(b'{"\xff": 1}'), "its header is not JSON"),
+    "half a header": (file(b'{"a": '), "its header is not JSON"),
+    "a header longer than the file": (file({}, b"", 1000), "its header is longer than the file"),
+    "a header of a moon": (file({}, b"", 2**63), f"more than {HEADER_LIMIT}"),
+    "a header that fills memory": (file(b" " * (HEADER_LIMIT + 8)), f"more than {HEADER_LIMIT}"),
+    "tensors without number": (file({str(i): tensor(0, 0, [0]) for i in range(2**14 + 1)}, b""), "it names more than"),
+    "seven bytes": (bytes(7), "it has 7 bytes"),
+    "nothing": (b"", "it has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("data, words", LIES.values(), ids=LIES)
+def test_it_is_refused(victim: Victim, data: bytes, words: str) -> None:
+    victim.entries["weights"][2]["blobs"] = [victim.keep(data)]
+    assert words in victim.refused(CorruptBlob, "is no safetensors file of weights")
+    blob = Blob.model_validate(victim.entries["weights"][2]["blobs"][0])
+    with pytest.raises(CorruptBlob) as caught:
+        stream_weights(victim.store, [blob], torch.device("cpu"))
+    assert words in str(caught.value)
+
+
+def test_a_tensor_in_two_blobs_is_refused(victim: Victim) -> None:
+    blobs = [victim.keep(file({"a.bias": tensor(0, 16)}, bytes([n]) * 16)) for n in range(2)]
+    victim.entries["weights"][2]["blobs"] = blobs
+    victim.refused(CorruptBlob, "have a.bias in two blobs")

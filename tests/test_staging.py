@@ -1,0 +1,190 @@
+"""Weights on their way to a device: through small slots, in any pieces, by several threads, and checked.
+
+On the CPU, where a copy is done when it returns; what is CUDA's is `Lane`'s, for which a stand-in here plays the device
+that is late.
+"""
+
+import random
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from model import weights
+from model.coldstart import ColdStart
+from model.components import BASE_COMPONENTS
+from model.errors import CorruptBlob
+from model.loading import load_release
+from model.staging import SLOTS, Lane, stream_weights
+from model.store.local import LocalStore
+from model.store.manifest import Blob
+from model.store.sink import Sink
+from model.weights import WeightsCache
+from tests.stand_ins import releases
+from tests.stand_ins.releases import NAME, cpu_target, keep
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def some(seed: int, count: int = 12) -> Tensors:
+    """Tensors of odd sizes and several dtypes, an empty and a scalar one among them."""
+    rng = random.Random(seed)
+    made: Tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(float(seed)), "many": torch.arange(20_000)}
+    for number in range(count):
+        shape = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 4))]
+        dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.bool])
+        made[f"{number}"] = (torch.rand(shape, generator=torch.Generator().manual_seed(number)) * 9).to(dtype)
+    return made
+
+
+def same(given: Tensors, expected: Tensors) -> None:
+    assert given.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert given[name].dtype == tensor.dtype and given[name].shape == tensor.shape, name
+        assert torch.equal(given[name], tensor), name
+
+
+class SmallLane(Lane):
+    """Slots of a few KiB, so that a header, and most tensors, cross several."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, slot_bytes=4096)
+
+
+class LateLane(Lane):
+    """A device that copies as late as it may: when the slot is wanted again, or all copies are waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, slot_bytes=4096)
+        self._ordered: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(SLOTS)]
+
+    def _copy_now(self, slot: int) -> None:
+        for target, at in self._ordered[slot]:
+            target.copy_(self._slots[slot][at : at + target.numel()])
+        self._ordered[slot] = []
+
+    def free_slot(self) -> memoryview:
+        self._copy_now((self._turn + 1) % SLOTS)
+        return super().free_slot()
+
+    def copy(self, pieces: Iterable[tuple[torch.Tensor, int]]) -> None:
+        self._ordered[self._turn] += pieces
+
+    def finish(self) -> None:
+        for turn in range(SLOTS):
+            self._copy_now((self._turn + 1 + turn) % SLOTS)
+
+
+@pytest.mark.parametrize("lane", [Lane, SmallLane, LateLane])
+@pytest.mark.parametrize("threads", [1, 3, None])
+def test_tensors_arrive_as_they_were_saved(store: LocalStore, lane: type[Lane], threads: int | None) -> None:
+    groups = [some(seed) for seed in range(5)]
+    blobs = [keep(store, save(group)) for group in groups]
+    arrived = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
+    for blob, group in zip(blobs, groups, strict=True):
+        same(arrived[blob.sha256], group)
+
+
+def test_each_tensor_begins_where_kernels_may_read_it_in_wide_pieces(store: LocalStore) -> None:
+    blob = keep(store, save(some(1)))
+    [tensors] = stream_weights(store, [blob], CPU).values()
+    base = min(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
+    assert all((tensor.data_ptr() - base) % 256 == 0 for tensor in tensors.values() if tensor.numel())
+
+
+def test_each_thread_has_a_lane_of_its_own_and_blobs_go_side_by_side(store: LocalStore) -> None:
+    together = threading.Barrier(3, timeout=60)
+
+    class Meeting(LocalStore):
+        def stream(self, digest: str, size: int, sink: Sink) -> None:
+            together.wait()  # passed only if three blobs are read at once
+            super().stream(digest, size, sink)
+
+    blobs = [keep(store, save(some(seed))) for seed in range(3)]
+    made: list[Lane] = []
+
+    def lane(device: torch.device) -> Lane:
+        made.append(Lane(device))
+        return made[-1]
+
+    assert len(stream_weights(Meeting(store.root), blobs, CPU, 3, lane)) == len(made) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_one_wrong_byte_anywhere_and_nothing_is_given(store: LocalStore, threads: int) -> None:
+    blobs = [keep(store, save(some(seed))) for seed in range(4)]
+    path = store.root / "blobs" / "sha256" / blobs[2].sha256
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CorruptBlob, match=blobs[2].sha256[:12]):
+        stream_weights(store, blobs, CPU, threads)
+    path.write_bytes(data)
+    assert stream_weights(store, blobs, CPU, threads).keys() == {blob.sha256 for blob in blobs}
+
+
+def test_what_came_damaged_and_comes_again_replaces_it(store: LocalStore) -> None:
+    """A store hands byte 0 over a second time, as one in a bucket does; the first try had another header."""
+    good = save(some(2, 5))
+    overhead = len(save({"x": torch.zeros(len(good), dtype=torch.uint8)})) - len(good)
+    bad = save({"x": torch.ones(len(good) - overhead, dtype=torch.uint8)})
+    assert len(bad) == len(good)
+
+    class Twice(LocalStore):
+        def stream(self, digest: str, size: int, sink: Sink) -> None:
+            for data in (bad, good):
+                at = 0
+                while at < size:
+                    buffer = sink.buffer()[: size - at]
+                    buffer[:] = data[at : at + len(buffer)]
+                    sink.filled(at, buffer)
+                    at += len(buffer)
+
+    [tensors] = stream_weights(Twice(store.root), [Blob(sha256="0" * 64, bytes=len(good))], CPU, 1, LateLane).values()
+    same(tensors, some(2, 5))
+
+
+def test_a_release_is_loaded_through_the_slots(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: weights stream beside the fetching and checking of all else, and are the same."""
+    store.write_release(releases.draft(store, releases.toy()))
+    monkeypatch.setattr(weights, "copies_to", lambda device: True)
+    cold_start = ColdStart()
+    loaded = load_release(store, NAME, [cpu_target()], [], cold_start)
+    x = torch.randn(2, 4, 8, 8)
+    for seed, name in enumerate(BASE_COMPONENTS):
+        torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], releases.Toy(seed)(x)[0])
+    assert {"resolve", "fetch", "verify", "stream", "weights", "engines"} <= cold_start.phases.keys()
+    path = next(iter(store.read_release(NAME).weights[0].blobs)).sha256
+    file = store.root / "blobs" / "sha256" / path
+    file.write_bytes(file.read_bytes()[:-1] + b"\7")
+    with pytest.raises(CorruptBlob, match=path[:12]):
+        load_release(store, NAME, [cpu_target()], [], ColdStart())
+
+
+def test_weights_that_two_components_share_are_streamed_once(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = releases.draft(store)
+    streamed: list[str] = []
+    stream = LocalStore.stream
+    monkeypatch.setattr(
+        LocalStore,
+        "stream",
+        lambda self, digest, size, sink: (streamed.append(digest), stream(self, digest, size, sink)),
+    )
+    monkeypatch.setattr(weights, "copies_to", lambda device: True)
+    cache = WeightsCache(store, CPU)
+    one = manifest.weights[0]
+    other = manifest.weights[1].model_copy(update={"blobs": one.blobs})
+    assert cache.begin([one, other], ColdStart())
+    first, second = cache.load(one), cache.load(other)
+    assert all(first[name] is second[name] for name in first)
+    assert sorted(streamed) == sorted(blob.sha256 for blob in one.blobs)
