@@ -47,8 +47,13 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
 
 
-def bench_diffusers(folder: Path, like: GenerationSettings, precision: str, warm_ups: int, runs: int) -> Row:
-    """diffusers' own pipeline in eager PyTorch, the same weights, size, steps and guidance. No refiner."""
+def bench_diffusers(
+    folder: Path, like: GenerationSettings, precision: str, warm_ups: int, runs: int, compiled: bool = False
+) -> Row:
+    """diffusers' own pipeline on the same weights, size, steps and guidance. No refiner.
+
+    Eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA graphs on UNet and decoder.
+    """
     from diffusers import StableDiffusionXLPipeline
 
     load: Any = StableDiffusionXLPipeline.from_pretrained
@@ -57,6 +62,12 @@ def bench_diffusers(folder: Path, like: GenerationSettings, precision: str, warm
         device
     )
     pipeline.set_progress_bar_config(disable=True)
+    if compiled:
+        for network in (pipeline.unet, pipeline.vae):
+            network.to(memory_format=torch.channels_last)
+        pipeline.fuse_qkv_projections()
+        pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode="reduce-overhead", fullgraph=True)
 
     def work() -> dict[str, float]:
         images = pipeline(
@@ -73,7 +84,8 @@ def bench_diffusers(folder: Path, like: GenerationSettings, precision: str, warm
         return {}
 
     totals, stages = measure(work, warm_ups, runs)
-    return _row(f"diffusers eager {like.width}x{like.height}", like, precision, totals, stages)
+    kind = "compiled" if compiled else "eager"
+    return _row(f"diffusers {kind} {like.width}x{like.height}", like, precision, totals, stages)
 
 
 def _row(case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]) -> Row:

@@ -179,8 +179,8 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
         )
     precision = min((engine.precision for engine in every), key=_PRECISIONS.index)
     every = [engine for engine in every if engine.precision == precision]
-    if not buckets:
-        return every
+    if not buckets or all(engine.bucket.height is None for engine in every):
+        return every  # what reads text or times has no size, and its rows are not the UNet's
     chosen: dict[str, EngineRecord] = {}
     for bucket in buckets:
         fitting = [e for e in every if e.bucket.holds(e.bucket.rows.min, bucket.height, bucket.width)]

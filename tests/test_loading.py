@@ -132,6 +132,15 @@ def test_configured_buckets_narrow_the_sizes(sound: tuple[LocalStore, bytes]) ->
     assert load(sound[0], buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
 
 
+def test_buckets_do_not_narrow_what_has_no_size(store: LocalStore, entries: Entries) -> None:
+    """On a GPU the times of 32 steps are embedded at once, more rows than any bucket of the UNet has."""
+    [time] = [engine for engine in entries["engines"] if engine["component"] == "unet_time"]
+    time["bucket"] = {"rows": {"min": 32, "max": 32, "multiple": 1}, "height": None, "width": None}
+    releases.write_raw(store.root, entries)
+    loaded = load(store, buckets=[ServedBucket(64, 64, 2)])
+    assert [engine.bucket.rows.max for engine in loaded.model.engines["unet_time"].engines] == [32]
+
+
 def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entries: Entries) -> None:
     """Two engines of a component in two layouts: the second must not run on the first's weights."""
     second = copy.deepcopy(entries["engines"][UNET]) | {"layout": "other", "key": "0" * 64}
