@@ -1,4 +1,4 @@
-"""Engines compiled by AOTInductor (`.pt2`), opened through the C++ loader.
+"""Engines compiled by AOTInductor (`.pt2`), opened through torch's C++ loader, on a CPU through `aoti_container`.
 
 The public Python loader is not used: it compiles and runs probe programs to learn this machine's CPU, which takes up
 to a minute, and importing its wrapper takes seconds. The target was checked before an engine comes here.
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from model.components import DTYPES, dtype_name, solve
+from model.engines.aoti_container import Container
 from model.engines.package import check_package
 from model.errors import EngineError, ManifestError
 from model.store.manifest import Bucket, Signature, parse_constants
@@ -35,22 +36,20 @@ class AotInductorEngine:
         self._device = device.type
         mapped = _map_constants(component, constants, weights, device)
         check_package(component, path)
-        index = (device.index or 0) if device.type == "cuda" else -1
         try:
-            # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
-            loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
-            if set(loader.get_constant_fqns()) != set(mapped):
+            code = _Loader(path, device.index or 0) if device.type == "cuda" else Container(path)
+            if code.constants != set(mapped):
                 raise EngineError(
                     f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
                 )
             # A call before constants are loaded, or with some missing, would be a segmentation fault.
-            loader.load_constants(mapped, False, True, True)
+            code.load_constants(mapped)
         except RuntimeError as error:
             raise EngineError(
                 f"The {component} engine cannot be opened ({_first_line(error)}): make room in the folder for "
                 "temporary files, where it is unpacked, or build it again (`preheat build`)."
             ) from error
-        self._loader = loader
+        self._code: _Loader | Container = code
         self._weights = mapped
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -65,13 +64,29 @@ class AotInductorEngine:
                 )
         # Kernels were compiled for contiguous inputs and do not look at strides.
         flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
-        outputs = self._loader.run(flat)
+        outputs = self._code.run(flat)
         if len(outputs) != len(self.signature.outputs):
             raise EngineError(
                 f"The {self.component} engine gives {len(outputs)} tensors and its record names "
                 f"{len(self.signature.outputs)}: build it again (`preheat build`)."
             )
         return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}
+
+
+class _Loader:
+    """torch's own loader, on a GPU. See `Container` for what the three do."""
+
+    def __init__(self, package: Path, index: int) -> None:
+        # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, index)
+        self.constants = set(self._loader.get_constant_fqns())
+
+    def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._loader.load_constants(tensors, False, True, True)
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = self._loader.run(inputs)
+        return outputs
 
 
 def _map_constants(

@@ -1,0 +1,121 @@
+"""An AOTInductor package called through its C interface (torch/csrc/inductor/aoti_runtime/interface.h), for the CPU.
+
+torch's own loader holds Python's lock for the whole of a run. On a GPU that is the time of queueing kernels; on a CPU
+it is all of the work, in which no other thread could answer a health check. ctypes gives the lock up.
+"""
+
+import ctypes
+import tempfile
+import weakref
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+class _Constant(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("tensor", ctypes.c_void_p)]
+
+
+class Container:
+    """The compiled code of one package. Not for two threads at once. Raises RuntimeError as torch's loader does."""
+
+    def __init__(self, package: Path) -> None:
+        try:
+            with zipfile.ZipFile(package) as archive, tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
+                if (damaged := archive.testzip()) is not None:
+                    raise RuntimeError(f"{damaged} in it is damaged")
+                [name] = [name for name in archive.namelist() if name.endswith(".so")]
+                # The library stays mapped when its file is gone.
+                self._library = ctypes.CDLL(archive.extract(name, folder))
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise RuntimeError(str(error)) from error
+        handle = ctypes.c_void_p()
+        self._call("CreateWithDevice", ctypes.byref(handle), ctypes.c_size_t(1), b"cpu", None)
+        self._handle = handle
+        self._names = self._constant_names()
+        self._held: list[int] = []
+        self._close = weakref.finalize(self, _close, self._library, handle, self._held)
+
+    @property
+    def constants(self) -> set[str]:
+        """The names of the constants that `load_constants` must be given."""
+        return set(self._names)
+
+    def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Alias `tensors`, once, one for each of `constants`. Without them a run would be a segmentation fault."""
+        pointers = _pointers([tensors[name] for name in self._names])
+        self._held += pointers
+        pairs = zip(self._names.values(), pointers, strict=True)
+        entries = (_Constant * len(pointers))(*(_Constant(name, pointer) for name, pointer in pairs))
+        self._call(
+            "UpdateUserManagedConstantBufferPairs",
+            self._handle,
+            entries,
+            ctypes.c_size_t(len(pointers)),
+            ctypes.c_bool(False),
+            ctypes.c_bool(True),
+        )
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Contiguous tensors in the order of the signature, in and out. Nothing of them is checked here."""
+        taken = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # the callee frees them
+        outputs = (ctypes.c_void_p * self._outputs)()
+        self._call(
+            "RunSingleThreaded",
+            self._handle,
+            taken,
+            ctypes.c_size_t(len(taken)),
+            outputs,
+            ctypes.c_size_t(len(outputs)),
+            None,
+            None,
+        )
+        return _tensors(list(outputs))
+
+    @property
+    def _outputs(self) -> int:
+        count = ctypes.c_size_t()
+        self._call("GetNumOutputs", self._handle, ctypes.byref(count))
+        return count.value
+
+    def _constant_names(self) -> dict[str, bytes]:
+        """Each constant's name in the exported program -> its name in the compiled code."""
+        count = ctypes.c_size_t()
+        self._call("GetNumConstants", self._handle, ctypes.byref(count))
+        names = {}
+        for index in range(count.value):
+            inner, original = ctypes.c_char_p(), ctypes.c_char_p()
+            at = ctypes.c_size_t(index)
+            self._call("GetConstantName", self._handle, at, ctypes.byref(inner))
+            self._call("GetConstantOriginalFQN", self._handle, at, ctypes.byref(original))
+            assert inner.value is not None and original.value is not None
+            names[original.value.decode()] = inner.value
+        return names
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if getattr(self._library, f"AOTInductorModelContainer{function}")(*arguments):
+            raise RuntimeError(f"AOTInductorModelContainer{function} failed; its reason is on standard error.")
+
+
+def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, held: list[int]) -> None:
+    library.AOTInductorModelContainerDelete(handle)
+    _tensors(held)
+
+
+def _pointers(tensors: list[torch.Tensor]) -> list[int]:
+    """A new reference to each tensor, as C++ holds it; whoever is given one must free it."""
+    return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+
+
+def _tensors(pointers: Sequence[int | None]) -> list[torch.Tensor]:
+    """The reverse of `_pointers`, which frees them."""
+    capsules = [_capsule(pointer, None, None) for pointer in pointers]
+    return list(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules))
