@@ -54,3 +54,26 @@ class RequestRefused(PreheatError):
 
 class BrokenImage(PreheatError):
     """A picture came out with values that are not numbers. Answered as a 500, never as a black picture."""
+
+
+class Overloaded(PreheatError):
+    """More is waiting than this server promises to draw in time. Answered as a 429.
+
+    `retry_after`: whole seconds after which there should be room.
+    """
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(PreheatError):
+    """The device has failed and the process is about to be replaced. Answered as a 503."""
+
+
+class DeadlineExceeded(PreheatError):
+    """A request was not finished within the time that the deployment gives it. Answered as a 504."""
+
+
+class Cancelled(PreheatError):
+    """A request was given up by whoever made it. Answered to no one."""

@@ -6,6 +6,7 @@ error and never a black picture. Knows nothing of seeds, releases or engines.
 
 import base64
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,31 @@ def to_uint8(decoded: torch.Tensor) -> Pixels:
 
     Raises BrokenImage, naming the images, if any value is NaN or infinite: clamping would hide it.
     """
+    levels, finite = to_levels(decoded)
+    broken = [index for index, is_finite in enumerate(finite.tolist()) if not is_finite]
+    if broken:
+        raise broken_image(broken, len(levels))
+    pixels: Pixels = levels.cpu().numpy()
+    return pixels
+
+
+def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pixels of `to_uint8`, uint8 [images, height, width, 3], and whether each image is all numbers, bool [images];
+    both still on the device, and not waited for."""
     # NaN outlives minimum and maximum: two numbers an image tell, far cheaper than isfinite of every value.
     flat = decoded.flatten(1)
-    finite = (flat.amin(dim=1).isfinite() & flat.amax(dim=1).isfinite()).tolist()
-    broken = [str(index) for index, is_finite in enumerate(finite) if not is_finite]
-    if broken:
-        raise BrokenImage(
-            f"image {', '.join(broken)} of {len(finite)} (counted from 0) has NaN or infinite values. "
-            "Most often a VAE overflowed in fp16: serve it in fp32 or bf16, or with weights made for fp16."
-        )
+    finite = flat.amin(dim=1).isfinite() & flat.amax(dim=1).isfinite()
     levels = decoded.mul(0.5).add_(0.5).clamp_(0, 1).float().mul_(255).round_()
     # Made bytes on the device and permuted there: a quarter of the floats' traffic to the host.
-    pixels: Pixels = levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu().numpy()
-    return pixels
+    return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous(), finite
+
+
+def broken_image(indices: Sequence[int], images: int) -> BrokenImage:
+    """The error for images that are not all numbers, `indices` of the `images` of a request."""
+    return BrokenImage(
+        f"image {', '.join(map(str, indices))} of {images} (counted from 0) has NaN or infinite values. "
+        "Most often a VAE overflowed in fp16: serve it in fp32 or bf16, or with weights made for fp16."
+    )
 
 
 def encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Prompt -> image, as plain functions over loaded engines: base_rows, denoise, refiner_rows, decode.
+"""Prompt -> image, as plain functions over loaded engines: base_rows, denoise, refiner_row, decode.
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
 with denoising_end/denoising_start. Rows of one batch may differ in prompt, seed, sampler, steps and guidance. This
@@ -17,7 +17,7 @@ from model import components
 from model.components import DTYPES
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
-from model.image import Pixels, to_uint8
+from model.image import Pixels, to_levels, to_uint8
 from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
 from model.schedule import NoiseSchedule, Table, split, stack, table
@@ -84,7 +84,8 @@ def generate(
         lap("denoise")
         for index, (request, (_, rest)) in enumerate(zip(batch, steps, strict=True)):
             if rest:
-                rows[index] = refiner_rows(model, request, rest, rows[index])
+                text = refiner_text(model, request, rest)
+                rows[index] = [refiner_row(request, rest, row, text) for row in rows[index]]
         refined = [row for some, (_, rest) in zip(rows, steps, strict=True) if rest for row in some]
         if refined:
             denoise(model.loop(components.REFINER_UNET, height, width), refined)
@@ -240,21 +241,28 @@ def request_warnings(model: LoadedModel, request: GenerationSettings) -> list[st
     return warnings
 
 
-def refiner_rows(model: LoadedModel, request: GenerationSettings, steps: Table, rows: Sequence[Row]) -> list[Row]:
-    """What the refiner's loop goes on with: `steps` for each of the request's `rows`, which the base has finished.
-
-    The latents go over as the base left them, and so does each image's generator.
-    """
+def refiner_text(
+    model: LoadedModel, request: GenerationSettings, steps: Table
+) -> tuple[Conditioning, Conditioning | None]:
+    """What conditions the refiner in its `steps`, for all images of a request."""
     settings = model.settings.refiner
     assert settings is not None
     size = [float(request.height), float(request.width), 0.0, 0.0]
     scores = (
         ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE]) if settings.requires_aesthetics_score else (size[:2], size[:2])
     )
-    time_ids = ([*size, *scores[0]], [*size, *scores[1]])
-    conditional, unconditional = encode_prompt(model, request, True, time_ids, steps)
+    return encode_prompt(model, request, True, ([*size, *scores[0]], [*size, *scores[1]]), steps)
+
+
+def refiner_row(
+    request: GenerationSettings, steps: Table, row: Row, text: tuple[Conditioning, Conditioning | None]
+) -> Row:
+    """What the refiner's loop goes on with after the base has finished `row`: `steps`, conditioned by `refiner_text`.
+
+    The latents go over as the base left them, and so does the image's generator.
+    """
     guidance = guidance_by_step(request)[request.num_inference_steps - steps.steps :]
-    return [Row(row.latents, steps, guidance, row.generator, conditional, unconditional) for row in rows]
+    return Row(row.latents, steps, guidance, row.generator, *text)
 
 
 def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:
@@ -262,12 +270,43 @@ def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:
 
     Raises BrokenImage where any value of a picture is not a finite number.
     """
+    # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
+    return to_uint8(torch.cat([decoded(model, one) for one in latents]))
+
+
+class Decoding:
+    """One image on its way from latents to pixels: queued on the device by whoever makes it, waited for by any thread.
+
+    So a GPU goes on with other rows while pixels are on their way to the host and are encoded there.
+    """
+
+    def __init__(self, model: LoadedModel, latents: torch.Tensor) -> None:
+        """`latents`: [1, channels, height/8, width/8]."""
+        levels, finite = to_levels(decoded(model, latents))
+        self._levels, self._finite, self._done = levels[0], finite, None
+        if levels.is_cuda:
+            self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
+            self._done = torch.cuda.current_stream(model.device).record_event()
+
+    def wait(self) -> Pixels | None:
+        """uint8 [height, width, 3]; None where the picture is not all numbers."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not bool(self._finite):
+            return None
+        pixels: Pixels = self._levels.numpy()
+        return pixels
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def decoded(model: LoadedModel, latents: torch.Tensor) -> torch.Tensor:
+    """[1, channels, height/8, width/8] -> [1, 3, height, width], nominally in [-1, 1]."""
     decoder, scale = model.engines[components.VAE_DECODER], model.settings.vae_scale_factor
     dtype = DTYPES[decoder.signature.inputs[0].dtype]
-    scaled = torch.cat(list(latents)) / model.settings.vae_scaling_factor
-    height, width = scaled.shape[-2] * scale, scaled.shape[-1] * scale
-    # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
-    pictures = [
-        decoder.run({"latents": one.to(dtype)}, height, width)["pixels"].float() for one in scaled.chunk(len(scaled))
-    ]
-    return to_uint8(torch.cat(pictures))
+    height, width = latents.shape[-2] * scale, latents.shape[-1] * scale
+    return decoder.run({"latents": (latents / model.settings.vae_scaling_factor).to(dtype)}, height, width)[
+        "pixels"
+    ].float()

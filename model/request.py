@@ -24,6 +24,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from model.errors import ManifestError, RequestRefused
 from model.schedule import MAX_STEPS, MAX_STEPS_LCM, SAMPLERS, sampler_name
 
+MAX_IMAGES = 8  # of one request
 _SEEDS = 2**32
 _REPORTED = 20  # problems in one answer; a body of a thousand unknown fields gets no thousand lines
 _SHOWN = 60  # characters of a refused value, or of an unknown field's name, that an answer repeats
@@ -133,10 +134,18 @@ class GenerationRequest(_StrictModel):
         description="The same request with the same seed gives the same picture: 0 to 4294967295. "
         "Image i of a request, counted from 0, has seed + i. Default: drawn at random, and returned.",
     )
-    num_images: int = Field(1, ge=1, le=8, description="How many pictures of the prompt: 1 to 8.")
+    num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"How many pictures of the prompt: 1 to {MAX_IMAGES}.")
     output_format: ImageFormat = Field("jpeg", description="File format of the pictures.")
     quality: int = Field(
         95, ge=1, le=100, description="Quality of jpeg and webp, 1 to 100; png is lossless and ignores it."
+    )
+    stream: bool = Field(
+        False,
+        description="Whether to answer with a line of JSON for each thing that happens (application/x-ndjson): "
+        "accepted, heartbeat, step, image, and done or error at the end.",
+    )
+    preview_every: int = Field(
+        5, ge=0, le=MAX_STEPS, description="With stream, a small preview after every so many steps; 0 for none."
     )
 
 

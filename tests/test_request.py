@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDepre
 
 FIELDS = (
     "prompt, negative_prompt, width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, "
-    "use_refiner, denoising_frac, seed, num_images, output_format, quality"
+    "use_refiner, denoising_frac, seed, num_images, output_format, quality, stream, preview_every"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -76,6 +76,8 @@ def test_a_prompt_is_enough() -> None:
         "num_images": 1,
         "output_format": "jpeg",
         "quality": 95,
+        "stream": False,
+        "preview_every": 5,
     }
 
 
@@ -91,11 +93,12 @@ def test_every_field_at_both_ends_of_its_range() -> None:
         seed=0,
         num_images=1,
     )
-    low |= dict(output_format="png", quality=1)
+    low |= dict(output_format="png", quality=1, stream=False, preview_every=0)
     high = dict(prompt="é" * 4000, negative_prompt="é" * 4000, width=4096, height=4096)
     high |= dict(num_inference_steps=100, guidance_scale=30.0, end_cfg_frac=1)
     high |= dict(scheduler="E" * 64, use_refiner=True, denoising_frac=1.0)
-    high |= dict(seed=2**32 - 1, num_images=8, output_format="webp", quality=100)
+    high |= dict(seed=2**32 - 1, num_images=8, output_format="webp", quality=100, stream=True)
+    high |= dict(preview_every=100)
     assert ", ".join(low) == ", ".join(high) == FIELDS
     for fields in (low, high):
         assert GenerationRequest.parse_raw(json.dumps(fields)).model_dump() == fields
@@ -161,6 +164,8 @@ def test_control_characters_other_than_nul_pass() -> None:
         ("output_format", '"gif"', 'got "gif", expected one of "png", "jpeg", "webp"'),
         ("output_format", '["png"]', 'got a list, expected one of "png", "jpeg", "webp"'),
         ("quality", "null", "got null, expected an integer from 1 to 100"),
+        ("stream", "1", "got 1, expected true or false"),
+        ("preview_every", "101", "got 101, expected an integer from 0 to 100"),
         ("promt", '"a"', "is not a field; the fields are " + FIELDS),
     ],
 )

@@ -205,7 +205,8 @@ def test_requests_at_once_each_get_their_own_picture(client: httpx.Client) -> No
     assert len(set(alone)) == len(alone)
     with ThreadPoolExecutor(8) as threads:
         together = list(threads.map(lambda request: predict(client, **request), requests))
-    assert [body["data"] for body in together] == alone
+    for body, expected in zip(together, alone, strict=True):
+        assert np.abs(pixels(body["data"]).astype(int) - pixels(expected).astype(int)).max() <= 1
     assert [body["images"][0]["seed"] for body in together] == [request["seed"] for request in requests]
 
 
@@ -338,13 +339,15 @@ DRAWS_ONE = """
 
     from model.model import Model
     from model.request import GenerationRequest
+    from starlette.requests import Request
     import yaml
 
     model = Model(config=yaml.safe_load(open("config.yaml")))
     model.load()
     model.load()  # Truss may call it again
     request = GenerationRequest(prompt="a circle", use_refiner=True, num_inference_steps=4)
-    body = asyncio.run(model.predict(request, None))
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+    body = json.loads(asyncio.run(model.predict(request, http)).body)
     print(json.dumps({"status": body["status"], "modules": sorted(sys.modules)}))
 """
 

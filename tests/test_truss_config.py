@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from engine_builder.server import Layout, build_context, lay_out
+from model.job import Limits
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
     from truss.base.truss_config import TrussConfig
@@ -80,7 +81,8 @@ def test_the_accelerator_is_the_one_in_the_name(path: Path) -> None:
 
 @every_config
 def test_more_requests_reach_the_model_than_it_queues(path: Path) -> None:
-    assert load(path).runtime.predict_concurrency >= 256
+    concurrency, limits = load(path).runtime.predict_concurrency, settings(path)["limits"]
+    assert concurrency >= 2 * limits["max_queue"]
 
 
 @every_config
@@ -108,7 +110,9 @@ def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) ->
 @every_config
 def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
     preheat = settings(path)
-    assert set(preheat) == {"store", "release", "public_key", "cache_dir", "buckets"}
+    assert set(preheat) == {"store", "release", "public_key", "cache_dir", "buckets", "limits", "log_prompts"}
+    assert Limits.from_config(preheat["limits"]) == Limits()
+    assert preheat["log_prompts"] is False
     assert preheat["store"].startswith("s3://") or path.stem == "cpu-demo"
     assert Path(preheat["cache_dir"]).is_absolute()
     for bucket in preheat["buckets"]:

@@ -1,0 +1,52 @@
+"""What the server counts and times, for Prometheus at /metrics/. The cold start's gauge is in `model.coldstart`.
+
+Steps a second is rate(preheat_steps_total), images a second rate(preheat_images_total): over a time of the reader's.
+"""
+
+import torch
+from prometheus_client import Counter, Gauge, Histogram
+
+_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
+_IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
+ERRORS = Counter(
+    "preheat_errors_total",
+    "Requests that got no picture: refused, overloaded, unavailable, deadline, broken_image, failed.",
+    ["kind"],
+)
+CANCELLATIONS = Counter(
+    "preheat_cancellations_total", "Requests whose client left or whose time ran out: queued or running.", ["state"]
+)
+QUEUE = Gauge("preheat_queue_images", "Images accepted and not yet in a loop.")
+QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "From acceptance to the first step.", buckets=_SECONDS)
+ACTIVE = Gauge("preheat_active_rows", "Images in the loops of a component.", ["component"])
+STEP_IMAGES = Histogram("preheat_step_images", "Images that a step moves on.", ["component"], buckets=_IMAGES)
+STEP_SECONDS = Histogram(
+    "preheat_step_seconds", "Of a step, as the host sees it; a GPU may still work.", ["component"], buckets=_SECONDS
+)
+STEPS = Counter("preheat_steps_total", "Steps taken, each of all the rows of a loop.", ["component"])
+STAGE_SECONDS = Histogram(
+    "preheat_stage_seconds",
+    "Of a request, by stage: text, denoise, refine, decode, encode.",
+    ["stage"],
+    buckets=_SECONDS,
+)
+REQUEST_SECONDS = Histogram("preheat_request_seconds", "From arrival to the finished pictures.", buckets=_SECONDS)
+IMAGES = Counter("preheat_images_total", "Pictures finished.")
+HEALTHY = Gauge("preheat_healthy", "1 while the model serves.")
+GPU_MEMORY = Gauge("preheat_gpu_memory_bytes", "Of the device: total, used (by anyone), reserved (by torch).", ["kind"])
+
+
+def watch_gpu_memory(device: torch.device) -> None:
+    """Have the GPU's memory read whenever the metrics are. Nothing on a CPU."""
+    if device.type != "cuda":
+        return
+
+    def used() -> float:
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+
+    GPU_MEMORY.labels("total").set(torch.cuda.mem_get_info(device)[1])
+    GPU_MEMORY.labels("used").set_function(used)
+    GPU_MEMORY.labels("reserved").set_function(lambda: torch.cuda.memory_reserved(device))

@@ -1,0 +1,62 @@
+"""Small pictures of what is still being denoised: latents -> RGB by a linear map, one pixel a latent.
+
+The map is fitted to the model's own decoder when the server warms up, so any VAE has one.
+"""
+
+import base64
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import avg_pool2d, interpolate
+
+from model.image import encode
+from model.pipeline import LoadedModel, decoded
+
+QUALITY = 80
+_SMOOTHNESS = 8  # latents a blob of the fitted picture
+_RIDGE = 1e-3
+
+
+@dataclass(frozen=True)
+class PreviewMap:
+    """rgb = latents @ weight + bias, in [-1, 1]. weight: float32 [channels, 3], bias [3], on the model's device."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
+    """The linear map nearest to the decoder (ridge regression), on soft random blobs of `height` x `width` pixels."""
+    scale, channels = model.settings.vae_scale_factor, model.settings.latent_channels
+    rows, columns = height // scale, width // scale
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randn(
+        (1, channels, max(2, rows // _SMOOTHNESS), max(2, columns // _SMOOTHNESS)), generator=generator
+    )
+    latents = interpolate(coarse, (rows, columns), mode="bilinear").to(model.device)
+    seen = avg_pool2d(decoded(model, latents), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1, device=latents.device)], dim=1)
+    normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1, device=latents.device)
+    solution = torch.linalg.solve(normal, inputs.T @ seen.flatten(2)[0].T)  # [channels + 1, 3]
+    return PreviewMap(solution[:-1], solution[-1])
+
+
+class Preview:
+    """One preview, queued on the device by whoever makes it; `encode` is for any thread."""
+
+    def __init__(self, preview_map: PreviewMap, latents: torch.Tensor) -> None:
+        """`latents`: the denoised estimate, [1, channels, height/8, width/8]."""
+        rgb = torch.einsum("chw,cr->hwr", latents[0].float(), preview_map.weight) + preview_map.bias
+        levels = rgb.mul_(0.5).add_(0.5).nan_to_num_(0.0).clamp_(0, 1).mul_(255).round_().to(torch.uint8)
+        self._done: torch.cuda.Event | None = None
+        if levels.is_cuda:
+            pinned = torch.empty(levels.shape, dtype=levels.dtype, pin_memory=True)
+            levels = pinned.copy_(levels, non_blocking=True)
+            self._done = torch.cuda.current_stream(latents.device).record_event()
+        self._levels = levels
+
+    def encode(self) -> str:
+        """Base64 of a JPEG of height/8 x width/8 pixels."""
+        if self._done is not None:
+            self._done.synchronize()
+        return base64.b64encode(encode(self._levels.numpy(), "jpeg", QUALITY)).decode("ascii")

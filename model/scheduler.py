@@ -1,0 +1,391 @@
+"""In-flight batching: one daemon thread that moves every accepted image on, one step at a time.
+
+Between two steps images join the loops, leave them (finished, cancelled) and are decoded; so a newcomer waits for one
+step, not for a batch. First come, first served: an image joins its loop as soon as there is room, the images of a
+request one by one. Loops (sizes, base and refiner) take turns of one step. Pixels are encoded in a few threads beside.
+What an image looks like does not depend on its company.
+
+Knows nothing of HTTP. Thread-safe where it says so; the rest belongs to the thread.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from model import components, metrics
+from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
+from model.image import broken_image, encode_base64
+from model.job import Drawn, Finished, Job, Limits, Stepped
+from model.loop import Row
+from model.pipeline import Decoding, LoadedModel, base_rows, refiner_row, refiner_text
+from model.preview import Preview, PreviewMap
+from model.request import GenerationSettings
+
+logger = logging.getLogger("preheat")
+
+_Key = tuple[str, int, int]  # a loop: component, height, width
+
+
+@dataclass(frozen=True, eq=False)
+class _Image:
+    job: Job
+    index: int
+    component: str
+
+
+@dataclass
+class _Call:
+    """Anything else that must run on the thread."""
+
+    work: Callable[[], Any]
+    result: "Future[Any]" = field(default_factory=Future)
+
+
+class Scheduler:
+    """See the module. `submit`, `call`, `cancel`, `healthy` and `retry_after` are for any thread."""
+
+    def __init__(self, model: LoadedModel, limits: Limits, on_device_failure: Callable[[], None]) -> None:
+        """`on_device_failure` is called, once, where the device cannot be used any more by this process."""
+        self.model = model
+        self.limits = limits
+        self._on_device_failure = on_device_failure
+        self.preview_map: PreviewMap | None = None
+        self._news = threading.Condition()  # guards the five below
+        self._arrived: deque[Job | _Call] = deque()
+        self._cancelled: deque[Job] = deque()
+        self._queued = 0  # images
+        self._failure: str | None = None
+        self._closed = False
+        self._waiting: list[Job] = []  # not all of whose images have joined, in order of arrival
+        self._handed_over: dict[_Key, deque[tuple[_Image, Row]]] = {}  # from base to refiner
+        self._images: dict[Row, _Image] = {}  # of the rows that are in a loop
+        self._turns: deque[_Key] = deque()  # the loops that have rows; the first is next
+        self._beat: float | None = None  # when the thread last began something; None while it waits
+        self._seconds_per_image = 1.0
+        self._last_image: float | None = None
+        self._encoders = ThreadPoolExecutor(2, "preheat-encode")
+        self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
+        self._thread.start()
+
+    # -- for any thread -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        settings: GenerationSettings,
+        listener: Callable[[Stepped | Finished], None] | None = None,
+        preview_every: int = 0,
+    ) -> Job:
+        """Accept a request. Raises Overloaded where the queue has no room, Unavailable after a device failure."""
+        count = settings.num_images
+        with self._news:
+            self._check(count)
+            self._queued += count
+        try:
+            job = Job(self.model, settings, listener, preview_every)
+        except BaseException:
+            self._leave_queue(count)
+            raise
+        with self._news:
+            job.ahead = self._queued - count
+            self._arrived.append(job)
+            self._news.notify()
+        metrics.QUEUE.set(self._queued)
+        return job
+
+    def call(self, work: Callable[[], Any]) -> "Future[Any]":
+        """Run `work` on the thread, between two steps."""
+        call = _Call(work)
+        with self._news:
+            self._arrived.append(call)
+            self._news.notify()
+        return call.result
+
+    def cancel(self, job: Job, error: PreheatError) -> None:
+        """Answer a request with `error` now, and free what it holds before the next step. Nothing happens where it is
+        answered already."""
+        if not job.fail(error):
+            return
+        metrics.CANCELLATIONS.labels("running" if job.joined else "queued").inc()
+        with self._news:
+            self._cancelled.append(job)
+            self._news.notify()
+
+    def healthy(self) -> bool:
+        """Whether the thread lives, the device works, and no step takes longer than `stuck_seconds`."""
+        beat = self._beat
+        stuck = beat is not None and time.monotonic() - beat > self.limits.stuck_seconds
+        return self._thread.is_alive() and self._failure is None and not stuck
+
+    def retry_after(self) -> int:
+        """Seconds, 1 to 60, in which half of what is queued should be drawn."""
+        return min(60, max(1, math.ceil(self._seconds_per_image * self._queued / 2)))
+
+    def close(self) -> None:
+        """End the thread after the step under way. Whatever is accepted is answered with Unavailable."""
+        with self._news:
+            self._closed = True
+            self._failure = self._failure or "This server has ended."
+            self._news.notify()
+        self._thread.join()
+        self._encoders.shutdown()
+        for job in self._every_job():
+            job.fail(Unavailable(self._failure))
+            self._free(job)
+
+    def _check(self, count: int) -> None:
+        if self._failure is not None:
+            raise Unavailable(self._failure)
+        if self._queued + count > self.limits.max_queue:
+            seconds = self.retry_after()
+            raise Overloaded(
+                f"{self._queued} images are waiting and this server queues {self.limits.max_queue}: ask again in "
+                f"{seconds} s.",
+                seconds,
+            )
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._closed:
+                try:
+                    self._take_in()
+                    self._drop_cancelled()
+                    self._join()
+                    if self._turns:
+                        self._step(self._turns[0])
+                except Exception as error:
+                    self._failed(self._every_job(), error)
+
+    def _take_in(self) -> None:
+        """What has arrived since; waits for it where there is nothing else to do."""
+        with self._news:
+            while not (self._arrived or self._cancelled or self._turns or self._waiting or self._closed):
+                self._beat = None
+                self._news.wait()
+            arrived, self._arrived = self._arrived, deque()
+        self._beat = time.monotonic()
+        for one in arrived:
+            if isinstance(one, Job):
+                self._waiting.append(one)
+                continue
+            try:
+                one.result.set_result(one.work())
+            except BaseException as error:
+                one.result.set_exception(error)
+
+    def _drop_cancelled(self) -> None:
+        with self._news:
+            cancelled, self._cancelled = self._cancelled, deque()
+        for job in cancelled:
+            self._free(job)
+
+    def _join(self) -> None:
+        """Let images into the loops: those handed over first, then in order of arrival."""
+        for key, handed in self._handed_over.items():
+            loop = self.model.loop(*key)
+            while handed and len(loop.rows) < loop.capacity:
+                self._enter(key, *handed.popleft())
+        ahead, full = 0, set()
+        for job in self._waiting:
+            job.ahead = ahead
+            ahead += job.settings.num_images - job.joined
+            key = (components.UNET, job.settings.height, job.settings.width)
+            if key in full:
+                continue
+            sizes = {key[1:] for key in self._turns}
+            if key[1:] not in sizes and len(sizes) >= self.limits.sizes_at_once:
+                break  # let in, whoever comes later could keep these sizes busy for ever
+            try:
+                self._join_job(job, key)
+            except Exception as error:
+                self._failed({job}, error)
+            if not job.over and job.joined < job.settings.num_images:
+                full.add(key)
+        self._waiting = [job for job in self._waiting if not job.over and job.joined < job.settings.num_images]
+
+    def _join_job(self, job: Job, key: _Key) -> None:
+        """Let in as many images of a request as there is room for."""
+        loop = self.model.loop(*key)
+        while job.joined < job.settings.num_images and len(loop.rows) < loop.capacity:
+            if not job.rows:
+                job.mark("queue")
+                metrics.QUEUE_WAIT.observe(job.marks["queue"] - job.marks["accepted"])
+                job.rows = base_rows(self.model, job.settings, job.tables[0])
+                job.mark("text")
+            image, row = _Image(job, job.joined, key[0]), job.rows[job.joined]
+            job.joined += 1
+            self._leave_queue(1)
+            if row.table.steps:
+                self._enter(key, image, row)
+            else:
+                self._after_base(image, row)
+
+    def _enter(self, key: _Key, image: _Image, row: Row) -> None:
+        self.model.loop(*key).join(row)
+        self._images[row] = image
+        if key not in self._turns:
+            self._turns.append(key)
+
+    def _leave_queue(self, images: int) -> None:
+        with self._news:
+            self._queued -= images
+        metrics.QUEUE.set(self._queued)
+
+    def _step(self, key: _Key) -> None:
+        component, loop = key[0], self.model.loop(*key)
+        rows = list(loop.rows)
+        began = time.perf_counter()
+        try:
+            finished = loop.step()
+        except Exception as error:
+            self._failed({self._images[row].job for row in rows}, error)
+            return
+        metrics.STEP_SECONDS.labels(component).observe(time.perf_counter() - began)
+        metrics.STEP_IMAGES.labels(component).observe(len(rows))
+        metrics.STEPS.labels(component).inc()
+        for row in rows:
+            self._tell(key, row, row in finished)
+        for image, row in [(self._images.pop(row), row) for row in finished]:
+            if image.job.over:
+                continue
+            try:
+                if component == components.UNET:
+                    self._after_base(image, row)
+                else:
+                    self._after_refiner(image, row)
+            except Exception as error:
+                self._failed({image.job}, error)
+        self._turns.rotate(-1)
+        self._close_empty_loops()
+
+    def _tell(self, key: _Key, row: Row, finished: bool) -> None:
+        job = self._images[row].job
+        job.done += 1
+        if job.listener is None:
+            return
+        done = job.done
+        if finished or not job.preview_every or row.step % job.preview_every or self.preview_map is None:
+            job.tell(Stepped(done, job.steps))
+            return
+        preview = Preview(self.preview_map, self.model.loop(*key).latents(row))
+        self._encoders.submit(self._send_preview, job, done, preview)
+
+    def _send_preview(self, job: Job, done: int, preview: Preview) -> None:
+        try:
+            job.tell(Stepped(done, job.steps, preview.encode()))
+        except Exception as error:
+            self._failed_elsewhere(job, error)
+
+    def _after_base(self, image: _Image, row: Row) -> None:
+        job, rest = image.job, image.job.tables[1]
+        job.mark("denoise")
+        if not rest:
+            self._decode(image, row)
+            return
+        if job.refiner_text is None:
+            job.refiner_text = refiner_text(self.model, job.settings, rest)
+        key = (components.REFINER_UNET, job.settings.height, job.settings.width)
+        handed = self._handed_over.setdefault(key, deque())
+        handed.append((_Image(job, image.index, key[0]), refiner_row(job.settings, rest, row, job.refiner_text)))
+        if key not in self._turns:
+            self._turns.append(key)
+
+    def _after_refiner(self, image: _Image, row: Row) -> None:
+        image.job.mark("refine")
+        self._decode(image, row)
+
+    def _decode(self, image: _Image, row: Row) -> None:
+        self._encoders.submit(self._encode, image, Decoding(self.model, row.latents))
+
+    def _close_empty_loops(self) -> None:
+        """Take loops without rows out of the turns."""
+        for component in (components.UNET, components.REFINER_UNET):
+            count = sum(len(self.model.loop(*key).rows) for key in self._turns if key[0] == component)
+            metrics.ACTIVE.labels(component).set(count)
+        self._turns = deque(key for key in self._turns if self.model.loop(*key).rows or self._handed_over.get(key))
+
+    def _free(self, job: Job) -> None:
+        """Take a request out of queue, loops and hand-over."""
+        if job in self._waiting:
+            self._waiting.remove(job)
+        if job.joined < job.settings.num_images:
+            self._leave_queue(job.settings.num_images - job.joined)
+            job.joined = job.settings.num_images
+        for row in [row for row, image in self._images.items() if image.job is job]:
+            image = self._images.pop(row)
+            self.model.loop(image.component, job.settings.height, job.settings.width).leave(row)
+        for handed in self._handed_over.values():
+            for entry in [entry for entry in handed if entry[0].job is job]:
+                handed.remove(entry)
+        self._close_empty_loops()
+
+    def _every_job(self) -> set[Job]:
+        handed = {image.job for waiting in self._handed_over.values() for image, _ in waiting}
+        return {image.job for image in self._images.values()} | set(self._waiting) | handed
+
+    def _failed(self, jobs: set[Job], error: Exception) -> None:
+        """Something that was done for `jobs` raised: they fail, and all others where the device is what failed."""
+        if not isinstance(error, BrokenImage):
+            logger.error("A step of the worker failed.", exc_info=error)
+            self._check_device(error)
+        failure = None if self._failure is None else Unavailable(self._failure)
+        for job in jobs if failure is None else jobs | self._every_job():
+            job.fail(failure or error)
+            self._free(job)
+        if failure is not None:
+            self._on_device_failure()
+
+    def _check_device(self, error: Exception) -> None:
+        """Ask a GPU whether it still answers: a CUDA error lasts until its process ends."""
+        broken: Exception = error
+        if self.model.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.model.device)
+            except Exception as found:
+                broken = found
+        if isinstance(broken, torch.AcceleratorError):
+            with self._news:
+                said = str(broken).partition("\n")[0]
+                self._failure = f"The GPU has failed ({said}); this server is being replaced."
+
+    # -- the encoding threads -----------------------------------------------------------------------------------------
+
+    def _encode(self, image: _Image, decoding: Decoding) -> None:
+        job = image.job
+        try:
+            pixels = decoding.wait()
+            with job.lock:
+                job.mark("decode")
+            if pixels is None:
+                raise broken_image([image.index], job.settings.num_images)
+            data = encode_base64(pixels, job.settings.output_format, job.settings.quality)
+            job.tell(Finished(image.index, data))
+            self._count_image()
+            with job.lock:
+                job.images[image.index] = data
+                if len(job.images) == job.settings.num_images and not job.over:
+                    job.mark("encode")
+                    images = [job.images[index] for index in range(len(job.images))]
+                    job.result.set_result(Drawn(images, job.timings(), job.warnings))
+        except Exception as error:
+            self._failed_elsewhere(job, error)
+
+    def _count_image(self) -> None:
+        metrics.IMAGES.inc()
+        now, last = time.monotonic(), self._last_image
+        self._last_image = now
+        if last is not None and self._queued:
+            self._seconds_per_image += 0.1 * (now - last - self._seconds_per_image)
+
+    def _failed_elsewhere(self, job: Job, error: Exception) -> None:
+        """Hand an error of an encoding thread to the thread that owns the job."""
+        self.call(lambda: None if job.over else self._failed({job}, error))
