@@ -6,13 +6,15 @@ Steps a second is rate(preheat_steps_total), images a second rate(preheat_images
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
+from model.components import REFINER_UNET, UNET
+
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests that got no picture: refused, overloaded, unavailable, deadline, broken_image, failed.",
+    "Requests that got no picture: refused, overloaded, unavailable, deadline, broken_image, failed, cancelled.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
@@ -36,6 +38,15 @@ REQUEST_SECONDS = Histogram("preheat_request_seconds", "From arrival to the fini
 IMAGES = Counter("preheat_images_total", "Pictures finished.")
 HEALTHY = Gauge("preheat_healthy", "1 while the model serves.")
 GPU_MEMORY = Gauge("preheat_gpu_memory_bytes", "Of the device: total, used (by anyone), reserved (by torch).", ["kind"])
+
+# From the start, so that a rate over the first of each is seen.
+for _kind in ("refused", "overloaded", "unavailable", "deadline", "broken_image", "failed", "cancelled"):
+    ERRORS.labels(_kind)
+for _state in ("queued", "running"):
+    CANCELLATIONS.labels(_state)
+for _component in (UNET, REFINER_UNET):
+    ACTIVE.labels(_component)
+    STEPS.labels(_component)
 
 
 def watch_gpu_memory(device: torch.device) -> None:
