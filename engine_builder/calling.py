@@ -7,6 +7,7 @@ and its error message are; what a picture is, and so its suffix, is read from it
 import base64
 import binascii
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
@@ -24,17 +25,33 @@ class CallFailed(PreheatError):
         self.status = status
 
 
-def generate(url: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Send `request` to the server at `url` (without a path) and return its response."""
+def generate(
+    url: str, request: dict[str, Any], timeout: float, progress: Callable[[dict[str, Any]], None] | None = None
+) -> dict[str, Any]:
+    """Send `request` to the server at `url` (without a path) and return its response.
+
+    With `progress` the answer is streamed: it is called with each line that comes (`model.serving` says which there
+    are), and the response is put together from them. `timeout` is then the longest silence.
+    """
     local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    address = f"{url.rstrip('/')}/v1/models/model:predict"
     try:
         # A proxy from the environment cannot reach this machine's own loopback address.
         with httpx.Client(trust_env=not local, timeout=timeout) as client:
-            answer = client.post(f"{url.rstrip('/')}/v1/models/model:predict", json=request)
+            if progress is None:
+                return _response(url, client.post(address, json=request))
+            with client.stream("POST", address, json=request | {"stream": True}) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    return _response(url, answer)
+                return _gather(url, answer.iter_lines(), progress)
     except httpx.TimeoutException as error:
         raise CallFailed(f"{url} gave no answer within {timeout:g} s.") from error
     except httpx.TransportError as error:
         raise CallFailed(f"{url} cannot be reached: {error}. Start a server with `preheat serve`.") from error
+
+
+def _response(url: str, answer: httpx.Response) -> dict[str, Any]:
     try:
         response = answer.json()
     except ValueError:
@@ -44,6 +61,26 @@ def generate(url: str, request: dict[str, Any], timeout: float) -> dict[str, Any
     if not isinstance(response, dict):
         raise CallFailed(f"{url} answered with {type(response).__name__}, not an object.", answer.status_code)
     return response
+
+
+def _gather(url: str, lines: Iterator[str], progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The response that a stream of lines amounts to."""
+    images: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            told = json.loads(line)
+            event = told.pop("event")
+            if event == "image":
+                images[told.pop("index")] = told
+            elif event == "error":
+                raise CallFailed(f"{told['status']}: {_error(told)}", told["status"])
+            elif event == "done":
+                ordered = [images[index] for index in sorted(images)]
+                return {**told, "images": ordered, "data": ordered[0]["data"]}
+            progress({"event": event, **told})
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CallFailed(f"{url} sent a line that is no news of a picture: {line[:200]!r}.") from error
+    raise CallFailed(f"{url} ended its answer before the picture was finished; its log may say why.")
 
 
 def save_images(response: dict[str, Any], out: Path) -> list[Path]:

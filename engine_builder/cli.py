@@ -359,8 +359,8 @@ def generate(
     }
     request = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
     request |= {key: value for key, value in given.items() if value is not None}
-    with console.status("Drawing"):
-        response = call(url, request, timeout)
+    with _drawing() as progress:
+        response = call(url, request, timeout, progress)
     _print_response(response, save_images(response, out))
 
 
@@ -385,11 +385,11 @@ def demo(
     manifest = run_publish(store, draft.model)
     work = ROOT / ".preheat" / "demo"
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
-    with (
-        console.status("Starting the Truss server and drawing"),
-        demo_run.serving(ROOT, DEMO_CONFIG, work, store.url, manifest.name, log=work / "server.log") as server,
-    ):
-        picture = demo_run.draw_once(server, request, out, timeout=300)
+    with demo_run.serving(ROOT, DEMO_CONFIG, work, store.url, manifest.name, log=work / "server.log") as server:
+        with console.status("Starting the Truss server"):
+            server.wait_ready(300)
+        with _drawing() as progress:
+            picture = demo_run.draw_once(server, request, out, timeout=300, progress=progress)
     _print_cold_start(picture.cold_start)
     _print_response(picture.response, picture.paths)
 
@@ -412,6 +412,27 @@ def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
         console.print(f"[yellow]warning[/] {plain(warning)}")
     for path, image in zip(paths, response["images"], strict=True):
         console.print(f"[bold]{path.resolve()}[/]  seed {image['seed']}, {image['width']}x{image['height']}")
+
+
+@contextmanager
+def _drawing() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar of the steps of one request, from the lines that the server streams."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("Asking", total=None)
+
+        def show(line: dict[str, Any]) -> None:
+            if line["event"] in ("accepted", "heartbeat"):
+                ahead = f" behind {line['ahead']} images" if line["ahead"] else ""
+                progress.update(task, description=f"Waiting{ahead}", total=line.get("steps"))
+            elif line["event"] == "step":
+                done = max(line["step"], int(progress.tasks[0].completed))
+                progress.update(task, description="Drawing", completed=done, total=line["steps"])
+
+        yield show
 
 
 @contextmanager

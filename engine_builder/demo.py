@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +38,18 @@ def serving(
         yield server
 
 
-def draw_once(server: Server, request: dict[str, Any], out: Path, timeout: float) -> Picture:
-    """Wait for a starting server, send it one request, save the pictures."""
+def draw_once(
+    server: Server,
+    request: dict[str, Any],
+    out: Path,
+    timeout: float,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+) -> Picture:
+    """Wait for a starting server, send it one request, save the pictures. `progress`: see `calling.generate`."""
     began = time.perf_counter()
     server.wait_ready(timeout)
     ready = time.perf_counter() - began
-    response = generate(server.url, request, timeout)
+    response = generate(server.url, request, timeout, progress)
     return Picture(save_images(response, out), response, cold_start_phases(server.url), ready)
 
 

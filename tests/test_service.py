@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 
+from engine_builder.calling import CallFailed, generate
 from engine_builder.server import Layout, Server
 from model.store import Store
 from tests.conftest import READY_SECONDS
@@ -120,13 +121,6 @@ def test_a_stream_is_refused_before_it_begins(client: httpx.Client) -> None:
     assert answer.json()["kind"] == "refused" and answer.json()["field"] == "width"
 
 
-def test_a_late_error_is_the_last_line(small: httpx.Client) -> None:
-    lines = streamed(small, **LONG, num_images=8)
-    assert lines[-1]["event"] == "error"
-    assert (lines[-1]["status"], lines[-1]["kind"]) == (504, "deadline")
-    assert any(line["event"] == "step" for line in lines)
-
-
 def test_whoever_waits_is_told(small: httpx.Client) -> None:
     """The one size that is drawn at a time is another's."""
     with small.stream("POST", PREDICT, json=LONG | {"stream": True}) as first:
@@ -134,6 +128,28 @@ def test_whoever_waits_is_told(small: httpx.Client) -> None:
         assert json.loads(next(going))["event"] == "accepted"
         lines = streamed(small, **SMALL)
     assert [line for line in lines if line["event"] == "heartbeat"]
+
+
+def test_the_client_puts_a_stream_together(server: Server, client: httpx.Client) -> None:
+    told: list[dict[str, Any]] = []
+    asked = SMALL | {"seed": 4, "num_images": 2}
+    response = generate(server.url, asked, READY_SECONDS, told.append)
+    plain = predict(client, **asked)
+    assert response.keys() == plain.keys()
+    assert [image["seed"] for image in response["images"]] == [4, 5]
+    assert response["data"] == response["images"][0]["data"]
+    assert told[0]["event"] == "accepted" and {line["event"] for line in told} >= {"accepted", "step"}
+    assert max(line["step"] for line in told if line["event"] == "step") == told[0]["steps"] == 4
+
+
+def test_the_client_says_why_a_stream_failed(server: Server, small_server: tuple[Server, Path]) -> None:
+    told: list[dict[str, Any]] = []
+    with pytest.raises(CallFailed, match="400: width: 100 is not served"):
+        generate(server.url, SMALL | {"width": 100}, READY_SECONDS, lambda line: None)
+    with pytest.raises(CallFailed, match="504: The pictures were not finished within 4 s") as failure:
+        generate(small_server[0].url, LONG | {"num_images": 8}, READY_SECONDS, told.append)
+    assert failure.value.status == 504
+    assert any(line["event"] == "step" for line in told), "the error was not a late one"
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -118,6 +120,47 @@ def test_generate_says_that_nothing_answers() -> None:
     with pytest.raises(CallFailed, match="cannot be reached.*preheat serve") as failure:
         generate("http://127.0.0.1:9", {"prompt": "x"}, timeout=5)
     assert failure.value.status is None
+
+
+@pytest.mark.parametrize(
+    "body, says",
+    [
+        (b"", "ended its answer before the picture was finished"),
+        (b'{"event": "accepted", "ahead": 0}\n', "ended its answer before the picture was finished"),
+        (b'{"event": "done"}\n', "no news of a picture: .*done"),
+        (b"<html>\n", "no news of a picture: '<html>'"),
+        (b"[1]\n", "no news of a picture"),
+        (b'{"event": "error", "status": 500, "error": "it broke"}\n', "500: it broke"),
+    ],
+)
+def test_a_stream_that_ends_early_is_a_readable_error(body: bytes, says: str) -> None:
+    with Answers(body) as url, pytest.raises(CallFailed, match=says):
+        generate(url, {"prompt": "x"}, timeout=60, progress=lambda line: None)
+
+
+class Answers:
+    """A server on 127.0.0.1 that answers every POST with the same bytes."""
+
+    def __init__(self, body: bytes) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @pytest.mark.parametrize(
