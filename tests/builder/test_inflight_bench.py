@@ -1,0 +1,35 @@
+"""The benchmark of in-flight batching: that it measures what it says, on the tiny model."""
+
+import itertools
+
+import pytest
+
+from engine_builder.inflight_bench import arrivals, measure
+from model import components
+from model.loading import Loaded
+from model.request import GenerationRequest
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    moments = arrivals(rate=50, seconds=200, seed=1)
+    assert len(moments) == pytest.approx(10_000, rel=0.05)
+    gaps = [after - before for before, after in itertools.pairwise(moments)]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance == pytest.approx(mean**2, rel=0.1)  # an exponential's is the square of its mean
+    assert arrivals(50, 200, seed=1) == moments and arrivals(50, 200, seed=2) != moments
+
+
+def test_every_case_is_measured(loaded: Loaded) -> None:
+    request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=2)
+    loop = loaded.model.loop(components.UNET, 64, 64)
+    capacity = loop.capacity
+    try:
+        rows = measure(loaded, request, seconds=0.5, share=0.7, images=2)
+    finally:
+        loop.capacity = capacity
+    assert [row.case.partition(",")[0] for row in rows] == ["offline", "in flight", "in flight", "batch at a time"]
+    assert [row.unit for row in rows] == ["images/s", "images/s", "s", "s"]
+    assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
+    assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
+    assert rows[2].runs == rows[3].runs > 0
