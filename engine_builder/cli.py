@@ -25,6 +25,7 @@ from engine_builder.bench_cli import bench_app, report
 from engine_builder.calling import generate as call
 from engine_builder.calling import save_images, save_predicted
 from engine_builder.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, meter, opened, plain
+from engine_builder.load_cli import load
 from model.errors import CorruptBlob, PreheatError, UntrustedRelease
 from model.store import Store, open_store
 from model.store.manifest import Blob, Manifest, Precision
@@ -35,6 +36,7 @@ DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app)
 app.command()(report)
+app.command()(load)
 
 
 def main() -> None:
