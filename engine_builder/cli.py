@@ -26,6 +26,7 @@ from engine_builder.calling import generate as call
 from engine_builder.calling import save_images, save_predicted
 from engine_builder.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, meter, opened, plain
 from engine_builder.load_cli import load
+from engine_builder.plan_cli import plan_replicas
 from model.errors import CorruptBlob, PreheatError, UntrustedRelease
 from model.store import Store, open_store
 from model.store.manifest import Blob, Manifest, Precision
@@ -37,6 +38,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(bench_app)
 app.command()(report)
 app.command()(load)
+app.command()(plan_replicas)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""`preheat load` and `preheat plan-replicas`: how much one server takes, and how many of them a traffic needs."""
+"""`preheat load`: how much one server takes."""
 
 import json
 from pathlib import Path

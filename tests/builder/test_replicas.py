@@ -1,0 +1,160 @@
+"""The simulation of replicas: against queueing theory where it has a formula, by its promises where it has none."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from engine_builder.replicas import (
+    Autoscaling,
+    Result,
+    Server,
+    candidates,
+    erlang_c_wait,
+    paid_hours,
+    recommend,
+    simulate,
+)
+from engine_builder.traffic import DAY, BadTraffic, Traffic, read_traffic
+
+STEADY = Autoscaling(min_replica=1, max_replica=1)
+
+
+def constant(rate: float, seconds: float) -> Traffic:
+    return read_traffic(f"constant:{rate}", seconds / 3600)
+
+
+def exponential(mean: float):  # type: ignore[no-untyped-def]
+    return lambda chance: chance.expovariate(1 / mean)
+
+
+# -- theory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rate, seconds, servers, wait",
+    [
+        (0.5, 1.0, 1, 1.0),
+        (1.0, 1.0, 2, 1 / 3),
+        (0.9, 1.0, 1, 9.0),
+    ],  # M/M/1: rho s / (1 - rho); M/M/2: rho^2 s/(1-rho^2)
+)
+def test_erlang_c_is_what_the_small_cases_say(rate: float, seconds: float, servers: int, wait: float) -> None:
+    assert erlang_c_wait(rate, seconds, servers) == pytest.approx(wait)
+
+
+@pytest.mark.parametrize("servers, load", [(1, 0.6), (4, 0.8), (8, 0.9)])
+def test_a_server_whose_steps_take_as_long_for_one_as_for_all_is_m_m_c(servers: int, load: float) -> None:
+    """Images with exponential numbers of steps, a batch that costs no more than one: servers side by side."""
+    server = Server({1: 0.1, servers: 0.1}, steps=10, cold_start_seconds=0, max_queue=10**9)
+    rate = load * servers / 1.0  # ten steps of a tenth of a second
+    result = simulate(constant(rate, 60_000 / rate), server, STEADY, seed=3, steps=exponential(10))
+    expected = erlang_c_wait(rate, 1.0, servers)
+    assert sum(result.waits) / len(result.waits) == pytest.approx(expected, rel=0.1)
+    assert sum(result.latencies) / len(result.latencies) == pytest.approx(expected + 1.0, rel=0.05)
+
+
+def test_a_step_of_more_images_takes_what_the_curve_says() -> None:
+    server = Server({1: 0.1, 4: 0.4}, steps=10, cold_start_seconds=0)
+    assert [server.curve(images) for images in (1, 2, 3, 4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert server.images_per_second == pytest.approx(1.0)
+    alone = simulate(constant(0.001, 100_000), server, STEADY)
+    assert alone.latency(0.5) == pytest.approx(1.0)
+    burst = Traffic("burst", lambda t: 0.0, 0.0, 0.0)
+    object.__setattr__(burst, "arrivals", lambda seed: iter([0.0, 0.0, 0.0, 0.0, 0.0]))
+    together = simulate(burst, server, STEADY)
+    assert sorted(together.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
+
+
+# -- the platform -----------------------------------------------------------------------------------------------------
+
+SERVER = Server({1: 0.05, 8: 0.1}, steps=20, cold_start_seconds=45)  # 4 images/s at most, 1 s for an image alone
+
+
+def test_every_request_is_answered_or_refused() -> None:
+    traffic = constant(6, 600)
+    result = simulate(traffic, SERVER, STEADY)
+    assert len(result.latencies) + result.refused == sum(1 for _ in traffic.arrivals(0))
+    assert result.refused > 0 and result.gpu_hours == pytest.approx(600 / 3600, rel=0.01)
+
+
+def test_replicas_follow_a_spike_after_a_cold_start_and_go_after_the_delay() -> None:
+    scaling = Autoscaling(1, 6, autoscaling_window=60, scale_down_delay=300, concurrency_target=8)
+    result = simulate(read_traffic("spike:0.5:12:20", 3), SERVER, scaling)
+    counts = [count for _, count in result.replicas]
+    assert counts[0] == 1 and max(counts) >= 4 and counts[-1] == 1
+    grown = next(second for second, count in result.replicas if count > 1)
+    shrunk = [second for (_, before), (second, after) in itertools.pairwise(result.replicas) if after < before]
+    begins = 1.5 * 3600 - 600
+    assert begins <= grown <= begins + 70
+    assert min(shrunk) >= grown + 300
+    assert result.gpu_hours == pytest.approx(paid_hours(result.replicas, 3 * 3600), rel=0.01)
+
+
+def test_a_cold_start_is_waited_for_where_nothing_is_kept_running() -> None:
+    result = simulate(constant(0.001, 20_000), SERVER, Autoscaling(0, 1, scale_down_delay=60))
+    assert min(result.latencies) >= 1.0
+    assert result.latency(0.99) == pytest.approx(45 + 1 + 2.5, abs=4)  # and the autoscaler looks every 5 s
+    assert result.gpu_hours < 0.5 * 20_000 / 3600
+
+
+def test_the_recommendation_is_the_cheapest_that_is_good_enough() -> None:
+    def result(p99: float, hours: float, refused: int = 0) -> Result:
+        return Result(latencies=[p99] * 100, refused=refused, gpu_hours=hours)
+
+    results = [
+        (Autoscaling(1, 4), result(9.0, 10)),
+        (Autoscaling(2, 4), result(3.0, 20)),
+        (Autoscaling(3, 4), result(2.0, 30)),
+        (Autoscaling(4, 4), result(1.0, 15, refused=1)),
+    ]
+    best = recommend(results, p99=4.0)
+    assert best is not None and best[0].min_replica == 2
+    assert recommend(results, p99=0.5) is None
+
+
+def test_candidates_can_carry_the_traffic() -> None:
+    tried = candidates(SERVER, constant(10, 3600), max_replica=6)
+    assert {one.min_replica for one in tried} >= {1, 2} and max(one.min_replica for one in tried) <= 6
+    assert {one.concurrency_target for one in tried} == {8}
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_arrives_at_its_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,1\n1000,5\n2000,0\n3000,0\n")
+    for text, expected in (
+        ("constant:2", 2 * DAY),
+        ("wave:2:0.5", 2 * DAY),
+        ("spike:1:11:60", DAY + 10 * 3600),
+        (str(trace), 6000),
+    ):
+        moments = list(read_traffic(text, 24).arrivals(seed=5))
+        assert len(moments) == pytest.approx(expected, rel=0.05), text
+        assert moments == sorted(moments)
+    wave = read_traffic("wave:2:0.5", 24)
+    assert [wave.rate(t) for t in (0, DAY / 4, DAY / 2)] == pytest.approx([1, 2, 3])
+    assert all(t < 2000 for t in read_traffic(str(trace), 24).arrivals(seed=5))
+
+
+@pytest.mark.parametrize("text", ["constant", "constant:-1", "wave:2:1.5", "spike:1:2", "constant:inf", "nowhere.csv"])
+def test_what_is_no_traffic_is_refused(text: str) -> None:
+    with pytest.raises(BadTraffic, match=f"{text.partition(':')[0]}.* is no traffic .*give constant:RATE"):
+        read_traffic(text, 1)
+
+
+@pytest.mark.parametrize("lines", ["0,1\n", "0,1\n0,2\n", "5,1\n1,1\n", "a,b\nc,d\n", "0,1,2\n1,1,2\n", "0,-1\n1,1\n"])
+def test_a_trace_that_is_none_is_refused(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(lines)
+    with pytest.raises(BadTraffic):
+        read_traffic(str(tmp_path / "trace.csv"), 1)
+
+
+def test_thinning_keeps_the_process_poisson() -> None:
+    """The number in an hour varies as much as its mean is large."""
+    counts = [sum(1 for _ in read_traffic("wave:0.05:0", 1).arrivals(seed)) for seed in range(400)]
+    mean = sum(counts) / len(counts)
+    assert mean == pytest.approx(180, rel=0.03)
+    assert sum((count - mean) ** 2 for count in counts) / len(counts) == pytest.approx(mean, rel=0.25)
