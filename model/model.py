@@ -4,6 +4,7 @@ Truss inspects the real annotations of `predict`, so this module must not postpo
 (no `from __future__ import annotations`).
 """
 
+import gc
 import json
 import logging
 import os
@@ -65,6 +66,9 @@ class Model:
         except BaseException:
             scheduler.close()  # Truss loads again, and its memory must be free then
             raise
+        # What is loaded stays: else the collector looks through all of it now and then, and every thread waits.
+        gc.collect()
+        gc.freeze()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, bool(self._settings.get("log_prompts")))
         logger.info(

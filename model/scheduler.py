@@ -10,6 +10,7 @@ Knows nothing of HTTP. Thread-safe where it says so; the rest belongs to the thr
 
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from model.request import GenerationSettings
 
 logger = logging.getLogger("preheat")
 
+_DRAWING_NICENESS = 5
 _Key = tuple[str, int, int]  # a loop: component, height, width
 
 
@@ -154,6 +156,9 @@ class Scheduler:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self.model.device.type == "cpu":
+            # This thread's and its helpers' work is the device's; the threads that answer come first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _DRAWING_NICENESS)
         with torch.inference_mode():
             while not self._closed:
                 try:
