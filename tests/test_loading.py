@@ -31,10 +31,10 @@ from model.errors import (
     ReleaseNotFound,
     StoreError,
 )
-from model.loading import Loaded, ServedBucket, check_memory, load_release
+from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release
 from model.request import SizeList, SizeRange
 from model.store.local import LocalStore
-from model.store.manifest import parse_manifest
+from model.store.manifest import Bucket, Span, parse_manifest
 from model.target import Target
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
@@ -132,13 +132,13 @@ def test_configured_buckets_narrow_the_sizes(sound: tuple[LocalStore, bytes]) ->
     assert load(sound[0], buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
 
 
-def test_buckets_do_not_narrow_what_has_no_size(store: LocalStore, entries: Entries) -> None:
-    """On a GPU the times of 32 steps are embedded at once, more rows than any bucket of the UNet has."""
-    [time] = [engine for engine in entries["engines"] if engine["component"] == "unet_time"]
-    time["bucket"] = {"rows": {"min": 32, "max": 32, "multiple": 1}, "height": None, "width": None}
-    releases.write_raw(store.root, entries)
-    loaded = load(store, buckets=[ServedBucket(64, 64, 2)])
-    assert [engine.bucket.rows.max for engine in loaded.model.engines["unet_time"].engines] == [32]
+def test_buckets_do_not_narrow_what_has_no_size(store: LocalStore) -> None:
+    """On a GPU the times of 32 steps are embedded at once: more rows than any bucket of the UNet has."""
+    manifest = releases.draft(store)
+    [time] = [engine for engine in manifest.engines if engine.component == "unet_time"]
+    wide = time.model_copy(update={"bucket": Bucket(rows=Span(min=32, max=32))})
+    manifest = manifest.model_copy(update={"engines": (wide,)})
+    assert choose_engines(manifest, "unet_time", wide.target, [ServedBucket(64, 64, 2)]) == [wide]
 
 
 def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entries: Entries) -> None:
