@@ -1,7 +1,8 @@
 """The Truss model. Thin: it loads, and hands requests on; what happens to them is in serving.py and scheduler.py.
 
 Truss inspects the real annotations of `predict`, so this module must not postpone their evaluation
-(no `from __future__ import annotations`).
+(no `from __future__ import annotations`). Nor does it import torch before `load()`, so that the release's blobs are on
+their way by then.
 """
 
 import gc
@@ -10,22 +11,19 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from model import metrics
 from model.coldstart import ColdStart, seconds_since_process_start
 from model.errors import ManifestError
-from model.job import Limits
-from model.loading import ServedBucket, load_release
+from model.prefetch import Prefetch
 from model.request import GenerationRequest
-from model.scheduler import Scheduler
-from model.serving import Service
-from model.store import StoreOptions, open_store
 from model.store.signature import configured_keys
-from model.target import detect_targets
-from model.warmup import warm_up
+
+if TYPE_CHECKING:
+    from model.scheduler import Scheduler
+    from model.serving import Service
 
 logger = logging.getLogger("preheat")
 
@@ -41,6 +39,7 @@ class Model:
         self._settings: dict[str, Any] = dict((config.get("model_metadata") or {}).get("preheat") or {})
         self._secrets: Mapping[str, str] = kwargs.get("secrets") or {}
         self._cold_start = ColdStart()
+        self._prefetch = Prefetch(self._settings, self._secrets)
         self._scheduler: Scheduler | None = None
         self._service: Service | None = None
 
@@ -48,10 +47,19 @@ class Model:
         """Find this device's engines in the release, map the weights, warm up. Truss calls it again after a failure."""
         if self._service is not None:
             return
+        # Here and not above, for these import torch.
+        from model import metrics
+        from model.job import Limits
+        from model.loading import ServedBucket, load_release
+        from model.scheduler import Scheduler
+        from model.serving import Service
+        from model.target import detect_targets
+        from model.warmup import warm_up
+
         limits = Limits.from_config(self._settings.get("limits") or {})
         self._cold_start.record("import", seconds_since_process_start())
         loaded = load_release(
-            open_store(self._setting("store"), StoreOptions.from_deployment(self._settings, self._secrets)),
+            self._prefetch.store(self._setting("store")),
             self._setting("release"),
             detect_targets(),
             [ServedBucket.from_config(entry) for entry in self._settings.get("buckets") or []],
@@ -69,6 +77,7 @@ class Model:
         # What is loaded stays: else the collector looks through all of it now and then, and every thread waits.
         gc.collect()
         gc.freeze()
+        self._prefetch.forget()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, bool(self._settings.get("log_prompts")))
         logger.info(
@@ -90,6 +99,8 @@ class Model:
 
     async def is_healthy(self) -> bool:
         """Ready once loaded, for as long as the device works and moves on."""
+        from model import metrics
+
         healthy = self._scheduler is not None and self._scheduler.healthy()
         metrics.HEALTHY.set(healthy)
         return healthy

@@ -41,6 +41,10 @@ class Prefetch:
             self._store = open_store(url, StoreOptions.from_deployment(self._settings, self._secrets))
         return self._store
 
+    def forget(self) -> None:
+        """Give the store up once all is loaded: a cache may then evict what is no longer read."""
+        self._store = None
+
     def wait(self) -> None:
         """Until nothing more is brought. For tests: loading waits for each blob by itself."""
         self._thread.join()
@@ -92,6 +96,8 @@ def guess(manifest: Manifest, targets: Sequence[str], buckets: Iterable[Any]) ->
 
 
 def _fits(engine: EngineRecord, bucket: Mapping[str, Any]) -> bool:
+    if engine.bucket.height is None:
+        return True
     try:
         rows, height, width = (int(bucket[name]) for name in ("rows", "height", "width"))
     except (KeyError, TypeError, ValueError):

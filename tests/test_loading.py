@@ -505,11 +505,19 @@ def heavy(modules: set[str]) -> set[str]:
     return {name for name in modules for big in HEAVY if name == big or name.startswith(big + ".")}
 
 
+def test_importing_the_model_leaves_torch_for_later() -> None:
+    """Truss imports it, makes it, and only then loads it: by the time torch is imported, blobs are on their way."""
+    modules, third_party = imported("import model.model")
+    assert not heavy(modules) and "torch" not in modules
+    assert third_party <= THIRD_PARTY - {"torch", "tokenizers", "PIL"}, third_party
+
+
 def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
     script = """
         import torch
         alone = set(sys.modules)
         import model.model
+        import model.loading, model.warmup
         late = set(sys.modules) - alone
         # `import torch` brings the names of torch.export along; its machinery must not follow.
         assert not [name for name in late if name.startswith(("torch.export", "torch._export", "torch.fx"))], late

@@ -18,7 +18,7 @@ from model.errors import ReleaseNotFound, StoreError
 from model.loading import ServedBucket, load_release
 from model.prefetch import Prefetch, guess
 from model.store.local import LocalStore
-from model.store.manifest import Blob, Manifest
+from model.store.manifest import Blob, Bucket, Manifest, Span
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target
 
@@ -101,6 +101,9 @@ def test_engines_of_sizes_that_are_not_served_are_left_where_they_are(store: Loc
     assert not guess(manifest, [cpu_target().key], [{"height": 4096, "width": 4096, "rows": 2}])
     assert not guess(manifest, ["cuda-h200"], [])
     # What the config says wrongly is for loading to refuse.
+    sizeless = manifest.engines[0].model_copy(update={"bucket": Bucket(rows=Span(min=4, max=4))})
+    text = manifest.model_copy(update={"engines": (sizeless,)})
+    assert guess(text, [cpu_target().key], [{"height": 4096, "width": 4096, "rows": 2}]), "text has no size"
     for odd in ("64x64", {"height": "tall"}, {}):
         assert len(guess(manifest, [cpu_target().key], [odd])) == len(manifest.blobs())
 
