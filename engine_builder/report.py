@@ -12,6 +12,7 @@ A file of notes beside it (name.md) comes first. The page depends on these files
 plots need matplotlib, which is imported only to draw.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,19 +128,26 @@ def _series(
     rows: Sequence[Entries], along: str, value: Callable[[Entries], float | None]
 ) -> dict[str, list[tuple[int, float]]]:
     """Rows that differ in `along` only, as points in order; one point is no line."""
-    others = [key for key in ("case", "unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
+    others = [key for key in ("family", "unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
     found: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         measured = value(row)
         if measured is not None and row[along] > 0:
             # The newest counts where a point was measured again.
-            found.setdefault(tuple(row[key] for key in others), {})[row[along]] = measured
+            described = row | {"family": _family(row)}
+            found.setdefault(tuple(described[key] for key in others), {})[row[along]] = measured
     lines = {key: sorted(points.items()) for key, points in found.items() if len(points) > 1}
     varying = [at for at in range(len(others)) if at == 0 or len({key[at] for key in lines}) > 1]
     return {
         ", ".join(f"{key[at]}" if at == 0 else _named(others[at], key[at]) for at in varying): points
         for key, points in lines.items()
     }
+
+
+def _family(row: Entries) -> str:
+    """The case without the steps and the batch in its name: "sdxl-20-steps-batch-4" -> "sdxl"."""
+    text = re.sub(rf"\b{row['steps']}[- ]steps?\b|\bbatch[- ]?{row['batch']}\b", "", row["case"])
+    return re.sub(r"([-, ])[-, ]+", r"\1", text).strip("-, ")
 
 
 def _named(key: str, value: Any) -> str:

@@ -85,6 +85,12 @@ def test_words_of_a_row_break_no_table(folder: Path) -> None:
 SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
     "one row": ([row()], []),
     "steps": ([row(steps=10, p50=5.0), row(steps=20, p50=9.0)], ["steps"]),
+    "steps in the name": ([row(case=f"sdxl-{n}-steps", steps=n, p50=n) for n in (10, 20)], ["steps"]),
+    "batch in the name": (
+        [row(case="sdxl-20-steps", steps=20), row(case="sdxl-20-steps-batch-4", steps=20, batch=4, p50=30.0)],
+        ["batch"],
+    ),
+    "other names": ([row(case=f"sdxl-{n}", steps=n) for n in (10, 20)], []),
     "batch": ([row(batch=1), row(batch=4, p50=30.0)], ["batch"]),
     "throughput": ([row(batch=n, unit="images/s") for n in (1, 2)], ["batch"]),
     "other cases": ([row(case="a", steps=10), row(case="b", steps=20)], []),
