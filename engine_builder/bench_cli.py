@@ -56,10 +56,10 @@ def latency(
         from model.coldstart import ColdStart
         from model.loading import load_release
         from model.request import GenerationRequest, resolve
-        from model.target import detect_targets
+        from model.runtimes import targets_here
 
         holder = opened(store, cache_dir)
-        loaded = load_release(holder, release, detect_targets(), [], ColdStart(), configured_keys())
+        loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
     request = GenerationRequest(
         prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
     )

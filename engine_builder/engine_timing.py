@@ -6,10 +6,17 @@ from collections.abc import Mapping
 
 import torch
 
+from engine_builder.compile import example_inputs
 from model.engines import Engine
-from model.store.manifest import Benchmark
+from model.store.manifest import Benchmark, Bucket, Signature
 
 WARM_UPS, RUNS = 3, 20
+
+
+def largest_inputs(signature: Signature, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
+    """Random inputs of a bucket's largest shape."""
+    height, width = (span.max if span else 0 for span in (bucket.height, bucket.width))
+    return example_inputs(signature, bucket.rows.max, height, width, device)
 
 
 def time_engine(

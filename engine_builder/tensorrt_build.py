@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, SupportsInt
 import torch
 
 from engine_builder.compile import CompileError
-from engine_builder.tensorrt_plan import Choices, Compatibility, Profile, builder_flags, describe_unsupported
+from engine_builder.tensorrt_choices import Choices
+from engine_builder.tensorrt_plan import Profile, builder_flags, describe_unsupported
 from engine_builder.tensorrt_progress import PhaseProgress
 from model.engines import tensorrt_api as api
+from model.runtimes import Compatibility
 from model.store.manifest import Precision
 
 if TYPE_CHECKING:

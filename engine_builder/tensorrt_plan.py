@@ -8,6 +8,7 @@ from typing import Literal
 
 from engine_builder.networks import Network
 from engine_builder.onnx_export import graph_key
+from engine_builder.tensorrt_choices import Choices, Refit
 from model.errors import PreheatError
 from model.store.manifest import Bucket, Signature, Span, WeightsRecord
 from model.target import Target
@@ -15,36 +16,10 @@ from model.target import Target
 # Raised whenever these settings change what comes out of a build.
 RECIPE = 1
 Shape = tuple[int, ...]
-Refit = Literal["identical", "any"]
-Compatibility = Literal["none", "same_compute_capability", "ampere_plus"]
-
-# What each choice costs, for the command's help and the docs. From NVIDIA's documentation; not measured here.
-COMPATIBILITY: dict[Compatibility, str] = {
-    "none": "the fastest plan, for GPUs of the product it was built on",
-    "same_compute_capability": "runs on every GPU of one compute capability; tuned for the one it was built on",
-    "ampere_plus": "runs on Ampere and all that is newer; kernels keep to 48 KiB of shared memory, and fewer are tried",
-}
-REFIT: dict[Refit, str] = {
-    "identical": "takes the weights it was built with; TensorRT may have used their values, so another model of the "
-    "architecture is built anew",
-    "any": "takes the weights of every model of the architecture; NVIDIA warns that plain refit may cost accuracy, so "
-    "each model's is checked when it is built",
-}
 
 
 class NotEnoughMemory(PreheatError):
     """A build would not fit in this machine's memory."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a person chooses of a TensorRT build. `workspace`: bytes of GPU memory that a kernel may take, None for half
-    of what is left beside the weights. `level`: TensorRT's builder_optimization_level, 0 (fast) to 5 (thorough)."""
-
-    refit: Refit = "identical"
-    compatibility: Compatibility = "none"
-    workspace: int | None = None
-    level: int = 3
 
 
 @dataclass(frozen=True)
@@ -101,13 +76,6 @@ def builder_flags(refit: Refit, precision: str) -> dict[str, bool]:
         "REFIT": refit == "any",
         "TF32": precision != "fp32",
     }
-
-
-def tensorrt_target(gpu: Target, tag: str, compatibility: Compatibility) -> Target:
-    """The target of plans built on `gpu`, whose key leaves out what the compatibility makes irrelevant:
-    cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4."""
-    product = {"none": gpu.product, "same_compute_capability": "", "ampere_plus": "ampere_plus"}[compatibility]
-    return Target("cuda", product, "" if compatibility == "ampere_plus" else gpu.capability, tag)
 
 
 def plan_key(

@@ -10,14 +10,13 @@ import torch
 from pydantic import BaseModel
 from safetensors.torch import load, save_file
 
-from engine_builder.compile import example_inputs
-from engine_builder.engine_timing import time_engine
+from engine_builder.engine_timing import largest_inputs, time_engine
 from engine_builder.networks import Network
 from engine_builder.onnx_export import OnnxGraph, write_model
 from engine_builder.onnx_store import KeptGraph, graph_of
 from engine_builder.tensorrt_build import build_plan
+from engine_builder.tensorrt_choices import Choices
 from engine_builder.tensorrt_plan import (
-    Choices,
     check_build_memory,
     plan_key,
     profile_key,
@@ -105,7 +104,9 @@ def build_engines(
             runtime_version=version,
             build_seconds=round(seconds, 1),
             workspace_bytes=[engine.workspace_bytes for engine in engines],
-            benchmarks=[time_engine(engine, _largest(network, engine.bucket)) for engine in engines],
+            benchmarks=[
+                time_engine(engine, largest_inputs(network.signature, engine.bucket, "cuda")) for engine in engines
+            ],
         )
         store.write_record("engines", key, kept.model_dump_json().encode())
         new = True
@@ -214,8 +215,3 @@ def _free_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _largest(network: Network, bucket: Bucket) -> dict[str, torch.Tensor]:
-    height, width = (span.max if span else 0 for span in (bucket.height, bucket.width))
-    return example_inputs(network.signature, bucket.rows.max, height, width, "cuda")

@@ -51,9 +51,9 @@ class Model:
         from model import metrics
         from model.job import Limits
         from model.loading import ServedBucket, load_release
+        from model.runtimes import targets_here
         from model.scheduler import Scheduler
         from model.serving import Service
-        from model.target import detect_targets
         from model.warmup import warm_up
 
         limits = Limits.from_config(self._settings.get("limits") or {})
@@ -61,7 +61,7 @@ class Model:
         loaded = load_release(
             self._prefetch.store(self._setting("store")),
             self._setting("release"),
-            detect_targets(),
+            targets_here(self._settings),
             [ServedBucket.from_config(entry) for entry in self._settings.get("buckets") or []],
             self._cold_start,
             configured_keys(self._settings),

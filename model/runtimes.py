@@ -5,17 +5,19 @@ PREHEAT_RUNTIME) picks "aot_inductor", "tensorrt" or "fastest"; the fastest is t
 where they were built. Knows nothing of stores and opens nothing.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from model import components
 from model.engines import tensorrt_api
 from model.engines.tensorrt_api import TensorRTUnavailable
 from model.errors import EngineError, ManifestError, NoEngineForTarget
+from model.prefetch import setting
 from model.store.manifest import EngineRecord, Manifest, WeightsRecord
-from model.target import Target
+from model.target import Target, detect_targets
 
 RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
+Compatibility = Literal["none", "same_compute_capability", "ampere_plus"]
 CHOICES: tuple[RuntimeChoice, ...] = ("aot_inductor", "tensorrt", "fastest")
 _STEPS = 30  # of a request whose time is compared: what one has unless it says otherwise
 
@@ -33,15 +35,25 @@ def read_choice(value: object) -> RuntimeChoice:
     )
 
 
-def tensorrt_targets(gpu: Target, tag: str) -> list[Target]:
-    """The targets whose plans a GPU runs, best first: its own product's, its compute capability's, Ampere's and newer.
+def targets_here(settings: Mapping[str, Any]) -> list[Target]:
+    """The targets to look for on this machine; `settings` are model_metadata.preheat. Raises ManifestError or
+    TensorRTUnavailable."""
+    return targets_of(read_choice(setting(settings, "runtime")), detect_targets())
 
-    Keys: cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4.
-    """
-    found = [Target("cuda", gpu.product, gpu.capability, tag), Target("cuda", "", gpu.capability, tag)]
+
+def tensorrt_target(gpu: Target, tag: str, compatibility: Compatibility) -> Target:
+    """The target of plans built on `gpu`, whose key leaves out what their compatibility makes irrelevant:
+    cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4."""
+    product = {"none": gpu.product, "same_compute_capability": "", "ampere_plus": "ampere_plus"}[compatibility]
+    return Target("cuda", product, "" if compatibility == "ampere_plus" else gpu.capability, tag)
+
+
+def tensorrt_targets(gpu: Target, tag: str) -> list[Target]:
+    """The targets whose plans a GPU runs, best first: its product's, its compute capability's, Ampere's and newer."""
+    choices: list[Compatibility] = ["none", "same_compute_capability"]
     if int(gpu.capability.removeprefix("sm")) >= 80:
-        found.append(Target("cuda", "ampere_plus", "", tag))
-    return found
+        choices.append("ampere_plus")
+    return [tensorrt_target(gpu, tag, choice) for choice in choices]
 
 
 def targets_of(choice: RuntimeChoice, detected: Sequence[Target]) -> list[Target]:

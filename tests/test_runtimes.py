@@ -1,5 +1,6 @@
 """Which runtime serves: what is asked for, what is installed, what was measured, and what is refused."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ from model.store.manifest import (
     parse_manifest,
 )
 from model.target import Target
+from tests.conftest import REPOSITORY
 from tests.stand_ins import releases
+
+with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
+    from truss.base.truss_config import TrussConfig
 
 VERSION = "11.4.0.106"
 GPU = Target("cuda", "h200", "sm90", "torch2.13-cu130")
@@ -116,6 +121,33 @@ def test_asking_for_tensorrt_where_it_cannot_be_had_is_refused(installed: Callab
     with pytest.raises(TensorRTUnavailable, match="TensorRT 10.3.0 is not supported"):
         targets_of("tensorrt", [GPU])
     assert targets_of("fastest", [GPU]) == [GPU]
+
+
+def test_the_environment_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "detect_targets", lambda: [GPU])
+    assert runtimes.targets_here({}) == [GPU]
+    assert [target.key for target in runtimes.targets_here({"runtime": "tensorrt"})][0] == "cuda-h200-sm90-trt11.4"
+    monkeypatch.setenv("PREHEAT_RUNTIME", "aot_inductor")
+    assert runtimes.targets_here({"runtime": "tensorrt"}) == [GPU]
+    monkeypatch.setenv("PREHEAT_RUNTIME", "trt")
+    with pytest.raises(ManifestError, match="or PREHEAT_RUNTIME"):
+        runtimes.targets_here({})
+
+
+@pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])
+def test_every_gpu_s_config_serves_tensorrt_with_two_lines_more(gpu: str) -> None:
+    """Those of docs/tensorrt.md: Truss takes them, and so does the model."""
+    text = (REPOSITORY / "docs" / "tensorrt.md").read_text()
+    requirement = next(line.strip("- ") for line in text.splitlines() if line.strip().startswith("- tensorrt-cu13=="))
+    config = TrussConfig.from_yaml(REPOSITORY / "truss" / "configs" / f"{gpu}.yaml")
+    entries = config.to_dict(verbose=True)
+    entries["requirements"] = [*entries["requirements"], requirement]
+    entries["model_metadata"]["preheat"]["runtime"] = "tensorrt"
+    changed = TrussConfig.from_dict(entries)
+    changed.validate_forbid_extra()
+    assert read_choice(changed.model_metadata["preheat"]["runtime"]) == "tensorrt"
+    version = requirement.partition("==")[2]
+    assert tensorrt_api.version_tag(version) == "trt11.4"
 
 
 # -- the fastest --------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def version_tag(version: str) -> str:
 def require(device: torch.device) -> str:
     """TensorRT's version, where it can be used on `device`. Raises TensorRTUnavailable; afterwards `import tensorrt`
     succeeds and a Runtime is safe to use."""
-    otherwise = "or set model_metadata.preheat.runtime to aot_inductor."
+    otherwise = "or choose the runtime aot_inductor."
     version = installed_version()
     if version is None:
         raise TensorRTUnavailable(f"TensorRT is not installed here: install it (docs/tensorrt.md), {otherwise}")

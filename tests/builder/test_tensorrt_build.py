@@ -14,10 +14,8 @@ from onnx import TensorProto, helper
 from engine_builder.compile import CompileError, dynamic_bucket, static_bucket
 from engine_builder.networks import Network
 from engine_builder.tensorrt_build import build_plan
+from engine_builder.tensorrt_choices import COMPATIBILITY, REFIT, BadChoice, Choices, read_choices, target_of
 from engine_builder.tensorrt_plan import (
-    COMPATIBILITY,
-    REFIT,
-    Choices,
     NotEnoughMemory,
     Range,
     builder_flags,
@@ -26,13 +24,13 @@ from engine_builder.tensorrt_plan import (
     plan_key,
     profile_key,
     profiles,
-    tensorrt_target,
     workspace_limit,
 )
 from engine_builder.tensorrt_progress import PhaseProgress
 from engine_builder.tensorrt_store import KeptPlan, find_plan, read_timing_cache, write_timing_cache
 from model.components import text_signature, vae_decoder_signature
 from model.engines import tensorrt_api
+from model.runtimes import tensorrt_target, tensorrt_targets
 from model.store.local import LocalStore
 from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
 from model.target import Target
@@ -95,7 +93,29 @@ def test_a_target_leaves_out_what_the_compatibility_makes_irrelevant() -> None:
         "same_compute_capability": "cuda-sm90-trt11.4",
         "ampere_plus": "cuda-ampere_plus-trt11.4",
     }
+    assert [target.key for target in tensorrt_targets(H200, "trt11.4")] == list(keys.values()), "where servers look"
+
+
+def test_choices_are_read_as_they_are_typed() -> None:
+    assert read_choices("identical", "none", None, 3) == Choices()
+    assert read_choices("any", "ampere_plus", 1.5, 5) == Choices("any", "ampere_plus", 3 * 2**29, 5)
+    for wrong, words in (
+        (("same", "none", None, 3), "--refit 'same' is none of its choices .identical: takes the weights it was built"),
+        (("any", "hopper", None, 3), "--compatibility 'hopper' is none .* ampere_plus: runs on Ampere"),
+        (("any", "none", -1.0, 3), "workspace of -1.0 GiB"),
+    ):
+        with pytest.raises(BadChoice, match=words):
+            read_choices(*wrong)
     assert set(REFIT) == {"identical", "any"}
+
+
+def test_a_build_s_target_needs_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    if tensorrt_api.installed_version() is None:
+        with pytest.raises(tensorrt_api.TensorRTUnavailable, match="is not installed here"):
+            target_of(H200, Choices())
+    monkeypatch.setattr(tensorrt_api, "require", lambda device: "10.16.1.11")
+    assert target_of(H200, Choices()).key == "cuda-h200-sm90-trt10.16"
+    assert target_of(H200, Choices(compatibility="ampere_plus")).key == "cuda-ampere_plus-trt10.16"
 
 
 def network(precision: Any = "fp16", **architecture: Any) -> Network:

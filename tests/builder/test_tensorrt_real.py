@@ -19,7 +19,7 @@ from engine_builder.build import BuildPlan, build
 from engine_builder.compile import build_target, example_inputs
 from engine_builder.networks import ModelFolder, load_network
 from engine_builder.publish import publish
-from engine_builder.tensorrt_plan import Choices, tensorrt_target
+from engine_builder.tensorrt_choices import Choices
 from engine_builder.tensorrt_store import read_timing_cache
 from engine_builder.validate import TOLERANCE
 from model.coldstart import ColdStart
@@ -29,7 +29,7 @@ from model.loading import Loaded, load_release
 from model.pipeline import generate
 from model.plans import Plans
 from model.request import GenerationRequest, resolve
-from model.runtimes import targets_of
+from model.runtimes import targets_of, tensorrt_target
 from model.store import Store, open_store
 from model.store.manifest import Manifest
 from model.target import detect_targets
