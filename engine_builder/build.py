@@ -11,7 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,7 +19,9 @@ import torch
 from pydantic import BaseModel
 
 from engine_builder import compile as compiler
+from engine_builder.engine_timing import largest_inputs, time_engine
 from engine_builder.networks import ModelFolder, ModelFolderError, Network, load_network
+from engine_builder.tensorrt_choices import Choices
 from engine_builder.tokenizers import export_tokenizer
 from engine_builder.validate import validate
 from engine_builder.weights import write_weights
@@ -35,6 +37,7 @@ from model.schedule import MAX_STEPS, NoiseSchedule, configured_sampler
 from model.store import Store
 from model.store.manifest import (
     Accuracy,
+    Benchmark,
     Blob,
     Bucket,
     EngineRecord,
@@ -43,6 +46,7 @@ from model.store.manifest import (
     RefinerSettings,
     Settings,
     TokenizerRecord,
+    WeightsRecord,
 )
 from model.target import Target
 from model.tokenizer import ClipTokenizer, TokenizerSettings
@@ -63,13 +67,15 @@ class CachedEngine(BaseModel):
     constants: Blob
     runtime_version: str
     build_seconds: float
+    benchmark: Benchmark | None = None
 
 
 @dataclass(frozen=True)
 class BuildPlan:
     """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.
 
-    No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component.
+    No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component. With `tensorrt` its
+    runtime's engines are built, for a target of its own; else AOTInductor's.
     """
 
     model: str
@@ -78,6 +84,7 @@ class BuildPlan:
     target: Target
     precision: Precision
     sizes: tuple[tuple[int, int, int], ...] = ()
+    tensorrt: Choices | None = None
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -140,6 +147,11 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
     engines: list[EngineRecord] = []
     for done, (name, network) in enumerate(networks.items()):
         buckets = plan.buckets_of(network)
+        if plan.tensorrt is not None:
+            made, new = _build_tensorrt(plan, plan.tensorrt, network, weights[done], real[name], store, report, steps)
+            engines += made
+            (compiled if new else reused).append(name)
+            continue
         for number, bucket in enumerate(buckets, start=1):
             of = f" ({number} of {len(buckets)})" if len(buckets) > 1 else ""
             step = len(plan.components) + 1 + done
@@ -173,7 +185,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
         version=_DRAFT,
         family="sdxl",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        builder=_versions() | {"source": source},
+        builder=_builder(plan, source),
         settings=settings,
         defaults=read_release_defaults(plan),
         schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
@@ -210,7 +222,7 @@ def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | Non
     except ValueError:
         return None
     unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
-    same = draft.builder == _versions() | {"source": source} and set(draft.architectures) == set(plan.components)
+    same = draft.builder == _builder(plan, source) and set(draft.architectures) == set(plan.components)
     if plan.sizes:
         planned = [compiler.static_bucket(*size) for size in plan.sizes]
         same = same and len(unets) == len(planned) and all(bucket in unets for bucket in planned)
@@ -261,9 +273,43 @@ def _compile(
             constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
             runtime_version=torch.__version__.split("+")[0],
             build_seconds=round(seconds, 1),
+            benchmark=_benchmark(plan, network, engine),
         )
     store.write_record("engines", key, cached.model_dump_json().encode())
     return cached, accuracy
+
+
+def _build_tensorrt(
+    plan: BuildPlan,
+    choices: Choices,
+    network: Network,
+    weights: WeightsRecord,
+    real: list[dict[str, torch.Tensor]],
+    store: Store,
+    report: Report,
+    steps: int,
+) -> tuple[list[EngineRecord], bool]:
+    """One plan for all of a component's buckets; see `engine_builder.tensorrt_store`."""
+    from engine_builder.tensorrt_store import build_engines
+
+    step = len(plan.components) + 1 + plan.components.index(network.component)
+    return build_engines(
+        network,
+        plan.target,
+        plan.buckets_of(network),
+        choices,
+        weights,
+        lambda bucket: _fit(real, network, bucket),
+        store,
+        lambda doing: report(network.component, doing, step, steps),
+    )
+
+
+def _benchmark(plan: BuildPlan, network: Network, engine: Engine) -> Benchmark | None:
+    """On a GPU, where a release can have another runtime's engines, and a deployment take the faster."""
+    if plan.target.device != "cuda":
+        return None
+    return time_engine(engine, largest_inputs(network.signature, engine.bucket, plan.target.device))
 
 
 def _check(
@@ -407,6 +453,12 @@ def write_tokenizers(plan: BuildPlan, store: Store) -> dict[str, TokenizerRecord
             eos_token_id=settings.eos_token_id,
         )
     return records
+
+
+def _builder(plan: BuildPlan, source: str) -> dict[str, str]:
+    """What a draft was made with and of; drafts that agree in it, and in their sizes, are one."""
+    chosen = {"tensorrt": json.dumps(asdict(plan.tensorrt), sort_keys=True)} if plan.tensorrt else {}
+    return _versions() | {"source": source} | chosen
 
 
 def _versions() -> dict[str, str]:

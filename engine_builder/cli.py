@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -69,15 +70,47 @@ def build(
         list[str] | None,
         typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each (GPU)."),
     ] = None,
+    runtime: Annotated[str, typer.Option(help="aot_inductor, or tensorrt (docs/tensorrt.md).")] = "aot_inductor",
+    refit: Annotated[
+        str, typer.Option(help="TensorRT: identical, a plan for these weights; any, for every model's.")
+    ] = "identical",
+    compatibility: Annotated[
+        str, typer.Option(help="TensorRT: none, this GPU's product; same_compute_capability; ampere_plus.")
+    ] = "none",
+    workspace: Annotated[float | None, typer.Option(help="TensorRT: GiB of GPU memory that kernels may take.")] = None,
+    level: Annotated[int, typer.Option(min=0, max=5, help="TensorRT: how thoroughly kernels are chosen.")] = 3,
     cache_dir: CacheOption = None,
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, keep them with the weights in the store."""
-    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [])
+    options = TensorRTOptions(refit, compatibility, workspace, level) if _is_tensorrt(runtime) else None
+    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [], options)
     console.print(f"Next: preheat publish {result.model} --store {store}")
 
 
+@dataclass(frozen=True)
+class TensorRTOptions:
+    """What `preheat build` was asked of TensorRT, as it was typed; `workspace` in GiB."""
+
+    refit: str
+    compatibility: str
+    workspace: float | None
+    level: int
+
+
+def _is_tensorrt(runtime: str) -> bool:
+    if runtime not in ("aot_inductor", "tensorrt"):
+        raise typer.BadParameter(f"{runtime!r} is not aot_inductor or tensorrt", param_hint="--runtime")
+    return runtime == "tensorrt"
+
+
 def run_build(
-    store: Store, model: str, refiner: str | None, name: str | None, precision: str | None, sizes: list[str]
+    store: Store,
+    model: str,
+    refiner: str | None,
+    name: str | None,
+    precision: str | None,
+    sizes: list[str],
+    tensorrt: TensorRTOptions | None = None,
 ) -> Manifest:
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
@@ -85,9 +118,11 @@ def run_build(
         from engine_builder.build import build as build_model
         from engine_builder.checkout import find_folders
         from engine_builder.compile import build_target
+        from engine_builder.tensorrt_choices import read_choices, target_of
 
+    choices = None if tensorrt is None else read_choices(**asdict(tensorrt))
     base, refiner_folder = find_folders(model, refiner)
-    target = build_target()
+    target = build_target() if choices is None else target_of(build_target(), choices)
     chosen = precision or ("fp16" if target.device == "cuda" else "fp32")
     if chosen not in ("fp32", "fp16", "bf16"):
         raise typer.BadParameter(f"{chosen!r} is not fp32, fp16 or bf16", param_hint="--precision")
@@ -98,6 +133,7 @@ def run_build(
         target=target,
         precision=cast(Precision, chosen),
         sizes=tuple(_size(text) for text in sizes),
+        tensorrt=choices,
     )
     console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}")
     began = time.perf_counter()

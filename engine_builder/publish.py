@@ -69,6 +69,7 @@ def merge(drafts: list[Manifest]) -> Manifest:
     weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
     return newest.model_copy(
         update={
+            "builder": {key: value for key, value in newest.builder.items() if key != "tensorrt"},
             "engines": tuple(engine for _, engine in sorted(engines.items(), key=lambda item: item[0])),
             "weights": tuple(record for _, record in sorted(weights.items(), key=lambda item: item[0])),
         }

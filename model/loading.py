@@ -22,10 +22,12 @@ from model.engines.graphed import GraphedEngine
 from model.errors import ManifestError, MissingComponent, NoEngineForTarget, RequestRefused
 from model.layout import from_stored
 from model.pipeline import LoadedModel
+from model.plans import Plans, extra_blobs, extra_bytes
 from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defaults
+from model.runtimes import can_run, check_installed, check_refit, fastest_first
 from model.schedule import NoiseSchedule
 from model.store import Store
-from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Runtime, Span, WeightsRecord
+from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Span, WeightsRecord
 from model.store.signature import PublicKey, check_signature
 from model.target import Target
 from model.tokenizer import ClipTokenizer, TokenizerSettings
@@ -34,7 +36,6 @@ from model.weights import WeightsCache
 _TOKENIZERS: tuple[Literal["tokenizer", "tokenizer_2"], ...] = ("tokenizer", "tokenizer_2")
 # Where a release has a component in several precisions, the first of these is served: what changes pictures comes last.
 _PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "fp32", "fp8", "int8")
-_RUNTIMES: tuple[Runtime, ...] = ("aot_inductor",)
 
 
 @dataclass(frozen=True)
@@ -88,14 +89,20 @@ def load_release(
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
         names = required_components(manifest)
-        target = choose_target(manifest, targets, names)
+        target = choose_target(manifest, fastest_first(manifest, targets, names), names)
         chosen = {name: choose_engines(manifest, name, target, buckets) for name in names}
         weights = {name: [weights_of(manifest, engine) for engine in engines] for name, engines in chosen.items()}
+        for name, engines_of_it in chosen.items():
+            check_installed(manifest, engines_of_it)
+            for engine, record in zip(engines_of_it, weights[name], strict=True):
+                check_refit(engine, record)
         served = served_model(manifest, chosen, buckets)
         noise_schedules: dict[str, NoiseSchedule] = {
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
         }
-        check_memory(device, [record for records in weights.values() for record in records])
+        every = [engine for records in chosen.values() for engine in records]
+        sizes = {name: sum(blob.bytes for blob in records[0].blobs) for name, records in weights.items()}
+        check_memory(device, [r for records in weights.values() for r in records], extra_bytes(every, sizes))
     cache = WeightsCache(store, device)
     needed = {name: list({record.identity: record for record in records}.values()) for name, records in weights.items()}
     streamed = cache.begin([record for records in needed.values() for record in records], cold_start)
@@ -111,8 +118,9 @@ def load_release(
             name: [_in_layout(cache.load(record), record) for record in records] for name, records in weights.items()
         }
     with cold_start.phase("engines"):
+        plans = Plans(store, device)
         engines = {
-            name: EngineSet([_open(store, *pair, device) for pair in zip(records, tensors[name], strict=True)])
+            name: EngineSet([_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)])
             for name, records in chosen.items()
         }
     second, refiners = weights[components.TEXT_ENCODER_2], weights.get(components.REFINER_TEXT_ENCODER_2, [])
@@ -171,11 +179,12 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
 def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
     """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
     every = [engine for engine in manifest.engines if engine.component == name and engine.target == target]
-    every = [engine for engine in every if engine.runtime in _RUNTIMES]
+    every = [engine for engine in every if can_run(engine)]
     if not every:
         raise NoEngineForTarget(
-            f"Release {manifest.name} has no {name} engine for {target} of a runtime that this server runs "
-            f"({', '.join(_RUNTIMES)}): build one (`preheat build`) and publish a new release (`preheat publish`)."
+            f"Release {manifest.name} has no {name} engine for {target} that this server can run (aot_inductor's, "
+            "or tensorrt's with what its refit needs): build one (`preheat build`) and publish a new release "
+            "(`preheat publish`)."
         )
     precision = min((engine.precision for engine in every), key=_PRECISIONS.index)
     every = [engine for engine in every if engine.precision == precision]
@@ -218,6 +227,7 @@ def needed_blobs(
     """The blobs that loading these reads, the largest first: what takes longest must not begin last."""
     blobs = [blob for records in weights.values() for record in records for blob in record.blobs]
     blobs += [blob for records in engines.values() for engine in records for blob in (engine.blob, engine.constants)]
+    blobs += [blob for records in engines.values() for blob in extra_blobs(records)]
     blobs += [manifest.tokenizers[name].blob for name in _TOKENIZERS]
     return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
 
@@ -229,11 +239,11 @@ def verify(store: Store, blobs: Iterable[Blob]) -> None:
             pass
 
 
-def check_memory(device: torch.device, records: Iterable[WeightsRecord]) -> None:
-    """Refuse before loading what cannot fit: the distinct weights against the GPU's free memory."""
+def check_memory(device: torch.device, records: Iterable[WeightsRecord], extra: int = 0) -> None:
+    """Refuse before loading what cannot fit: the distinct weights and `extra` bytes against the GPU's free memory."""
     if device.type != "cuda":
         return
-    needed = sum({blob.sha256: blob.bytes for record in records for blob in record.blobs}.values())
+    needed = sum({blob.sha256: blob.bytes for record in records for blob in record.blobs}.values()) + extra
     free = torch.cuda.mem_get_info(device)[0]
     if needed > free:
         raise NoEngineForTarget(
@@ -306,10 +316,18 @@ def _tokenizer(store: Store, manifest: Manifest, name: Literal["tokenizer", "tok
     return ClipTokenizer(_read(store, record.blob), settings)
 
 
-def _open(store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device) -> Engine:
-    constants = _read(store, record.constants)
-    package = store.get(record.blob.sha256, record.blob.bytes)
-    engine = AotInductorEngine(record.component, package, record.signature, record.bucket, constants, weights, device)
+def _open(
+    store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device, plans: Plans
+) -> Engine:
+    engine: Engine
+    if record.tensorrt is not None:
+        engine = plans.open(record, weights)
+    else:
+        constants = _read(store, record.constants)
+        package = store.get(record.blob.sha256, record.blob.bytes)
+        engine = AotInductorEngine(
+            record.component, package, record.signature, record.bucket, constants, weights, device
+        )
     # The loops have graphs of their own, around the UNet and all else of a step.
     looped = record.component in (components.UNET, components.REFINER_UNET)
     return engine if looped or device.type != "cuda" else GraphedEngine(engine)

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from model import runtimes
+from model.components import BASE_COMPONENTS
 from model.engines import tensorrt_api
 from model.engines.tensorrt_api import TensorRTUnavailable
 from model.errors import EngineError, ManifestError, NoEngineForTarget
@@ -35,7 +36,6 @@ with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn
 VERSION = "11.4.0.106"
 GPU = Target("cuda", "h200", "sm90", "torch2.13-cu130")
 CPU = Target("cpu", "x86_64_v3", "", "torch2.13")
-NAMES = ("text_encoder", "text_encoder_2", "unet", "vae_decoder")
 BLOB = Blob(sha256="a" * 64, bytes=1)
 PLAN = TensorRTPlan(profile=0, literals=BLOB, onnx=BLOB, refit="any", workspace_bytes=1)
 
@@ -161,27 +161,29 @@ def test_the_fastest_is_the_one_that_was_measured_to_be(
     draft: Manifest, tensorrt: float | None, inductor: float | None, first: str
 ) -> None:
     both = release(draft, engines_for(draft, "cuda-h200-sm90-trt11.4", tensorrt), engines_for(draft, GPU.key, inductor))
-    ordered = fastest_first(both, targets_of("fastest", [GPU]), NAMES)
+    ordered = fastest_first(both, targets_of("fastest", [GPU]), BASE_COMPONENTS)
     assert ordered[0].key.endswith(first)
 
 
 def test_a_target_that_lacks_a_component_is_not_the_fastest(draft: Manifest) -> None:
     some = engines_for(draft, "cuda-h200-sm90-trt11.4", 0.1)[:3]
-    ordered = fastest_first(release(draft, some, engines_for(draft, GPU.key, 9.0)), targets_of("fastest", [GPU]), NAMES)
+    ordered = fastest_first(
+        release(draft, some, engines_for(draft, GPU.key, 9.0)), targets_of("fastest", [GPU]), BASE_COMPONENTS
+    )
     assert ordered == [GPU]
 
 
 def test_plans_of_another_tensorrt_are_not_the_fastest(draft: Manifest) -> None:
     other = engines_for(draft, "cuda-h200-sm90-trt11.4", 0.1, runtime_version="11.4.0.107")
     both = release(draft, other, engines_for(draft, GPU.key, 9.0))
-    assert fastest_first(both, targets_of("fastest", [GPU]), NAMES) == [GPU]
+    assert fastest_first(both, targets_of("fastest", [GPU]), BASE_COMPONENTS) == [GPU]
 
 
 def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
     """A faster machine measured for a lower level is no reason to leave this one's own."""
     levels = [CPU, Target("cpu", "x86_64_v2", "", "torch2.13")]
     slow, fast = (engines_for(draft, level.key, time) for level, time in zip(levels, (9.0, 1.0), strict=True))
-    assert fastest_first(release(draft, slow, fast), levels, NAMES) == levels
+    assert fastest_first(release(draft, slow, fast), levels, BASE_COMPONENTS) == levels
 
 
 def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest) -> None:
@@ -195,16 +197,18 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
         for rows, milliseconds in {
             "text_encoder": {1: 1.0, 2: 2.0},
             "text_encoder_2": {2: 4.0},
+            "unet_text": {1: 9.0, 2: 8.0},
+            "unet_time": {32: 0.5},
             "unet": {2: 100.0, 8: 1.0},
             "vae_decoder": {1: 50.0, 4: 5.0},
         }[engine.component].items()
     ]
-    assert request_time(draft, engines, NAMES) == 2.0 + 4.0 + 30 * 100.0 + 50.0
-    assert request_time(draft, engines, (*NAMES, "refiner_unet")) == 3056.0
+    assert request_time(draft, engines, BASE_COMPONENTS) == 2.0 + 4.0 + 8.0 + 0.5 + 30 * 100.0 + 50.0
+    assert request_time(draft, engines, (*BASE_COMPONENTS, "refiner_unet")) == 3064.5
     one_row = [engine for engine in engines if engine.component != "unet"] + [
         engine.model_copy(update=at(1, 1.0)) for engine in draft.engines if engine.component == "unet"
     ]
-    assert request_time(draft, one_row, NAMES) is None
+    assert request_time(draft, one_row, BASE_COMPONENTS) is None
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

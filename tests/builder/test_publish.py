@@ -44,6 +44,16 @@ def test_what_was_built_last_makes_no_other_release(store_copy: Store) -> None:
     assert publish(store_copy, "toy-sdxl") == (first, False)
 
 
+def test_what_tensorrt_was_asked_for_is_no_part_of_a_release(store_copy: Store) -> None:
+    """Else the release would tell which runtime was built last."""
+    builder = draft_of(store_copy).builder | {"tensorrt": "{}"}
+    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=builder)
+    first, _ = publish(store_copy, "toy-sdxl")
+    draft_for_another_target(store_copy, created="2099-01-01T00:00:00+00:00", builder=builder)
+    assert publish(store_copy, "toy-sdxl") == (first, False)
+    assert "tensorrt" not in first.builder
+
+
 def test_a_draft_of_an_older_source_is_left_out(store_copy: Store) -> None:
     older = draft_of(store_copy).builder | {"source": "older"}
     draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)

@@ -1,0 +1,188 @@
+"""TensorRT plans of a release: each opened once, from checked bytes, in memory that only those share who take turns."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from model.coldstart import ColdStart
+from model.engines import tensorrt_api
+from model.errors import CorruptBlob, EngineError, NoEngineForTarget
+from model.loading import Loaded, check_memory, load_release, needed_blobs
+from model.plans import Plans, extra_blobs, extra_bytes
+from model.store.local import LocalStore
+from model.store.manifest import Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
+from model.target import Target
+from tests.stand_ins import releases
+from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
+
+SIGNATURE = Signature(
+    inputs=(TensorSpec(name="x", dtype="float32", shape=("rows", 4)),),
+    outputs=(TensorSpec(name="y", dtype="float32", shape=("rows", 4)),),
+)
+CPU = torch.device("cpu")
+WEIGHTS = {"layer.weight": torch.tensor([1.0, 2.0, 3.0, 4.0])}
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    made = Fake()
+    monkeypatch.setitem(sys.modules, "tensorrt", made.module)
+    monkeypatch.setattr(tensorrt_api, "require", lambda device: VERSION)
+    monkeypatch.setattr(tensorrt_api, "installed_version", lambda: VERSION)
+    cuda = FakeCuda(made.do)
+    for name in ("current_stream", "Event", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return made
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def record(store: LocalStore, component: str = "unet", profile: int = 0, rows: int = 1, **changed: Any) -> EngineRecord:
+    constants = json.dumps({"w": {"tensor": "layer.weight", "dtype": "float32", "shape": [4]}}).encode()
+    plan = TensorRTPlan(
+        profile=profile,
+        literals=releases.keep(store, save({"b": torch.full((4,), 0.5), "mask": torch.ones(3, dtype=torch.bool)})),
+        onnx=releases.keep(store, b"graph"),
+        refit="any",
+        workspace_bytes=(64, 1024)[profile],
+    )
+    entries: dict[str, Any] = {
+        "component": component,
+        "runtime": "tensorrt",
+        "runtime_version": VERSION,
+        "bucket": Bucket(rows=Span(min=rows, max=rows)),
+        "signature": SIGNATURE,
+        "blob": releases.keep(store, f"plan of {component}".encode()),
+        "constants": releases.keep(store, constants),
+        "tensorrt": plan,
+    }
+    return releases.draft(store).engines[0].model_copy(update=entries | changed)
+
+
+def test_engines_of_one_plan_open_it_once(store: LocalStore, fake: Fake) -> None:
+    plans = Plans(store, CPU)
+    one, four = (plans.open(record(store, profile=n, rows=rows), WEIGHTS) for n, rows in ((0, 1), (1, 4)))
+    assert fake.said("deserialize") == [("deserialize", b"plan of unet")]
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(four.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
+    torch.testing.assert_close(one.run({"x": x[:1]})["y"], x[:1] * WEIGHTS["layer.weight"] + 0.5)
+
+
+def test_memory_is_shared_by_those_who_take_turns(store: LocalStore, fake: Fake) -> None:
+    plans = Plans(store, CPU)
+    names = ("text_encoder", "text_encoder_2", "unet", "refiner_unet", "vae_decoder")
+    engines = [plans.open(record(store, component=name), WEIGHTS) for name in names]
+    for engine in engines:
+        engine.run({"x": torch.zeros(1, 4)})
+    text, text_2, unet, refiner, vae = (address for _, address, _ in fake.said("device_memory"))
+    assert text == text_2 and unet == refiner
+    assert len({text, unet, vae}) == 3
+
+
+def test_a_damaged_plan_is_never_opened(store: LocalStore, fake: Fake) -> None:
+    broken = record(store)
+    path = store.root / "blobs" / "sha256" / broken.blob.sha256
+    path.write_bytes(b"plan of unex")
+    with pytest.raises(CorruptBlob):
+        Plans(store, CPU).open(broken, WEIGHTS)
+    assert not fake.calls
+
+
+def test_damaged_literals_are_refused(store: LocalStore, fake: Fake) -> None:
+    for data in (b"", b"no safetensors at all"):
+        literals = releases.keep(store, data)
+        plan = record(store).tensorrt
+        assert plan is not None
+        broken = record(store, tensorrt=plan.model_copy(update={"literals": literals}))
+        with pytest.raises(EngineError, match="constants of the unet plan cannot be used.*no safetensors file"):
+            Plans(store, CPU).open(broken, WEIGHTS)
+
+
+def test_what_is_fetched_and_how_much_room_it_takes(store: LocalStore) -> None:
+    engines = [record(store, "unet", 0), record(store, "unet", 1), record(store, "vae_decoder", 0)]
+    assert {blob.sha256 for blob in extra_blobs(engines)} == {e.tensorrt.literals.sha256 for e in engines if e.tensorrt}
+    assert extra_blobs(list(releases.draft(store).engines)) == []
+    # Each plan once with its copy of the weights, and each group's largest workspace.
+    assert extra_bytes(engines, {"unet": 5000, "vae_decoder": 300}) == 5000 + 300 + 1024 + 64
+    assert extra_bytes(list(releases.draft(store).engines), {}) == 0
+
+
+def test_room_is_asked_for_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
+    check_memory(torch.device("cuda"), [], 2**30)
+    with pytest.raises(NoEngineForTarget, match="1.0 GiB free: use a larger GPU"):
+        check_memory(torch.device("cuda"), [], 2**30 + 1)
+
+
+# -- a release ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(store: LocalStore) -> Manifest:
+    """The stand-in release with plans that take nothing but its weights."""
+    draft = releases.draft(store)
+    constants = json.dumps({"w": {"tensor": "b.bias", "dtype": "float32", "shape": [4]}}).encode()
+    engines = []
+    for engine in draft.engines:
+        made = record(store, engine.component, constants=releases.keep(store, constants), signature=engine.signature)
+        own = next(w for w in draft.weights if w.component == engine.component)
+        assert made.tensorrt is not None
+        plan = made.tensorrt.model_copy(update={"refit": "identical", "weights": own.identity})
+        engines.append(
+            made.model_copy(update={"tensorrt": plan, "bucket": engine.bucket, "target": "cuda-x-sm90-trt11.4"})
+        )
+    return draft.model_copy(update={"engines": tuple(engines)})
+
+
+def load(store: LocalStore, manifest: Manifest) -> Loaded:
+    store.write_release(manifest)
+    return load_release(store, manifest.name, [Target("cpu", "", "", "")], [], ColdStart())
+
+
+def on_this_cpu(manifest: Manifest) -> Manifest:
+    """The fake runs on the CPU's memory: file the plans under a target that loading takes for one."""
+    return manifest.model_copy(
+        update={"engines": tuple(e.model_copy(update={"target": "cpu"}) for e in manifest.engines)}
+    )
+
+
+def test_a_release_of_plans_is_loaded_and_refit_from_its_weights(
+    store: LocalStore, published: Manifest, fake: Fake
+) -> None:
+    loaded = load(store, on_this_cpu(published))
+    assert loaded.runtime == "tensorrt"
+    assert len(fake.said("deserialize")) == len(fake.said("refit")) == len(published.components)
+
+
+def test_other_weights_than_a_plan_was_built_with_are_refused(
+    store: LocalStore, published: Manifest, fake: Fake
+) -> None:
+    unet, other = (next(w for w in published.weights if w.component == name) for name in ("unet", "vae_decoder"))
+    swapped = tuple(w.model_copy(update={"blobs": other.blobs}) if w is unet else w for w in published.weights)
+    with pytest.raises(EngineError, match="The unet plan takes the weights it was built with"):
+        load(store, on_this_cpu(published).model_copy(update={"weights": swapped}))
+    assert not fake.calls
+
+
+def test_plans_of_another_tensorrt_are_refused_before_anything_is_read(
+    store: LocalStore, published: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorrt_api, "installed_version", lambda: "11.5.0.1")
+    monkeypatch.setattr(store, "fetch", lambda blobs: pytest.fail("fetched"))
+    with pytest.raises(NoEngineForTarget, match=f"plans of TensorRT {VERSION} and this machine has 11.5.0.1"):
+        load(store, on_this_cpu(published))
+
+
+def test_literals_are_fetched_with_a_release(store: LocalStore, published: Manifest) -> None:
+    fetched = {blob.sha256 for blob in needed_blobs(published, published.engines, published.weights)}
+    for engine in published.engines:
+        assert engine.tensorrt is not None and engine.tensorrt.literals.sha256 in fetched
+        assert engine.tensorrt.onnx.sha256 not in fetched, "a server has no use for the graph"
