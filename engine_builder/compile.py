@@ -108,12 +108,12 @@ class Compiled:
 def compile_network(network: Network, target: Target, bucket: Bucket, package: Path) -> Compiled:
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
-    example = _example_of(network, bucket, device)
-    with _quiet(), _attention_kernels(device):
+    example = example_of(network, bucket, device)
+    with quiet(), _attention_kernels(device):
         exported = torch.export.export(
             network.module,
             tuple(example.values()),
-            dynamic_shapes=_dynamic_shapes(network, bucket),
+            dynamic_shapes=dynamic_shapes(network, bucket),
             strict=False,
         )
         torch._inductor.aoti_compile_and_package(
@@ -137,7 +137,7 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     return Compiled(package, constants)
 
 
-def _example_of(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
+def example_of(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
     """Inputs to trace with. Dynamic sizes are traced at unequal, uncommon values so that nothing is specialised."""
     if bucket.rows.min == bucket.rows.max:
         rows = bucket.rows.min
@@ -150,7 +150,8 @@ def _example_of(network: Network, bucket: Bucket, device: str) -> dict[str, torc
     return example_inputs(network.signature, rows, height, width, device)
 
 
-def _dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
+def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
+    """torch.export's dynamic shapes of a bucket: names of inputs -> {dimension: Dim}. None for a static bucket."""
     if bucket.rows.min == bucket.rows.max:
         return None
     dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.rows.max)}
@@ -189,7 +190,7 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """torch's own deprecations inside export and compile are not the reader's to mend."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")

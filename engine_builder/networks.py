@@ -158,7 +158,8 @@ def architecture(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_network(folder: ModelFolder, component: str, precision: Precision, device: str = "cpu") -> Network:
-    """One component of a checkout in `precision`, in eval mode on `device`.
+    """One component of a checkout in `precision`, in eval mode on `device`; on "meta" its shapes alone, which takes no
+    weights.
 
     `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout.
     Raises ModelFolderError where the folder lacks it or it is no SDXL network.
@@ -178,14 +179,15 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
     config = folder.config(part)
     multiple: int | None = None
     module: nn.Module
+    load = _load_shapes if device == "meta" else _load
     if part == "text_encoder":
-        module = TextNetwork(_load("transformers", "CLIPTextModel", folder, part, dtype))
+        module = TextNetwork(load("transformers", "CLIPTextModel", folder, part, dtype))
         signature = components.text_signature(widths.text_width, widths.tokens, dtype_name, None)
     elif part == "text_encoder_2":
-        module = PooledTextNetwork(_load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
+        module = PooledTextNetwork(load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
         signature = components.text_signature(widths.text_width_2, widths.tokens, dtype_name, widths.pooled_width)
     elif part == "unet":
-        network = _load("diffusers", "UNet2DConditionModel", folder, part, dtype)
+        network = load("diffusers", "UNet2DConditionModel", folder, part, dtype)
         time, text = time_width(network), text_width(network)
         if component in (components.UNET_TEXT, components.REFINER_UNET_TEXT):
             module = UnetTextNetwork(network)
@@ -198,11 +200,11 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
             signature = components.unet_signature(widths, time, text, dtype_name)
             multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
     else:
-        module = VaeDecoderNetwork(_load("diffusers", "AutoencoderKL", folder, part, dtype))
+        module = VaeDecoderNetwork(load("diffusers", "AutoencoderKL", folder, part, dtype))
         signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)
         multiple = widths.vae_scale
     module = module.to(device).eval().requires_grad_(False)
-    layout = LAYOUTS[torch.device(device).type]
+    layout = LAYOUTS.get(torch.device(device).type, "plain")
     if layout == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Network(component, module, signature, architecture(config), precision, layout, multiple)
@@ -222,3 +224,15 @@ def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.
     kind = "torch_dtype" if library == "diffusers" else "dtype"
     network: nn.Module = cls.from_pretrained(folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype})
     return network
+
+
+def _load_shapes(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+    import importlib
+
+    cls = getattr(importlib.import_module(library), name)
+    with torch.device("meta"):
+        if library == "diffusers":
+            network: nn.Module = cls.from_config(folder.config(part))
+        else:
+            network = cls(cls.config_class.from_dict(folder.config(part)))
+    return nn.Module.to(network, dtype)  # diffusers' own `to` warns of what from_pretrained does

@@ -26,10 +26,7 @@ import torch
 from onnx import TensorProto
 from torch import nn
 
-from engine_builder.compile import CompileError, dynamic_bucket
-from engine_builder.compile import _dynamic_shapes as dynamic_shapes
-from engine_builder.compile import _example_of as example_of
-from engine_builder.compile import _quiet as quiet
+from engine_builder.compile import CompileError, dynamic_bucket, dynamic_shapes, example_of, quiet
 from engine_builder.networks import Network, public_name
 from model.components import dtype_name
 from model.store.manifest import Bucket, Signature

@@ -182,7 +182,7 @@ def test_plans_of_another_tensorrt_are_refused_before_anything_is_read(
 
 
 def test_literals_are_fetched_with_a_release(store: LocalStore, published: Manifest) -> None:
-    fetched = {blob.sha256 for blob in needed_blobs(published, published.engines, published.weights)}
+    fetched = {blob.sha256 for blob in needed_blobs(published, {"": published.engines}, {"": published.weights})}
     for engine in published.engines:
         assert engine.tensorrt is not None and engine.tensorrt.literals.sha256 in fetched
         assert engine.tensorrt.onnx.sha256 not in fetched, "a server has no use for the graph"

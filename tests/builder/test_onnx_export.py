@@ -125,14 +125,18 @@ def test_fp16_is_eager_pytorch_at_three_shapes(component: str, kept: Store) -> N
     assert max(errors(network, engine, relative=True)) <= 1e-2
 
 
-def test_fp16_of_a_unet_whose_text_and_sizes_differ_in_type(toy_unet: tuple[Network, OnnxGraph]) -> None:
-    network, graph = toy_unet
-    engine = OnnxEngine("unet", graph, network.signature, network.tensors())
+@pytest.mark.parametrize("component", ["unet_text", "unet_time", "unet"])
+def test_fp16_of_a_unet_s_parts(component: str, exported: tuple[Store, Path], toy_folder: Path) -> None:
+    """unet_time concatenates fp16 text and fp32 sizes."""
+    network = load_network(ModelFolder(toy_folder), component, "fp16")
+    found = find_graph(exported[0], graph_key(network))
+    assert found is not None
+    graph = read_graph(exported[0], found)
+    engine = OnnxEngine(component, graph, network.signature, network.tensors())
     assert max(errors(network, engine, relative=True)) <= 1e-2
     types = {init.data_type for init in onnx.load_from_string(graph.model).graph.initializer}
     assert types <= {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64}
-    weights = {constant["dtype"] for constant in graph.constants.values()}
-    assert weights == {"float16"}
+    assert {constant["dtype"] for constant in graph.constants.values()} == {"float16"}
 
 
 @pytest.mark.parametrize("component", ["unet", "vae_decoder"])
@@ -222,8 +226,8 @@ def test_a_damaged_graph_is_refused(toy_unet: tuple[Network, OnnxGraph]) -> None
 def test_a_graph_that_computes_something_else_is_not_kept(toy_unet: tuple[Network, OnnxGraph]) -> None:
     network, graph = toy_unet
     model = onnx.load_from_string(graph.model)
-    node = next(node for node in model.graph.node if node.op_type == "Sin")
-    node.op_type = "Cos"
+    node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
+    node.op_type = "Tanh"
     with pytest.raises(InaccurateEngine, match="The ONNX graph of unet is off"):
         check_graph_runs(network, replace(graph, model=model.SerializeToString()))
 

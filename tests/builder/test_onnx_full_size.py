@@ -1,0 +1,80 @@
+"""The graphs of SDXL base 1.0 and refiner 1.0 at full size: exported from their configs, checked, named.
+
+No weights are needed, and none are made: an export sees shapes alone. What it takes is minutes, not memory.
+"""
+
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+from engine_builder import random_sdxl
+from engine_builder.networks import ModelFolder, load_network
+from engine_builder.onnx_export import export_graph, literals, operators
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, REFINER_TEXT_ENCODER_2, TEXT_ENCODER
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("PREHEAT_SLOW"),
+    reason="exports SDXL at full size for some six minutes: run `make slow`, which sets PREHEAT_SLOW",
+)
+# The refiner's text encoder is the base's second.
+COMPONENTS = [name for name in BASE_COMPONENTS + REFINER_COMPONENTS if name != REFINER_TEXT_ENCODER_2]
+# Parameters of the published checkpoints, which say that the configs are theirs.
+PARAMETERS = {
+    "unet": 2_567_463_684,
+    "refiner_unet": 2_259_526_660,
+    "text_encoder": 123_060_480,
+    "text_encoder_2": 694_659_840,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ModelFolder]:
+    """The base's and the refiner's folders (by whether it is the refiner's), of configs alone."""
+    root = tmp_path_factory.mktemp("sdxl")
+    with torch.device("meta"):
+        parts = {"vae": random_sdxl.vae(), "text_encoder_2": random_sdxl.text_encoder(second=True)}
+        base = parts | {"unet": random_sdxl.unet(), "text_encoder": random_sdxl.text_encoder()}
+        refiner = parts | {"unet": random_sdxl.unet(refiner=True)}
+    for name, networks in (("base", base), ("refiner", refiner)):
+        for part, network in networks.items():
+            counted = PARAMETERS.get(part if name == "base" or part != "unet" else "refiner_unet")
+            assert counted is None or sum(p.numel() for p in network.parameters()) == counted
+            if part == "vae" or part == "unet":
+                network.save_config(root / name / part)
+            else:
+                # The checkpoints say 2, by which transformers knows to look for the largest id instead.
+                config = network.config.to_dict() | {"eos_token_id": 2}
+                (root / name / part).mkdir(parents=True)
+                (root / name / part / "config.json").write_text(json.dumps(config))
+    return {False: ModelFolder(root / "base"), True: ModelFolder(root / "refiner")}
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_sdxl_exports_at_full_size(
+    component: str, folders: dict[bool, ModelFolder], say: Callable[[str], None], tmp_path: Path
+) -> None:
+    began = time.perf_counter()
+    network = load_network(folders[component in REFINER_COMPONENTS], component, "fp16", device="meta")
+    graph = export_graph(network)  # which checks it: ONNX's checker, strict shape inference, names, types
+    seconds = time.perf_counter() - began
+    tensors = network.tensors()
+    assert graph.constants.keys() <= tensors.keys()
+    if component != TEXT_ENCODER:  # whose last layer feeds nothing that is used
+        assert graph.constants.keys() == tensors.keys()
+    # fp16 throughout: but for positions and the sinusoids of time and size, nothing is of another type.
+    assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
+    assert operators(graph.model).get("Cast", 0) <= 3
+    assert len(graph.model) < 2**20 and sum(value.nbytes for value in literals(graph.model).values()) < 2**14
+    assert onnx.load_from_string(graph.model).opset_import[0].version == 20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    say(
+        f"{component}: {seconds:.0f} s, {len(graph.model) / 2**10:.0f} KiB, {len(graph.constants)} tensors, "
+        f"{peak:.0f} MiB of memory at most so far"
+    )
