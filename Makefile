@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test slow soak check
+.PHONY: setup demo serve test slow soak load check
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -55,6 +55,15 @@ soak: export PREHEAT_SOAK_KILLS ?= 50
 soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
 	$(BIN)/pytest tests/store -k kill_9
+
+# Some ten minutes on two cores: the real server under closed and open loops, 64 clients of which some leave, 1,000
+# images while its memory is watched, and 5,000 malformed and well-formed bodies.
+load: export PREHEAT_LOAD_SECONDS ?= 120
+load: export PREHEAT_SOAK_IMAGES ?= 1000
+load: export PREHEAT_FUZZ_BODIES ?= 5000
+load: $(READY)
+	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
+	$(BIN)/pytest tests/load
 
 # PREHEAT_TENSORRT_STUBS: a folder with type stubs of the whole TensorRT module; without it typings/ has what is called.
 check: export MYPYPATH := $(PREHEAT_TENSORRT_STUBS)

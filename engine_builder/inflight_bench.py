@@ -1,8 +1,9 @@
 """What in-flight batching gives on this device, without HTTP: the model's own scheduler, asked in this process.
 
 Measured, all on the same engines: images/s drawn offline at full rows; images/s of the scheduler when more is waiting
-than fits; and, at a share of that capacity with Poisson arrivals, latency in flight and latency batch at a time (a
-worker that draws up to as many waiting requests as fit, from the first step to the last, and then looks again).
+than fits; at a share of that capacity with Poisson arrivals, latency in flight and latency batch at a time (a worker
+that draws up to as many waiting requests as fit, from the first step to the last, and then looks again); and how far
+pictures drawn in a mix of requests are from the same requests drawn alone.
 
     python -m engine_builder.inflight_bench tiny-sdxl/1 --store .preheat/store --steps 20 --seconds 60
 
@@ -10,9 +11,11 @@ Imports model/, torch and the standard library: it runs where the server image r
 """
 
 import argparse
+import base64
+import io
 import json
+import math
 import random
-import statistics
 import threading
 import time
 from collections import deque
@@ -23,7 +26,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 from engine_builder.rows import Row, append_rows, make_row
 from model import components
@@ -33,6 +39,7 @@ from model.job import Limits
 from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import generate
 from model.request import GenerationRequest, GenerationSettings, resolve
+from model.schedule import SAMPLERS
 from model.scheduler import Scheduler
 from model.store import StoreOptions, open_store
 from model.store.signature import configured_keys
@@ -157,6 +164,36 @@ def latencies(submit: Submit, settings: GenerationSettings, moments: Sequence[fl
     return found
 
 
+def company(loaded: Loaded, scheduler: Scheduler, settings: GenerationSettings, most: int) -> tuple[list[float], int]:
+    """PSNR in dB of pictures drawn in a mix against the same requests alone, and the largest difference of any pixel
+    (of 255). The mix differs in seed, sampler, steps and guidance; LCM is left out, which multiplies rounding."""
+    samplers = [name for name in SAMPLERS if name != "LCM"]
+    mix = [
+        replace(
+            settings,
+            seed=1000 + number,
+            scheduler=samplers[number % len(samplers)],
+            num_inference_steps=max(1, settings.num_inference_steps - number % 5),
+            guidance_scale=(settings.guidance_scale, 1.0)[number % 3 == 2],
+            output_format="png",
+        )
+        for number in range(2 * most + 1)
+    ]
+    together = [future.result().images[0] for future in [scheduler.submit(request).result for request in mix]]
+    found, largest = [], 0
+    for request, data in zip(mix, together, strict=True):
+        alone = _pixels(scheduler.submit(request).result.result().images[0])
+        apart = np.abs(_pixels(data).astype(int) - alone.astype(int))
+        largest = max(largest, int(apart.max()))
+        mean = float((apart.astype(float) ** 2).mean())
+        found.append(min(99.0, 10 * math.log10(255**2 / mean)) if mean else 99.0)
+    return found, largest
+
+
+def _pixels(data: str) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
 def measure(loaded: Loaded, request: GenerationRequest, seconds: float, share: float, images: int | None) -> list[Row]:
     """All cases. `images`: how many at once, default as many as the loop takes."""
     settings = resolve(request, loaded.served)
@@ -182,10 +219,10 @@ def measure(loaded: Loaded, request: GenerationRequest, seconds: float, share: f
 
     # A few more than fit, so that there is always one to join.
     rate = saturated(in_flight, settings, most + max(2, most // 2), seconds)
-    best = statistics.mean(rates)
-    rows.append(row("in flight, saturated", [rate], "images/s", of_offline=round(rate / best, 4)))
+    rows.append(row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4)))
     moments = arrivals(share * rate, seconds, seed=0)
     flying = latencies(in_flight, settings, moments)
+    decibels, largest = company(loaded, scheduler, settings, most)
     scheduler.close()
     batches = BatchAtATime(loaded, most)
     waiting = latencies(batches.submit, settings, moments)
@@ -194,6 +231,7 @@ def measure(loaded: Loaded, request: GenerationRequest, seconds: float, share: f
     rows.append(
         row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", arrivals_per_second=round(share * rate, 4))
     )
+    rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
 
 

@@ -3,6 +3,8 @@
 Steps a second is rate(preheat_steps_total), images a second rate(preheat_images_total): over a time of the reader's.
 """
 
+from functools import partial
+
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -49,15 +51,19 @@ for _component in (UNET, REFINER_UNET):
     STEPS.labels(_component)
 
 
+def gpu_memory(device: torch.device) -> dict[str, int]:
+    """Bytes of the GPU: all of it, taken by anyone, taken by torch. Nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {"total": total, "used": total - free, "reserved": torch.cuda.memory_reserved(device)}
+
+
 def watch_gpu_memory(device: torch.device) -> None:
     """Have the GPU's memory read whenever the metrics are. Nothing on a CPU."""
-    if device.type != "cuda":
-        return
+    for kind in gpu_memory(device):
+        GPU_MEMORY.labels(kind).set_function(partial(_gpu_bytes, device, kind))
 
-    def used() -> float:
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
 
-    GPU_MEMORY.labels("total").set(torch.cuda.mem_get_info(device)[1])
-    GPU_MEMORY.labels("used").set_function(used)
-    GPU_MEMORY.labels("reserved").set_function(lambda: torch.cuda.memory_reserved(device))
+def _gpu_bytes(device: torch.device, kind: str) -> float:
+    return gpu_memory(device)[kind]

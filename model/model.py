@@ -87,6 +87,7 @@ class Model:
                     "release": loaded.release,
                     "target": loaded.target,
                     "weight_bytes": loaded.weight_bytes,
+                    "gpu_bytes": metrics.gpu_memory(loaded.model.device),
                     "seconds": self._cold_start.phases,
                 }
             )

@@ -71,8 +71,7 @@ def _again(row: Row) -> Row:
 
 
 def _no_room(loaded: Loaded) -> str:
-    total = torch.cuda.get_device_properties(loaded.model.device).total_memory
     return (
-        f"{loaded.release} does not fit into this GPU's {total / 2**30:.0f} GiB with all configured buckets running: "
+        f"{loaded.release} does not fit into this GPU's memory with every configured bucket running: "
         "configure fewer rows or sizes (model_metadata.preheat.buckets in config.yaml), or use a larger GPU."
     )

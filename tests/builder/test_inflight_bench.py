@@ -28,8 +28,11 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
         rows = measure(loaded, request, seconds=0.5, share=0.7, images=2)
     finally:
         loop.capacity = capacity
-    assert [row.case.partition(",")[0] for row in rows] == ["offline", "in flight", "in flight", "batch at a time"]
-    assert [row.unit for row in rows] == ["images/s", "images/s", "s", "s"]
+    assert [row.case.partition(",")[0] for row in rows] == [
+        "offline", "in flight", "in flight", "batch at a time", "in a mix against alone",
+    ]  # fmt: skip
+    assert [row.unit for row in rows] == ["images/s", "images/s", "s", "s", "dB"]
     assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
     assert rows[2].runs == rows[3].runs > 0
+    assert rows[4].extra["largest"] <= 1 and rows[4].extra["worst"] > 40
