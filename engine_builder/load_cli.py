@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from engine_builder import demo
 from engine_builder.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened
@@ -66,7 +66,7 @@ def load(
             with console.status(f"Starting {release}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)
-    table = Table("load", "images/s", "p50 s", "p90 s", "p99 s", "answered", "refused", "failed")
+    table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "answered", "refused", "failed")
     for one in outcomes:
         spread = [f"{percentile(one.latencies, share):.2f}" if one.latencies else "" for share in (0.5, 0.9, 0.99)]
         counts_ = [str(len(one.latencies)), str(one.refused), str(one.failed)]
