@@ -34,7 +34,7 @@ def test_the_curve_is_what_was_measured_up_to_where_more_clients_only_wait(measu
 def test_a_plan_names_a_setting_that_the_platform_takes(measured: Path, tmp_path: Path) -> None:
     out, picture = tmp_path / "production.json", tmp_path / "plan.png"
     ran = plan(
-        "constant:3", "--load", str(measured), "--steps", "10", "--cold-start", "20", "--p99", "3", "--hours", "1",
+        "constant:3", "--load", str(measured), "--steps", "10", "--cold-start", "20", "--p99", "3", "--hours", "0.3",
         "--max-replica", "3", "--out", str(out), "--plot", str(picture),
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
