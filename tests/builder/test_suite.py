@@ -1,0 +1,64 @@
+"""The suite of benchmarks: each case becomes one row, what cannot be served is said, peers run on the same weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_builder import random_sdxl, suite
+from engine_builder.networks import ModelFolder, load_network
+from engine_builder.rows import make_row
+from engine_builder.suite import Case
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.loading import Loaded
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_each_case_is_a_row_and_what_is_not_served_is_said(
+    loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = (
+        Case("first", 2, 2, side=64),
+        Case("few-step", 2, 1, "LCM", 1.0, side=64),
+        Case("many", 3, 2, images=2, side=64, throughput=True),
+        Case("too-large", 2, 2, side=4096),
+    )
+    monkeypatch.setattr(suite, "CASES", cases)
+    told: list[str] = []
+    rows = list(suite.run(loaded, None, told.append))
+    assert [(row.case, row.unit, row.runs, row.steps, row.batch) for row in rows] == [
+        ("first", "ms", 2, 2, 1),
+        ("few-step", "ms", 2, 1, 1),
+        ("many", "images/s", 3, 2, 2),
+    ]
+    assert [line.partition(":")[0] for line in told] == ["first", "few-step", "many", "too-large"]
+    assert "left out" in told[3] and "4096" in told[3]
+
+
+def test_images_a_second_are_those_of_the_batch() -> None:
+    row = make_row("case", [1000.0, 2000.0, 4000.0], "ms", "float16", 20, 8)
+    rate = suite._per_second(row)
+    assert (rate.unit, rate.p50, rate.p99) == ("images/s", 4.0, 2.0)
+
+
+def test_random_weights_make_a_folder_that_is_built_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real script on narrow networks: every component of the base and the refiner loads from what it wrote."""
+    narrow = {"block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 64}
+    narrow |= {"transformer_layers_per_block": 1, "addition_time_embed_dim": 8}
+    unet = random_sdxl.UNET | narrow | {"projection_class_embeddings_input_dim": 32 + 6 * 8}
+    refiner = unet | {"cross_attention_dim": 32, "projection_class_embeddings_input_dim": 32 + 5 * 8}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    monkeypatch.setattr(random_sdxl, "UNET", unet)
+    monkeypatch.setattr(random_sdxl, "REFINER_UNET", refiner)
+    monkeypatch.setattr(random_sdxl, "VAE", random_sdxl.VAE | {"block_out_channels": (32, 32, 32, 32)})
+    for name in ("TEXT_ENCODER", "TEXT_ENCODER_2"):
+        monkeypatch.setattr(random_sdxl, name, getattr(random_sdxl, name) | text | {"projection_dim": 32})
+    for folder in ("one", "two"):
+        random_sdxl.write(tmp_path / folder, REPOSITORY / "data" / "tiny-sdxl", refiner=True)
+    for name in BASE_COMPONENTS + REFINER_COMPONENTS:
+        part = "refiner" if name in REFINER_COMPONENTS else "."
+        first, second = (load_network(ModelFolder(tmp_path / one / part), name, "fp16") for one in ("one", "two"))
+        assert first.tensors().keys() == second.tensors().keys() and first.tensors()
+        for tensor, same in zip(first.tensors().values(), second.tensors().values(), strict=True):
+            assert torch.equal(tensor, same)
