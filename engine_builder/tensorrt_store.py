@@ -69,7 +69,8 @@ def build_engines(
     Every engine is held against eager PyTorch with this model's weights, also one that was there. Raises
     TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is kept.
     """
-    version = api.require(torch.device("cuda"))
+    device = next(iter(network.tensors().values())).device
+    version = api.require(device)
     key = plan_key(network, target, version, buckets, choices, weights)
     kept = find_plan(store, key)
     if kept is None:
@@ -80,7 +81,6 @@ def build_engines(
         data, seconds = store.get(kept.plan.sha256, kept.plan.bytes).read_bytes(), kept.build_seconds
         graph = graph_of(network, store)
     report("refitting and checking")
-    device = torch.device("cuda", torch.cuda.current_device())
     literal_tensors = load(store.get(graph[0].literals.sha256, graph[0].literals.bytes).read_bytes())
     plan = TensorRTPlan(
         network.component,
@@ -105,7 +105,7 @@ def build_engines(
             build_seconds=round(seconds, 1),
             workspace_bytes=[engine.workspace_bytes for engine in engines],
             benchmarks=[
-                time_engine(engine, largest_inputs(network.signature, engine.bucket, "cuda")) for engine in engines
+                time_engine(engine, largest_inputs(network.signature, engine.bucket, device.type)) for engine in engines
             ],
         )
         store.write_record("engines", key, kept.model_dump_json().encode())

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from engine_builder.build import BuildPlan
+from engine_builder.cli import app
 from engine_builder.networks import ModelFolder
 from model.store import Store, open_store
 
@@ -44,3 +46,16 @@ def edit_weights() -> Callable[[Path, Callable[[dict[str, torch.Tensor]], None]]
         save_file(tensors, file, metadata={"format": "pt"})
 
     return edit
+
+
+@pytest.fixture(scope="session")
+def exported(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
+    """The toy in fp16 through `preheat export-onnx`: a store and a folder. Not to be written to: copy them."""
+    root = tmp_path_factory.mktemp("exported")
+    result = CliRunner().invoke(
+        app,
+        ["export-onnx", str(toy_folder), "--store", str(root / "store"), "--out", str(root / "out")],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0, result.output
+    return open_store(root / "store"), root / "out"

@@ -13,10 +13,8 @@ import pytest
 import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from engine_builder import onnx_export
-from engine_builder.cli import app
 from engine_builder.compile import CompileError, example_inputs
 from engine_builder.gc import named_blobs
 from engine_builder.networks import ModelFolder, Network, load_network
@@ -67,19 +65,6 @@ def graphs(kept: Store, say: Callable[[str], None]) -> dict[str, OnnxGraph]:
     assert [one.component for one in made] == list(COMPONENTS if refiner else BASE_COMPONENTS)
     assert all(one.error is not None and one.error <= 1e-4 for one in made)
     return {one.component: read_graph(kept, one.kept) for one in made}
-
-
-@pytest.fixture(scope="module")
-def exported(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
-    """The toy in fp16 through the command: its store and its folder."""
-    root = tmp_path_factory.mktemp("exported")
-    result = CliRunner().invoke(
-        app,
-        ["export-onnx", str(toy_folder), "--store", str(root / "store"), "--out", str(root / "out")],
-        catch_exceptions=False,
-    )
-    assert result.exit_code == 0, result.output
-    return open_store(root / "store"), root / "out"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,168 @@
+"""The whole way of TensorRT's engines, from a folder to a picture, with a stand-in that runs their ONNX graphs.
+
+What it shows is ours: that a plan without a single constant in it gets all of them back by name from the release's
+blobs, that profiles hold what is run, that engines are found again, refused and chosen. TensorRT's part is a stand-in's
+(tests/stand_ins/onnx_tensorrt.py).
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine_builder.build import BuildPlan, build
+from engine_builder.publish import publish
+from engine_builder.tensorrt_choices import Choices
+from engine_builder.tensorrt_plan import NotEnoughMemory
+from engine_builder.tensorrt_store import read_timing_cache
+from model.coldstart import ColdStart
+from model.engines import tensorrt_api
+from model.errors import EngineError
+from model.loading import Loaded, load_release
+from model.pipeline import generate
+from model.request import GenerationRequest, resolve
+from model.store import Store, open_store
+from model.store.manifest import Manifest
+from model.target import Target, detect_targets
+from tests.stand_ins import onnx_tensorrt
+from tests.stand_ins.fake_tensorrt import FakeCuda
+
+TARGET = Target("cpu", "stand_in", "", "trt11.4")
+EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
+PlanOf = Callable[[Path, str], BuildPlan]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "tensorrt", onnx_tensorrt.module())
+        patch.setattr(tensorrt_api, "require", lambda device: onnx_tensorrt.VERSION)
+        patch.setattr(tensorrt_api, "installed_version", lambda: onnx_tensorrt.VERSION)
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**33, 2**34))
+        cuda = FakeCuda(lambda *_: True)
+        for name in ("current_stream", "Event", "is_current_stream_capturing"):
+            patch.setattr(torch.cuda, name, getattr(cuda, name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def plan(toy_plan: BuildPlan) -> BuildPlan:
+    return replace(toy_plan, target=TARGET, precision="fp16", tensorrt=Choices(), sizes=((2, 64, 64),))
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def built(
+    plan: BuildPlan, exported: tuple[Store, Path], tmp_path_factory: pytest.TempPathFactory, said: list[str]
+) -> tuple[Store, Manifest]:
+    """The toy's plans, of graphs that were exported before, published."""
+    folder = Path(exported[0].url.removeprefix("file://"))
+    store = open_store(shutil.copytree(folder, tmp_path_factory.mktemp("way") / "store"))
+    result = build(plan, store, lambda component, doing, *_: said.append(f"{component} {doing}"))
+    assert set(result.compiled) == set(plan.components)
+    return store, publish(store, plan.model)[0]
+
+
+def load(built: tuple[Store, Manifest]) -> Loaded:
+    return load_release(built[0], built[1].name, [TARGET], [], ColdStart())
+
+
+def draw(loaded: Loaded) -> np.ndarray:
+    request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+    return generate(loaded.model, [resolve(request, loaded.served)])[0][0].astype(int)
+
+
+def test_a_release_of_plans_draws_aot_inductor_s_picture(built: tuple[Store, Manifest], toy_store: Store) -> None:
+    """In fp16, against fp32."""
+    loaded = load(built)
+    assert (loaded.runtime, loaded.target) == ("tensorrt", TARGET.key)
+    expected = draw(load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart()))
+    picture = draw(loaded)
+    assert picture.std() > 10 and np.abs(picture - expected).max() <= 8
+
+
+def test_every_engine_is_on_record(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+    for engine in built[1].engines:
+        assert engine.runtime == "tensorrt" and engine.runtime_version == onnx_tensorrt.VERSION
+        assert engine.accuracy.relative <= 5e-3 and engine.benchmark is not None
+        assert engine.tensorrt is not None and engine.tensorrt.workspace_bytes == 4096
+        weights = next(w for w in built[1].weights if w.component == engine.component)
+        assert engine.tensorrt.weights == weights.identity
+    assert {engine.component for engine in built[1].engines} == set(plan.components)
+
+
+def test_a_build_says_what_it_does(built: tuple[Store, Manifest], said: list[str]) -> None:
+    doing = [line.removeprefix("unet ") for line in said if line.startswith("unet ")]
+    assert doing == [
+        "writing weights",
+        "exporting to ONNX",
+        "building: Building 0%",
+        "building: Building 100%",
+        "refitting and checking",
+    ]
+
+
+def test_building_again_builds_nothing(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+    store, manifest = built
+    assert build(plan, store).compiled == ()
+    again = build(replace(plan, model="again"), store)
+    assert again.compiled == () and set(again.reused) == set(plan.components)
+    assert {engine.key for engine in again.draft.engines} == {engine.key for engine in manifest.engines}
+
+
+def test_a_timing_cache_goes_from_build_to_build(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+    cache = read_timing_cache(built[0], plan.target)
+    assert set(cache) == set(b"+") and len(cache) >= len(plan.components)
+
+
+def test_buckets_are_profiles_of_one_plan(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+    draft = build(replace(plan, model="several", sizes=((1, 64, 64), (2, 64, 64), (2, 64, 96))), built[0]).draft
+    unets = [engine for engine in draft.engines if engine.component == "unet"]
+    assert len(unets) == 3 and len({engine.blob for engine in unets}) == 1 and len({e.key for e in unets}) == 3
+    assert [engine.tensorrt.profile for engine in unets if engine.tensorrt] == [0, 1, 2]
+
+
+def test_only_a_plan_for_any_weights_takes_another_model_s(
+    built: tuple[Store, Manifest], plan: BuildPlan, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+) -> None:
+    def move(tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.mul_(1.1)
+
+    edit_weights(folder_copy / "unet", move)
+    other = replace(plan, model="other", base=plan_of(folder_copy, "other").base)
+    store = built[0]
+    assert set(build(other, store).compiled) == {"unet", "unet_text", "unet_time"}
+    for_any = Choices(refit="any")
+    build(replace(plan, tensorrt=for_any), store)
+    assert build(replace(other, tensorrt=for_any), store).compiled == ()
+
+
+def test_a_release_whose_weights_were_exchanged_is_refused(built: tuple[Store, Manifest]) -> None:
+    store, manifest = built
+    [other] = [w for w in manifest.weights if w.component == "text_encoder"]
+    exchanged = tuple(
+        w.model_copy(update={"blobs": other.blobs}) if w.component == "text_encoder_2" else w for w in manifest.weights
+    )
+    store.write_release(manifest.model_copy(update={"version": "exchanged", "weights": exchanged}))
+    with pytest.raises(EngineError, match="text_encoder_2 plan takes the weights it was built with"):
+        load_release(store, f"{manifest.model}/exchanged", [TARGET], [], ColdStart())
+
+
+def test_a_build_that_cannot_fit_is_refused_and_leaves_no_plan(
+    plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**20, 2**34))
+    store = open_store(tmp_path / "store")
+    with pytest.raises(NotEnoughMemory, match="Building text_encoder takes about .* GiB of GPU memory"):
+        build(plan, store)
+    assert store.records("engines") == [] and store.records("drafts") == []
