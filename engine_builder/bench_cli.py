@@ -94,13 +94,15 @@ def cold_start(
     """Start of the real server's process to its first picture, by phase. The last line is JSON."""
     from engine_builder import cold_bench as cold
     from engine_builder.server import build_context, lay_out
+    from model.components import PRECISIONS
     from model.prefetch import guess
     from model.store import StoreOptions
     from model.target import detect_targets
 
     holder = opened(store)
     manifest = holder.read_release(release)
-    precision = manifest.engines[0].precision
+    served = manifest.engines[0].precision
+    precision = PRECISIONS.get(served, served)  # as the latency's rows have it
     request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "output_format": "png"}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
