@@ -3,13 +3,15 @@
 What is brought is a guess from the manifest: a wrong one costs time and nothing else, since loading asks for what it
 needs itself, and finds here, or on its way, what was guessed right. Nothing is opened, and of a release that the
 deployment's key has not signed not a blob is read. Imports neither torch nor what imports it.
+
+What lies on this machine already is not hashed meanwhile, only asked of the disk: hashing takes cores from the imports,
+and with each piece the interpreter's lock, and takes little time once they are done.
 """
 
 import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from model.errors import PreheatError
@@ -34,8 +36,8 @@ class Prefetch:
         self._thread.start()
 
     def store(self, url: str) -> Store:
-        """The deployment's store, opened once: what was verified in it need not be again. Raises StoreError,
-        ManifestError."""
+        """The deployment's store, opened once: what was verified in it on the way here need not be again. Raises
+        StoreError, ManifestError."""
         self._opened.wait()
         if self._store is None:
             self._store = open_store(url, StoreOptions.from_deployment(self._settings, self._secrets))
@@ -59,7 +61,7 @@ class Prefetch:
                 manifest = self._store.read_release(release)
                 check_signature(manifest, configured_keys(self._settings))
                 buckets = self._settings.get("buckets") or []
-                bring(self._store, guess(manifest, [target.key for target in detect_targets()], buckets))
+                self._store.fetch(guess(manifest, [target.key for target in detect_targets()], buckets))
         except PreheatError as error:
             logger.debug("prefetch: %s", error)  # loading meets the same, and says it
         except Exception:
@@ -103,11 +105,3 @@ def _fits(engine: EngineRecord, bucket: Mapping[str, Any]) -> bool:
     except (KeyError, TypeError, ValueError):
         return True
     return engine.bucket.rows.min <= rows and engine.bucket.holds(engine.bucket.rows.min, height, width)
-
-
-def bring(store: Store, blobs: Sequence[Blob]) -> None:
-    """Fetch and verify, side by side: hashing and reading leave the interpreter to the imports."""
-    store.fetch(blobs)
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
-        for _ in pool.map(lambda blob: store.get(blob.sha256, blob.bytes), blobs):
-            pass
