@@ -34,6 +34,7 @@ from model.store.manifest import Bucket, Signature
 # Raised whenever what comes out of an export changes for one network.
 RECIPE = 1
 OPSET = 20
+PRECISIONS = ("fp32", "fp16")
 WEIGHTS = "weights"  # where a graph in a store says its weights are: nowhere, until `write_model` names the files
 _MAX_ROWS, _MAX_SIDE = 32, 2048  # what the export is asked to hold for; TensorRT's profiles narrow it
 
@@ -65,10 +66,15 @@ def graph_key(network: Network) -> str:
 
 
 def export_graph(network: Network) -> OnnxGraph:
-    """Export `network`, dynamic in rows, height and width. Raises CompileError where a weight would not be refittable.
+    """Export `network`, dynamic in rows, height and width. Raises CompileError for what cannot be exported.
 
     The network itself is left as it is, on its device.
     """
+    if network.precision not in PRECISIONS:
+        raise CompileError(
+            f"A network in {network.precision} is not exported to ONNX, whose convolutions have no such type in opset "
+            f"{OPSET}: choose {' or '.join(PRECISIONS)}."
+        )
     bucket = dynamic_bucket(network.multiple, _MAX_ROWS, _MAX_SIDE)
     program = _trace(network, bucket)
     graph = program.graph

@@ -12,6 +12,7 @@ import torch
 from onnx import TensorProto, helper
 
 from engine_builder.compile import CompileError, dynamic_bucket, static_bucket
+from engine_builder.gc import named_blobs
 from engine_builder.networks import Network
 from engine_builder.tensorrt_build import build_plan
 from engine_builder.tensorrt_choices import COMPATIBILITY, REFIT, BadChoice, Choices, read_choices, target_of
@@ -413,6 +414,12 @@ def test_a_timing_cache_is_kept_for_its_target_alone(tmp_path: Path) -> None:
     assert read_timing_cache(store, targets[0]) == b""
     store.write_record("timing", targets[1].key, b"{")
     assert read_timing_cache(store, targets[1]) == b""
+
+
+def test_gc_keeps_timing_caches(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    write_timing_cache(store, tensorrt_target(H200, "trt11.4", "none"), b"learned")
+    assert {digest for digest, _, _ in store.blobs()} <= named_blobs(store)
 
 
 def test_a_plan_is_found_while_all_of_it_is_there(tmp_path: Path) -> None:
