@@ -54,14 +54,14 @@ class Prefetch:
     def _run(self) -> None:
         try:
             url, release = (setting(self._settings, name) for name in ("store", "release"))
-            if url and release:
-                self._store = open_store(url, StoreOptions.from_deployment(self._settings, self._secrets))
+            if not (url and release):
+                return
+            self._store = store = open_store(url, StoreOptions.from_deployment(self._settings, self._secrets))
             self._opened.set()
-            if self._store is not None:
-                manifest = self._store.read_release(release)
-                check_signature(manifest, configured_keys(self._settings))
-                buckets = self._settings.get("buckets") or []
-                self._store.fetch(guess(manifest, [target.key for target in detect_targets()], buckets))
+            manifest = store.read_release(release)
+            check_signature(manifest, configured_keys(self._settings))
+            buckets = self._settings.get("buckets") or []
+            store.fetch(guess(manifest, [target.key for target in detect_targets()], buckets))
         except PreheatError as error:
             logger.debug("prefetch: %s", error)  # loading meets the same, and says it
         except Exception:

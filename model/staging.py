@@ -132,7 +132,9 @@ class BlobOnItsWay:
 def view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
     """A tensor's bytes as what they are."""
     dtype = _TORCH_DTYPES[extent.dtype]
-    return data.view(dtype).view(extent.shape) if data.numel() else torch.empty(extent.shape, dtype=dtype)
+    if not data.numel():
+        return torch.empty(extent.shape, dtype=dtype, device=data.device)
+    return data.view(dtype).view(extent.shape)
 
 
 def stream_weights(

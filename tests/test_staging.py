@@ -4,6 +4,7 @@ On the CPU, where a copy is done when it returns; what is CUDA's is `Lane`'s, fo
 that is late.
 """
 
+import math
 import random
 import threading
 from collections.abc import Iterable
@@ -18,10 +19,11 @@ from model.coldstart import ColdStart
 from model.components import BASE_COMPONENTS
 from model.errors import CorruptBlob
 from model.loading import load_release
-from model.staging import SLOTS, Lane, stream_weights
+from model.staging import SLOTS, Lane, stream_weights, view
 from model.store.local import LocalStore
 from model.store.manifest import Blob
 from model.store.sink import Sink
+from model.tensor_file import Extent
 from model.weights import WeightsCache
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target, keep
@@ -92,6 +94,14 @@ def test_tensors_arrive_as_they_were_saved(store: LocalStore, lane: type[Lane], 
     arrived = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
     for blob, group in zip(blobs, groups, strict=True):
         same(arrived[blob.sha256], group)
+
+
+def test_a_tensor_without_bytes_is_on_the_device_too() -> None:
+    """`meta` stands for a device that is not the CPU."""
+    for shape in ((0, 4), (3,)):
+        data = torch.empty(4 * math.prod(shape), dtype=torch.uint8, device="meta")
+        made = view(data, Extent("F32", shape, 0, data.numel()))
+        assert made.shape == shape and made.device.type == "meta" and made.dtype == torch.float32
 
 
 def test_each_tensor_begins_where_kernels_may_read_it_in_wide_pieces(store: LocalStore) -> None:
