@@ -228,7 +228,7 @@ def _stack(axes: Any, rows: Sequence[Entries], parts: str, unit: str) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlabel(f"{unit} (medians)")
-    axes.legend(ncols=min(5, len(names)), loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+    axes.figure.legend(ncols=min(5, len(names)), loc="outside lower center", frameon=False)
 
 
 def _lines(axes: Any, series: Mapping[str, Sequence[tuple[int, float]]], across: str, up: str) -> None:
