@@ -46,10 +46,11 @@ def run(settings: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
 
     http = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, disconnected)
     began = time.perf_counter()
-    answer = asyncio.run(model.predict(GenerationRequest(**entries), http))
+    response = asyncio.run(model.predict(GenerationRequest(**entries), http))
     drawn = time.perf_counter() - began
-    if not isinstance(answer, dict):
-        raise SystemExit(f"No picture: {bytes(answer.body)!r}")
+    answer = json.loads(response.body)
+    if response.status_code != 200:
+        raise SystemExit(f"No picture: {answer}")
     phases: dict[str, float] = dict(model._cold_start.phases)
     for phase, seconds in (phases | {"first request": drawn}).items():
         print(f"{seconds:8.3f} s  {phase}")
