@@ -140,8 +140,12 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def latencies(submit: Submit, settings: GenerationSettings, moments: Sequence[float]) -> list[float]:
-    """Seconds from each arrival to its answer; requests are sent at their moments, whatever is under way."""
+def latencies(
+    submit: Submit, settings: GenerationSettings, moments: Sequence[float], mix: Sequence[int]
+) -> list[float]:
+    """Seconds from each arrival to its answer; requests are sent at their moments, whatever is under way. Each has one
+    of the numbers of steps in `mix`, by chance and the same at every call."""
+    chance = random.Random(len(moments))
     found: list[float] = []
     lock = threading.Lock()
     began = time.perf_counter()
@@ -154,7 +158,7 @@ def latencies(submit: Submit, settings: GenerationSettings, moments: Sequence[fl
 
     for seed, at in enumerate(moments):
         time.sleep(max(0.0, began + at - time.perf_counter()))
-        future = submit(replace(settings, seed=seed))
+        future = submit(replace(settings, seed=seed, num_inference_steps=chance.choice(mix)))
         future.add_done_callback(partial(finished, at))
         futures.append(future)
     for future in futures:
@@ -194,8 +198,16 @@ def _pixels(data: str) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
 
-def measure(loaded: Loaded, request: GenerationRequest, seconds: float, share: float, images: int | None) -> list[Row]:
-    """All cases. `images`: how many at once, default as many as the loop takes."""
+def measure(
+    loaded: Loaded,
+    request: GenerationRequest,
+    seconds: float,
+    share: float,
+    images: int | None,
+    mix: Sequence[int] | None = None,
+) -> list[Row]:
+    """All cases. `images`: how many at once, default as many as the loop takes. `mix`: numbers of steps of the requests
+    that arrive by chance, default the request's own; their rate is that of as many steps a second."""
     settings = resolve(request, loaded.served)
     loop = loaded.model.loop(components.UNET, settings.height, settings.width)
     most = min(images or loop.capacity, loop.capacity)
@@ -220,16 +232,26 @@ def measure(loaded: Loaded, request: GenerationRequest, seconds: float, share: f
     # A few more than fit, so that there is always one to join.
     rate = saturated(in_flight, settings, most + max(2, most // 2), seconds)
     rows.append(row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4)))
-    moments = arrivals(share * rate, seconds, seed=0)
-    flying = latencies(in_flight, settings, moments)
+    mix = mix or (steps,)
+    per_second = share * rate * steps * len(mix) / sum(mix)
+    moments = arrivals(per_second, seconds, seed=0)
+    flying = latencies(in_flight, settings, moments, mix)
     decibels, largest = company(loaded, scheduler, settings, most)
     scheduler.close()
     batches = BatchAtATime(loaded, most)
-    waiting = latencies(batches.submit, settings, moments)
+    waiting = latencies(batches.submit, settings, moments, mix)
     batches.close()
-    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", arrivals_per_second=round(share * rate, 4)))
     rows.append(
-        row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", arrivals_per_second=round(share * rate, 4))
+        row(f"in flight, Poisson at {share:.0%}", flying, "s", arrivals_per_second=round(per_second, 4), mix=list(mix))
+    )
+    rows.append(
+        row(
+            f"batch at a time, Poisson at {share:.0%}",
+            waiting,
+            "s",
+            arrivals_per_second=round(per_second, 4),
+            mix=list(mix),
+        )
     )
     rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
@@ -243,6 +265,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="load only the buckets of up to so many rows at that size")
     parser.add_argument("--images", type=int, help="at once; default: as many as the rows take")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, as 4,20,30,50; default: --steps")
     parser.add_argument("--guidance-scale", type=float, default=7.5)
     parser.add_argument("--seconds", type=float, default=60, help="of each of the four measurements")
     parser.add_argument("--share", type=float, default=0.7, help="of capacity, for the Poisson arrivals")
@@ -263,7 +286,8 @@ def main() -> None:
         seed=0,
         num_images=1,
     )
-    rows = measure(loaded, request, given.seconds, given.share, given.images)
+    mix = [int(steps) for steps in given.mix.split(",")] if given.mix else None
+    rows = measure(loaded, request, given.seconds, given.share, given.images, mix)
     for row in rows:
         extra = ", ".join(f"{name} {value}" for name, value in row.extra.items())
         print(

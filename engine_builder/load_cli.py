@@ -66,7 +66,7 @@ def load(
             with console.status(f"Starting {release}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)
-    table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "answered", "refused", "failed")
+    table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other")
     for one in outcomes:
         spread = [f"{percentile(one.latencies, share):.2f}" if one.latencies else "" for share in (0.5, 0.9, 0.99)]
         counts_ = [str(len(one.latencies)), str(one.refused), str(one.failed)]

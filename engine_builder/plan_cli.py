@@ -12,10 +12,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from engine_builder.console import console
-from engine_builder.replicas import Autoscaling, Result, Server, candidates, recommend, simulate
+from engine_builder.replicas import Autoscaling, Result, Server, candidates, paid_hours, recommend, simulate
 from engine_builder.rows import read_rows
 from engine_builder.traffic import Traffic, read_traffic
 
+_BINS = 96
 _CLOSED = re.compile(r"closed loop, (\d+) clients")
 
 
@@ -101,22 +102,18 @@ def _measured_points(path: Path | None) -> dict[int, float]:
     """Images at once -> seconds a step, all stages of a request included: n clients that ask without pause keep n
     images on their way, and n / (images/s * steps) is what each step of theirs took.
 
-    More clients than the loop takes in only wait: where images/s no longer grow by a twentieth, the curve ends.
+    The curve ends where more clients stop paying: at the fewest that reach 95 % of the best images/s.
     """
     assert path is not None
     rates: dict[int, tuple[float, int]] = {}
     for row in read_rows(path):
         if (found := _CLOSED.match(row["case"])) is not None:
             rates[int(found[1])] = (float(row["images_per_second"]), int(row["steps"]))
-    points: dict[int, float] = {}
-    for before, count in itertools.pairwise([0, *sorted(rates)]):
-        rate, steps = rates[count]
-        if before and rate < 1.05 * rates[before][0]:
-            break
-        points[count] = count / (rate * steps)
-    if not points:
+    if not rates:
         raise typer.BadParameter(f"{path} holds no closed loops: measure them with `preheat load`", param_hint="--load")
-    return points
+    best = max(rate for rate, _ in rates.values())
+    most = min(count for count, (rate, _) in rates.items() if rate >= 0.95 * best)
+    return {count: count / (rate * steps) for count, (rate, steps) in sorted(rates.items()) if count <= most}
 
 
 def _plot(
@@ -135,8 +132,10 @@ def _plot(
     figure.suptitle(traffic.name)
     moments = [traffic.seconds * i / 600 for i in range(601)]
     left.plot([t / 3600 for t in moments], [traffic.rate(t) for t in moments], color="tab:gray", label="requests/s")
-    seconds, counts = zip(*best[1].replicas, (traffic.seconds, best[1].replicas[-1][1]), strict=True)
-    left.step([t / 3600 for t in seconds], counts, where="post", color="tab:blue", label="replicas")
+    edges = [traffic.seconds * i / _BINS for i in range(_BINS + 1)]
+    hours = [0.0, *(paid_hours(best[1].replicas, edge) for edge in edges[1:])]
+    means = [(after - before) * 3600 * _BINS / traffic.seconds for before, after in itertools.pairwise(hours)]
+    left.stairs(means, [edge / 3600 for edge in edges], color="tab:blue", label=f"replicas, mean of {_BINS} parts")
     left.set(xlabel="hours", ylim=(0, None))
     left.legend()
     right.scatter([result.gpu_hours for _, result in results], [result.latency(0.99) for _, result in results])

@@ -256,7 +256,7 @@ def simulate(
 def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
     """Replica-hours of a curve of (second, how many) up to `end`."""
     total = 0.0
-    for (start, count), (stop, _) in itertools.pairwise([*replicas, (end, 0)]):
+    for (start, count), (stop, _) in itertools.pairwise([*replicas, (max(end, replicas[-1][0]), 0)]):
         total += count * (min(stop, end) - min(start, end))
     return total / 3600
 

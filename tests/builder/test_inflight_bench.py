@@ -25,7 +25,7 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
     loop = loaded.model.loop(components.UNET, 64, 64)
     capacity = loop.capacity
     try:
-        rows = measure(loaded, request, seconds=0.5, share=0.7, images=2)
+        rows = measure(loaded, request, seconds=0.5, share=0.7, images=2, mix=(1, 3))
     finally:
         loop.capacity = capacity
     assert [row.case.partition(",")[0] for row in rows] == [
@@ -34,5 +34,5 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
     assert [row.unit for row in rows] == ["images/s", "images/s", "s", "s", "dB"]
     assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
-    assert rows[2].runs == rows[3].runs > 0
+    assert rows[2].runs == rows[3].runs > 0 and rows[2].extra["mix"] == [1, 3]
     assert rows[4].extra["largest"] <= 1 and rows[4].extra["worst"] > 40
