@@ -157,7 +157,7 @@ class Scheduler:
 
     def _run(self) -> None:
         if self.model.device.type == "cpu":
-            # This thread's and its helpers' work is the device's; the threads that answer come first.
+            # What this thread and OpenMP's compute stands for a device's work; the threads that answer come first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _DRAWING_NICENESS)
         with torch.inference_mode():
             while not self._closed:
