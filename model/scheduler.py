@@ -200,7 +200,7 @@ class Scheduler:
             while handed and len(loop.rows) < loop.capacity:
                 self._enter(key, *handed.popleft())
         ahead, full = 0, set()
-        for job in self._waiting:
+        for job in list(self._waiting):
             job.ahead = ahead
             ahead += job.settings.num_images - job.joined
             key = (components.UNET, job.settings.height, job.settings.width)
