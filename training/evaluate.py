@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder in diffusers' layout, with refiner/ in it")
     parser.add_argument("--refiner", action="store_true", help="score the refined pictures too")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--guidance", type=float, default=6.0)
+    parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--count", type=int, default=200, help="captions in each half of the exam")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
