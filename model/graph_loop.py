@@ -8,6 +8,7 @@ ahead of the device, which never waits for it. The arithmetic is that of `model.
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ class GraphLoop:
 
     def __init__(self, unet: EngineSet, height: int, width: int, device: torch.device) -> None:
         """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
-        self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}  # smallest first
+        # Rows of a step -> the engine that runs them, smallest first; the largest takes a guided image in any case.
+        self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}
+        self._engines.setdefault(max(2, *self._engines), self._engines[max(self._engines)])
         self.capacity = max(1, unet.most_rows(height, width) // 2)
         self.rows: list[Row] = []
         self._slots: dict[Row, int] = {}
@@ -54,8 +57,9 @@ class GraphLoop:
             # Row of a bucket -> text; slot -> the rows that predict it (the same one twice where it is not guided).
             self._texts = buffer(max(self._engines), dtype=torch.int64)
             self._conditional, self._unconditional = (buffer(slots, dtype=torch.int64) for _ in range(2))
+            # All now, so that no request waits for a capture or finds the memory full.
+            self._replays = {rows: self._replay_of(rows) for rows in self._engines}
         self._mapped: list[int] = []
-        self._replays: dict[int, Callable[[], None]] = {}
         self._queued: deque[torch.cuda.Event] = deque()
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
         self._steps = 0
@@ -87,7 +91,7 @@ class GraphLoop:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        self._replay_of(self._map_rows())()
+        self._replays[self._map_rows()]()
         finished = []
         for row in self.rows:
             row.step += 1
@@ -104,12 +108,6 @@ class GraphLoop:
     def latents(self, row: Row) -> torch.Tensor:
         slot = self._slots[row]
         return self._previous[slot : slot + 1].clone()
-
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        """Capture the graphs of all buckets now rather than at their first step."""
-        for rows in self._engines:
-            self._replay_of(rows)
 
     def _map_rows(self) -> int:
         """Tell the device which rows there are and their noise. Returns the smallest bucket's rows that hold them."""
@@ -152,34 +150,17 @@ class GraphLoop:
             self._queued.popleft().synchronize()
 
     def _replay_of(self, rows: int) -> Callable[[], None]:
-        if rows not in self._replays:
-            engine = self._engines[rows]
-            if self._device.type == "cuda":
-                kept = [tensor.clone() for tensor in self._state]  # warming up and capturing run steps
-                self._replays[rows] = capture(lambda: self._step(engine))
-                for tensor, value in zip(self._state, kept, strict=True):
-                    tensor.copy_(value)
-            else:
-                self._replays[rows] = lambda: self._step(engine)
-        return self._replays[rows]
+        work = partial(self._step, rows)
+        return capture(work) if self._device.type == "cuda" else work
 
-    @property
-    def _state(self) -> tuple[torch.Tensor, ...]:
-        return self._latents, self._previous, self._at
-
-    def _step(self, engine: Engine) -> None:
+    def _step(self, rows: int) -> None:
         """One step of every slot at its own counter. A slot that is free computes what no one reads."""
-        texts = self._texts[: engine.bucket.rows.max]
-        slots = texts // 2
         now = self._coefficients[self._every, self._at]  # [slots, 7]
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
-        eps = engine.run(
-            {
-                "sample": (c_in * self._latents)[slots].to(self._dtype),
-                "time_embeds": self._time_embeds[texts, self._at[slots]],
-                "keys_values": self._keys_values[texts],
-            }
-        )["noise"].float()
+        model_input = (c_in * self._latents).to(self._dtype)
+        engine = self._engines[rows]
+        calls = torch.split(self._texts[:rows], engine.bucket.rows.max)
+        eps = torch.cat([self._predict(engine, model_input, texts) for texts in calls]).float()
         unconditional, conditional = eps[self._unconditional], eps[self._conditional]
         scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
         eps = unconditional + scale * (conditional - unconditional)
@@ -189,3 +170,13 @@ class GraphLoop:
         )
         self._previous.copy_(denoised)
         self._at.add_(1).clamp_(max=MAX_STEPS - 1)
+
+    def _predict(self, engine: Engine, model_input: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+        slots = texts // 2
+        return engine.run(
+            {
+                "sample": model_input[slots],
+                "time_embeds": self._time_embeds[texts, self._at[slots]],
+                "keys_values": self._keys_values[texts],
+            }
+        )["noise"]

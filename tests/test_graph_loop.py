@@ -99,9 +99,19 @@ def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> Non
     assert [len(engine.seen) for engine in unet.engines] == [1, 1, 1]  # type: ignore[attr-defined]
 
 
+def test_a_guided_image_is_drawn_also_where_the_largest_bucket_has_one_row(model: LoadedModel) -> None:
+    """As a few-step model's engines are built, which need no guidance: a request may ask for it all the same."""
+    unet = bucketed(model, 1)
+    asked: dict[str, object] = {"negative_prompt": "four", "end_cfg_frac": 0.5}
+    row = row_of(model, **asked)
+    denoise(GraphLoop(unet, HEIGHT, WIDTH, model.device), [row])
+    assert len(unet.engines[0].seen) == 2 + 2 + 1 + 1  # type: ignore[attr-defined]
+    [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+    torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None:
     loop = graph_loop(model, 2)
-    loop.prepare()
     [before] = loop._replays.values()
     for scheduler in SAMPLERS:
         denoise(loop, [row_of(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
