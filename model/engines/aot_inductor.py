@@ -9,11 +9,14 @@ from pathlib import Path
 
 import torch
 
-from model.components import DTYPES, dtype_name, solve
+from model.components import solve
 from model.engines.aoti_container import Container
+from model.engines.constants import map_constants
 from model.engines.package import check_package
-from model.errors import EngineError, ManifestError
-from model.store.manifest import Bucket, Signature, parse_constants
+from model.errors import EngineError
+from model.store.manifest import Bucket, Signature
+
+_AGAIN = "build and publish the release again (`preheat build`, `preheat publish`)."
 
 
 class AotInductorEngine:
@@ -92,26 +95,12 @@ class _Loader:
 def _map_constants(
     component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Constant of the compiled code -> tensor, with every name, shape and dtype checked (the loader checks none)."""
-    again = "build and publish the release again (`preheat build`, `preheat publish`)."
-    try:
-        expected = parse_constants(constants)
-    except ManifestError as error:
-        raise EngineError(f"The {component} engine cannot be opened: {error} To mend it, {again}") from error
-    mapped: dict[str, torch.Tensor] = {}
-    for name, constant in expected.items():
-        tensor = weights.get(constant.tensor)
-        if tensor is None:
-            raise EngineError(f"The weights of {component} lack {constant.tensor}: {again}")
-        if tuple(tensor.shape) != constant.shape or tensor.dtype != DTYPES[constant.dtype]:
-            raise EngineError(
-                f"The weights of {component} do not fit its engine: {constant.tensor} is {dtype_name(tensor.dtype)} "
-                f"{list(tensor.shape)}, expected {constant.dtype} {list(constant.shape)}; {again}"
-            )
+    """Constant of the compiled code -> tensor, with every name, shape, dtype and layout checked."""
+    mapped = map_constants(component, constants, weights, _AGAIN)
+    for name, tensor in mapped.items():
         dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
         if tensor.device.type != device.type or not dense:
-            raise EngineError(f"{component}: {constant.tensor} must be contiguous, and on {device.type}; {again}")
-        mapped[name] = tensor
+            raise EngineError(f"{component}: {name} must be contiguous, and on {device.type}; {_AGAIN}")
     return mapped
 
 

@@ -11,8 +11,9 @@ import torch
 
 from model.components import DTYPES, dtype_name, solve
 from model.engines import tensorrt_api as api
-from model.errors import EngineError, ManifestError
-from model.store.manifest import Bucket, Signature, TensorSpec, parse_constants
+from model.engines.constants import map_constants
+from model.errors import EngineError
+from model.store.manifest import Bucket, Signature, TensorSpec
 
 _ALIGNMENT = 256  # bytes; what TensorRT asks of the address of a tensor and of device memory
 _AGAIN = "build and publish the release again (`preheat build --runtime tensorrt`, `preheat publish`)."
@@ -231,21 +232,7 @@ def _named(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Initializer of the graph -> tensor on the GPU, each with the dtype and shape that the record's map says."""
-    try:
-        expected = parse_constants(constants)
-    except ManifestError as error:
-        raise EngineError(f"The {component} engine cannot be opened: {error} To mend it, {_AGAIN}") from error
-    named: dict[str, torch.Tensor] = {}
-    for name, constant in expected.items():
-        tensor = weights.get(constant.tensor)
-        if tensor is None:
-            raise EngineError(f"The weights of {component} lack {constant.tensor}: {_AGAIN}")
-        if tuple(tensor.shape) != constant.shape or tensor.dtype != DTYPES[constant.dtype]:
-            raise EngineError(
-                f"The weights of {component} do not fit its engine: {constant.tensor} is {dtype_name(tensor.dtype)} "
-                f"{list(tensor.shape)}, expected {constant.dtype} {list(constant.shape)}; {_AGAIN}"
-            )
-        named[name] = tensor
+    named = map_constants(component, constants, weights, _AGAIN)
     if both := named.keys() & literals.keys():
         raise EngineError(f"The {component} engine has {min(both)} among its weights and its own constants: {_AGAIN}")
     named |= literals
