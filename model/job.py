@@ -87,10 +87,10 @@ class Job:
         self.ahead = 0
         """Images that were before it in the queue when last counted; 0 once it runs."""
         self.settings = settings
-        self.warnings = request_warnings(model, settings)
         self.listener = listener
         self.preview_every = preview_every
         self.tables = request_tables(model, settings)
+        self.warnings = request_warnings(model, settings, self.tables[1])
         self.rows: list[Row] = []  # of the base, from text encoding on
         self.refiner_text: tuple[Conditioning, Conditioning | None] | None = None
         self.joined = 0  # images, in order

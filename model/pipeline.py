@@ -75,9 +75,11 @@ def generate(
         clock = now
 
     height, width = batch[0].height, batch[0].width
-    warnings = [text for request in batch for text in request_warnings(model, request)]
+    steps = [request_tables(model, request) for request in batch]
+    warnings = [
+        text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
+    ]
     with torch.inference_mode():
-        steps = [request_tables(model, request) for request in batch]
         rows = [base_rows(model, request, base) for request, (base, _) in zip(batch, steps, strict=True)]
         lap("text")
         denoise(model.loop(components.UNET, height, width), [row for some in rows for row in some])
@@ -219,9 +221,9 @@ def _encode_texts(model: LoadedModel, component: str, tokenizer: str, texts: lis
     return model.engines[component].run({"input_ids": torch.tensor(ids, device=model.device)})
 
 
-def request_warnings(model: LoadedModel, request: GenerationSettings) -> list[str]:
+def request_warnings(model: LoadedModel, request: GenerationSettings, rest: Table | None) -> list[str]:
     """One line for each thing that is not done to the letter: the end of a prompt that the encoders do not read, a
-    refiner without a step."""
+    refiner without a step. `rest`: the refiner's steps, None where it is not asked for."""
     warnings = []
     for name in ("prompt", "negative_prompt"):
         text = getattr(request, name)
@@ -232,7 +234,6 @@ def request_warnings(model: LoadedModel, request: GenerationSettings) -> list[st
                 f"{name}: the encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
                 f"{tokenizer.dropped_text(text)[:200]!r}"
             )
-    rest = request_tables(model, request)[1]
     if rest is not None and not rest:
         warnings.append(
             f"denoising_frac: {request.denoising_frac} of {request.num_inference_steps} steps leaves the "
