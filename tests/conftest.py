@@ -69,7 +69,9 @@ def target() -> Target:
     """The CPU of this machine, whether or not it has a GPU."""
     on_cpu = [target for target in detect_targets() if target.device == "cpu"]
     if not on_cpu:
-        pytest.skip("these engines are built for the CPU, and this machine would serve from its GPU")
+        pytest.skip(
+            "these engines are built for the CPU, and this machine would serve from its GPU: set CUDA_VISIBLE_DEVICES="
+        )
     return compiler.build_target()
 
 

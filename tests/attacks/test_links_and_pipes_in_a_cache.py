@@ -53,7 +53,7 @@ def test_a_pipe_in_place_of_a_blob_is_not_waited_for(victim: Victim, digest: str
     assert path.is_file()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user: run as root")
 def test_a_cache_of_another_user_s_is_none(victim: Victim, digest: str) -> None:
     """Root reads everyone's files, and that user could change one between its check and its use."""
     os.chown(victim.cache, 12345, 12345)

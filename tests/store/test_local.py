@@ -409,7 +409,7 @@ def own_mounts() -> tuple[str, ...]:
     for prefix in prefixes if shutil.which("unshare") else ():
         if subprocess.run([*prefix, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0:
             return prefix
-    pytest.skip("a disk of a few KiB needs the right to mount one")
+    pytest.skip("a disk of a few KiB needs the right to mount one: run as root, or where unshare --map-root-user does")
 
 
 FULL_DISK = """

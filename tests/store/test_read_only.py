@@ -60,7 +60,7 @@ def test_a_read_only_folder_is_served_without_copying_its_weights(tmp_path: Path
     assert not list((tmp_path / "temporary").iterdir()), "no blob was copied beside it either"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without the right to write")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without the right to write: run as root")
 def test_a_user_who_may_only_read_is_served(tmp_path: Path) -> None:
     """As in an image that runs as another user than the one who filled the folder."""
     store = LocalStore(tmp_path / "store")
