@@ -5,8 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from engine_builder.calling import CallFailed, generate
 from engine_builder.server import Layout, Server
 from model.store import Store
 from tests.conftest import READY_SECONDS
+from tests.stand_ins.image_process import run_in_image
 from tests.test_serving import PROMPT, SMALL, opened, pixels, post, predict
 
 PREDICT = "/v1/models/model:predict"
@@ -331,15 +330,6 @@ DIES = """
 
 def test_a_gpu_that_failed_ends_the_process(layout: Layout, store: Store, release: str) -> None:
     """So that it is replaced, after its callers were answered."""
-    path = [str(layout.app), *(entry for entry in sys.path if not (Path(entry) / "engine_builder").is_dir())]
-    script = f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(DIES)
-    ran = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", script],
-        cwd=layout.app,
-        env={"PATH": "/usr/bin:/bin", "PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release},
-        capture_output=True,
-        text=True,
-        timeout=READY_SECONDS,
-    )
+    ran = run_in_image(DIES, layout, store, release, READY_SECONDS)
     assert ran.returncode == 70, ran.stderr
     assert json.loads(ran.stdout) == [503, "unavailable", 503, False]

@@ -5,9 +5,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +24,7 @@ from model.request import GenerationRequest, resolve
 from model.store import Store, open_store
 from model.store.manifest import Blob, Manifest
 from tests.conftest import READY_SECONDS
+from tests.stand_ins.image_process import run_in_image
 
 PROMPT = "a large red circle on a blue background"
 SMALL = {"prompt": PROMPT, "width": 64, "height": 64, "num_inference_steps": 2, "output_format": "png"}
@@ -355,15 +353,7 @@ DRAWS_ONE = """
 
 def test_serving_imports_no_model_library(layout: Layout, store: Store, release: str) -> None:
     """What only the builder and the tests need costs seconds of every cold start."""
-    path = [str(layout.app), *(entry for entry in sys.path if not (Path(entry) / "engine_builder").is_dir())]
-    script = f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(DRAWS_ONE)
-    ran = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", script],
-        cwd=layout.app,
-        env={"PATH": "/usr/bin:/bin", "PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release},
-        capture_output=True,
-        text=True,
-    )
+    ran = run_in_image(DRAWS_ONE, layout, store, release)
     assert ran.returncode == 0, ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["status"] == "success"

@@ -1,0 +1,24 @@
+"""A Python process with the server image's files and packages, and without the repository's."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from engine_builder.server import Layout
+from model.store import Store
+
+
+def run_in_image(
+    script: str, layout: Layout, store: Store, release: str, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `script` where the server would run, told which release to serve."""
+    path = [str(layout.app), *(entry for entry in sys.path if not (Path(entry) / "engine_builder").is_dir())]
+    return subprocess.run(
+        [sys.executable, "-S", "-P", "-c", f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(script)],
+        cwd=layout.app,
+        env={"PATH": "/usr/bin:/bin", "PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
