@@ -1,7 +1,9 @@
-"""Stages two and three: the base (text encoders and UNet together) and the refiner (its UNet alone).
+"""Stages three and four: the base (text encoders and UNet together) and the refiner (its UNet alone).
 
-Both learn to predict noise on pools of encoded drawings that lie in device memory; every few steps some of
-them give way to fresh ones.
+Both learn on pools of encoded drawings that lie in device memory; every few steps some of them give way to fresh ones.
+The base learns to predict noise; the refiner to predict what the base does, at the timesteps where it takes over. There
+the noise itself is a poor teacher: what a caption changes in it is small beside what no one can foresee, and guidance
+multiplies the error. The base's prediction is what all that noise averages to.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from training import architecture
 from training.data import CLASSES, Job
@@ -27,9 +30,8 @@ from training.tokenizer import END, LENGTH, START, vocabulary
 
 FRESH_EVERY = 4  # steps
 NOISES = 2  # rows of a batch that share one picture and caption, with a timestep and noise each
-# Share of captions dropped for guidance, half as zeros and half as the empty caption. Where the refiner works, the
-# picture itself says nearly all that the caption does: guidance there multiplies whatever the two predictions differ
-# by, so the one without a caption must be as well trained as the one with it.
+# Share of captions dropped for guidance, half as zeros and half as the empty caption. Guidance multiplies what the two
+# predictions differ by, so the refiner's without a caption must be as well trained as the one with it.
 DROPPED, REFINER_DROPPED = 0.1, 0.4
 OFFSET = 0.1  # offset noise: standard deviation of what a whole channel is shifted by
 FIRST_TIMESTEP = 951  # of 20 steps; a sampler starts there from noise that holds nothing of a picture
@@ -150,11 +152,11 @@ class Feed:
 class Text:
     """Captions' ids to what the UNets see of them."""
 
-    def __init__(self, networks: Networks, device: torch.device) -> None:
-        self.first, self.second = networks.text_encoder, networks.text_encoder_2
+    def __init__(self, first: CLIPTextModel, second: CLIPTextModelWithProjection) -> None:
+        self.first, self.second = first, second
         vocab, _ = vocabulary()
         self.end = vocab[END]
-        self.empty = torch.tensor([vocab[START]] + [self.end] * (LENGTH - 1), device=device)
+        self.empty = torch.tensor([vocab[START]] + [self.end] * (LENGTH - 1), device=first.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ids [batch, 77] padded with <|endoftext|> -> both encoders' penultimate states [batch, 77, width_1] and
@@ -223,7 +225,8 @@ def train_base(run: Run, networks: Networks) -> float:
     learner = Learner(modules, settings.steps, settings.rate)
     run.resume("base", learner)
     feed = Feed(run, networks.vae, settings, "base", learner.step)
-    text, noise = Text(networks, run.device), Noise(run.device, 1000)
+    text = Text(networks.text_encoder, networks.text_encoder_2)
+    noise = Noise(run.device, 1000)
     reader = modules["reader"]
 
     def forward(
@@ -258,38 +261,47 @@ def train_base(run: Run, networks: Networks) -> float:
 
 
 def train_refiner(run: Run, networks: Networks) -> float:
+    """The base, as it will be served, teaches it: networks.unet and the text encoders stay as they are."""
     settings = run.settings.refiner
     modules = nn.ModuleDict({"unet": networks.refiner_unet})
     modules.to(run.device, memory_format=torch.channels_last).train()
-    frozen = copy.deepcopy(networks.text_encoder_2).to(run.device, precision(run.device))
-    frozen.eval().requires_grad_(False)
+    served = torch.float16 if run.device.type == "cuda" else torch.float32
+    teacher = copy.deepcopy(networks.unet).to(run.device, served, memory_format=torch.channels_last)
+    teacher.eval().requires_grad_(False)
+    encoders = (copy.deepcopy(networks.text_encoder), copy.deepcopy(networks.text_encoder_2))
+    text = Text(*(encoder.to(run.device, served).eval().requires_grad_(False) for encoder in encoders))
     learner = Learner(modules, settings.steps, settings.rate)
     run.resume("refiner", learner)
     feed = Feed(run, networks.vae, settings, "refiner", learner.step)
-    text, noise = Text(networks, run.device), Noise(run.device, REFINED_BELOW)
+    noise = Noise(run.device, REFINED_BELOW)
 
-    def forward(noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor) -> Tensor:
+    def forward(
+        noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor, scored_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The refiner's prediction and the base's."""
         with torch.no_grad():
-            out = frozen(torch.where((ids == text.end).cumsum(-1) > 1, 0, ids), output_hidden_states=True)
-        shown = (out.hidden_states[-2] * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
-        added = {"text_embeds": (out.text_embeds * ~zeros[:, None]).repeat(NOISES, 1), "time_ids": time_ids}
-        predicted: Tensor = networks.refiner_unet(noised, timesteps, shown, added_cond_kwargs=added, return_dict=False)[
-            0
-        ]
-        return predicted
+            states_1, states_2, pooled = text(ids)
+            shown = (torch.cat([states_1, states_2], 2) * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
+            embeds = (pooled * ~zeros[:, None]).repeat(NOISES, 1)
+            added = {"text_embeds": embeds, "time_ids": time_ids}
+            taught = teacher(noised.to(served), timesteps, shown, added_cond_kwargs=added, return_dict=False)[0]
+            second = shown[..., states_1.shape[-1] :].to(noised.dtype)
+        added = {"text_embeds": embeds.to(noised.dtype), "time_ids": scored_ids}
+        return networks.refiner_unet(noised, timesteps, second, added_cond_kwargs=added, return_dict=False)[0], taught
 
     fast = run.compiled(forward)
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
         ids, zeros = _drop(batch.ids, text.empty, REFINER_DROPPED, feed.random)
-        noised, timesteps, added, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
+        noised, timesteps, _, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
         frame = batch.latents.new_tensor([*size, 0, 0]).expand(len(noised), -1)
-        time_ids = torch.cat([frame, batch.scores.repeat(NOISES)[:, None]], 1)
+        time_ids = torch.cat([frame, frame[:, :2]], 1)
+        scored_ids = torch.cat([frame, batch.scores.repeat(NOISES)[:, None]], 1)
         native = size == run.settings.sizes[0][:2]
         noised = noised.to(precision(run.device), memory_format=torch.channels_last)
-        predicted = (fast if native else forward)(noised, timesteps, ids, zeros, time_ids)
-        return ((predicted.float() - added).square().mean((1, 2, 3)) * weights).mean()
+        predicted, taught = (fast if native else forward)(noised, timesteps, ids, zeros, time_ids, scored_ids)
+        return ((predicted.float() - taught.float()).square().mean((1, 2, 3)) * weights).mean()
 
     seconds = run.learn("refiner", learner, loss)
     feed.chunks.close()

@@ -27,7 +27,7 @@ class Learner:
 
     def __init__(self, networks: nn.ModuleDict, steps: int, rate: float, average: float = 0.999) -> None:
         self.networks, self.steps, self.rate, self.average = networks, steps, rate, average
-        self.step = 0
+        self.step, self.seconds = 0, 0.0  # spent on the steps so far
         named = [(name, p) for name, p in networks.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
@@ -69,7 +69,7 @@ class Learner:
             torch._foreach_copy_(self.parameters, self.averaged)
 
     def save(self, path: Path) -> None:
-        tensors: dict[str, Tensor] = {"step": torch.tensor(self.step)}
+        tensors: dict[str, Tensor] = {"step": torch.tensor(self.step), "seconds": torch.tensor(self.seconds)}
         for name, weight, averaged in zip(self.names, self.weights, self.averaged, strict=True):
             state = self.optimizer.state[weight]
             tensors[f"weight/{name}"] = weight
@@ -81,7 +81,7 @@ class Learner:
 
     def load(self, path: Path) -> None:
         tensors = load_file(path)
-        self.step = int(tensors["step"])
+        self.step, self.seconds = int(tensors["step"]), float(tensors["seconds"])
         with torch.no_grad():
             for name, weight, averaged in zip(self.names, self.weights, self.averaged, strict=True):
                 weight.copy_(tensors[f"weight/{name}"])

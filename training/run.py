@@ -39,10 +39,11 @@ class Run:
 
     def learn(self, stage: str, learner: Learner, loss: Callable[[int], Tensor]) -> float:
         """Updates `learner` with `loss(step)` until its last step, from its checkpoint where there is one; ends
-        with the averaged weights in the networks. Returns the seconds of this run."""
+        with the averaged weights in the networks. Returns the seconds of all its runs."""
         state = self.out / f"{stage}.state.safetensors"
-        saved = began = time.monotonic()
-        marked, mark, losses = began, learner.step, []
+        saved = time.monotonic()
+        began = saved - learner.seconds
+        marked, mark, losses = saved, learner.step, []
         while learner.step < learner.steps:
             value = loss(learner.step)
             learner.update(value)
@@ -56,6 +57,7 @@ class Run:
             now = time.monotonic()
             out_of_time = self.stop_after is not None and now - self.began > self.stop_after
             if out_of_time or now - saved > self.settings.checkpoint_seconds:
+                learner.seconds = now - began
                 learner.save(state)
                 saved = now
                 if out_of_time:

@@ -135,3 +135,50 @@ def test_learns_on_from_an_exported_model(toy: Settings, tmp_path: Path, monkeyp
     assert not changed(f"unet/{weights}") and not changed("text_encoder_2/model")
     assert not changed(f"vae/{weights}", "encoder.")
     assert changed(f"vae/{weights}", "decoder.") and changed(f"refiner/unet/{weights}")
+
+
+def test_stages_may_be_trained_by_different_processes(
+    toy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(vae, "SIDE", 64)
+    with pytest.raises(SystemExit, match="decoder needs what vae makes"):
+        train(Run(toy, tmp_path, Workers(0)), stages=["decoder"])
+    for stages in (["vae"], ["base"], ["decoder"]):
+        train(Run(toy, tmp_path, Workers(0)), stages=stages)
+        assert not (tmp_path / "model").exists()
+    train(Run(toy, tmp_path, Workers(0)), stages=["refiner"])
+    apart = load_file(tmp_path / "base.safetensors"), load_file(tmp_path / "decoder.safetensors")
+    written = {
+        "unet": load_file(tmp_path / "model" / "unet" / "diffusion_pytorch_model.safetensors"),
+        "vae": load_file(tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"),
+    }
+    for name, stage in (("unet", apart[0]), ("vae", apart[1])):
+        for key, tensor in written[name].items():
+            assert torch.equal(stage[f"{name}.{key}"].half(), tensor), key
+
+
+def test_the_refiner_learns_what_the_base_predicts(
+    toy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(vae, "SIDE", 64)
+    none = replace(toy, decoder=replace(toy.decoder, steps=0), base=replace(toy.base, steps=0))
+
+    def apart(steps: int) -> float:
+        """Mean squared difference of the two networks' predictions after so many steps, without a caption."""
+        out = tmp_path / str(steps)
+        out.mkdir()
+        train(Run(replace(none, refiner=replace(toy.refiner, steps=steps, rate=3e-3)), out, Workers(0)))
+        networks = export.load(out / "model")
+        torch.manual_seed(0)
+        noised, timesteps = torch.randn(4, 4, 8, 8), torch.tensor([10, 60, 120, 200])
+        predicted = []
+        for network, ids in ((networks.unet, (64, 64, 0, 0, 64, 64)), (networks.refiner_unet, (64, 64, 0, 0, 6))):
+            added = {"text_embeds": torch.zeros(4, architecture.WIDTH_2), "time_ids": torch.tensor([ids] * 4)}
+            text = torch.zeros(4, 77, network.config.cross_attention_dim)
+            with torch.no_grad():
+                predicted.append(network(noised, timesteps, text, added_cond_kwargs=added, return_dict=False)[0])
+        return float((predicted[0] - predicted[1]).square().mean())
+
+    assert apart(25) < 0.6 * apart(0)
