@@ -25,11 +25,10 @@ class ModelFolderError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""
 
 
-# What makes a UNet SDXL's: sizes beside the text, no guidance scale among its inputs (as LCM's UNets have), and blocks
-# of the kinds that `engine_builder.unet` computes. A key that a config leaves out has diffusers' default.
+# What makes a UNet SDXL's: sizes beside the text, and blocks of the kinds that `engine_builder.unet` computes. A key
+# that a config leaves out has diffusers' default.
 _SDXL_UNET: dict[str, tuple[Any, Any]] = {  # key -> wanted, diffusers' default
     "addition_embed_type": ("text_time", None),
-    "time_cond_proj_dim": (None, None),
     "use_linear_projection": (True, False),
     "act_fn": ("silu", "silu"),
     "resnet_time_scale_shift": ("default", "default"),
@@ -138,6 +137,7 @@ class ModelFolder:
             latent_channels=network["in_channels"],
             time_ids=embedded // network["addition_time_embed_dim"],
             vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
+            timestep_cond=network.get("time_cond_proj_dim") or 0,
         )
 
 
@@ -152,9 +152,16 @@ _PROVENANCE = (
 )
 
 
-def architecture(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out."""
-    return {key: value for key, value in config.items() if key not in _PROVENANCE and key != "scaling_factor"}
+def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
+    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out.
+
+    Embedding guidance is the time network's alone: a UNet distilled to that runs on the engines of the one it was
+    distilled from.
+    """
+    decides = {key: value for key, value in config.items() if key not in _PROVENANCE and key != "scaling_factor"}
+    if "time_cond_proj_dim" in decides and component not in (components.UNET_TIME, components.REFINER_UNET_TIME):
+        decides["time_cond_proj_dim"] = None
+    return decides
 
 
 def load_network(folder: ModelFolder, component: str, precision: Precision, device: str = "cpu") -> Network:
@@ -207,7 +214,7 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
     layout = LAYOUTS.get(torch.device(device).type, "plain")
     if layout == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Network(component, module, signature, architecture(config), precision, layout, multiple)
+    return Network(component, module, signature, architecture(config, component), precision, layout, multiple)
 
 
 def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:

@@ -51,16 +51,21 @@ class UnetTextNetwork(nn.Module):
 
 class UnetTimeNetwork(nn.Module):
     """timestep [rows], text_embeds [rows, pooled], time_ids [rows, 5 or 6] -> time_embeds [rows, channels of all
-    ResNet blocks]: each block's projection of the embedded time, in the order of `resnets`."""
+    ResNet blocks]: each block's projection of the embedded time, in the order of `resnets`.
+
+    A UNet distilled to embed guidance also takes timestep_cond [rows, time_cond_proj_dim].
+    """
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
         keep_parameters(network, is_time)
 
-    def forward(self, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        self, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor, timestep_cond: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         network, dtype = self.network, text_embeds.dtype
-        embedded = network.time_embedding(network.time_proj(timestep).to(dtype))
+        embedded = network.time_embedding(network.time_proj(timestep).to(dtype), timestep_cond)
         sizes = network.add_time_proj(time_ids.flatten()).reshape(time_ids.shape[0], -1).to(dtype)
         embedded = F.silu(embedded + network.add_embedding(torch.cat([text_embeds, sizes], dim=-1)))
         return (torch.cat([block.time_emb_proj(embedded) for block in resnets(network)], dim=-1),)

@@ -26,6 +26,8 @@ VAE_DECODER = "vae_decoder"
 BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET_TEXT, UNET_TIME, UNET, VAE_DECODER)
 REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET)
 
+TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
+
 DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -53,6 +55,7 @@ class Widths:
     latent_channels: int
     time_ids: int
     vae_scale: int
+    timestep_cond: int = 0  # none
 
 
 def text_signature(width: int, tokens: int, dtype: Dtype, pooled_width: int | None) -> Signature:
@@ -74,15 +77,23 @@ def unet_text_signature(tokens: int, context_width: int, text_width: int, dtype:
 
 def unet_time_signature(widths: Widths, time_width: int, dtype: Dtype) -> Signature:
     """Timestep, pooled text and sizes -> what they add in each of a UNet's ResNet blocks. A row here is a step: all
-    steps of a request are computed at once."""
+    steps of a request are computed at once. A UNet that embeds guidance (`Widths.timestep_cond`) also takes that."""
+    inputs = [
+        TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
+        TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
+        TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
+    ]
+    if widths.timestep_cond:
+        inputs.append(TensorSpec(name=TIMESTEP_COND, dtype=dtype, shape=("rows", widths.timestep_cond)))
     return Signature(
-        inputs=(
-            TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
-            TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
-            TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
-        ),
+        inputs=tuple(inputs),
         outputs=(TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", time_width)),),
     )
+
+
+def timestep_cond_width(signature: Signature) -> int:
+    """The width of a time network's embedded guidance; 0 where it takes none."""
+    return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == TIMESTEP_COND), 0)
 
 
 def unet_signature(widths: Widths, time_width: int, text_width: int, dtype: Dtype) -> Signature:

@@ -20,7 +20,7 @@ from model.graph_loop import GraphLoop
 from model.image import Pixels, to_levels, to_uint8
 from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
-from model.schedule import NoiseSchedule, Table, split, stack, table
+from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
 from model.tokenizer import ClipTokenizer
 
@@ -145,9 +145,33 @@ def base_rows(model: LoadedModel, request: GenerationSettings, steps: Table) -> 
 
 def guidance_by_step(request: GenerationSettings) -> NDArray[np.float32]:
     """Guidance scale of each step, [num_inference_steps]: 1 (none) from round(end_cfg_frac * steps) on."""
+    return np.maximum(_scale_by_step(request), 1.0).astype(np.float32)
+
+
+def _scale_by_step(request: GenerationSettings) -> Floats:
     guided = round(request.end_cfg_frac * request.num_inference_steps)
-    scale = max(request.guidance_scale, 1.0)
-    return np.array([scale if step < guided else 1.0 for step in range(request.num_inference_steps)], np.float32)
+    return np.where(np.arange(request.num_inference_steps) < guided, request.guidance_scale, 1.0)
+
+
+def embed_guidance(scales: Floats, width: int) -> torch.Tensor:
+    """Guidance scales [steps] -> what a UNet distilled to embed guidance is told of them, float32 [steps, width].
+
+    Sines and cosines of 1000 * (scale - 1), as diffusers' `get_guidance_scale_embedding` computes them for Luo et al.
+    2023 (arXiv 2310.04378), section 4; the frequencies are those of Kingma et al. 2021 (arXiv 2107.00630).
+    """
+    # Operation by operation in diffusers' order: a sine of thousands feels the last bit of its argument.
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
+    angles = (torch.from_numpy(scales - 1).float() * 1000.0)[:, None] * frequencies[None, :]
+    embedded = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
+    return torch.nn.functional.pad(embedded, (0, width % 2))
+
+
+def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
+    """Whether a UNet was distilled to take the guidance scale as an input: it then runs once a step, and no negative
+    prompt reaches it."""
+    time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
+    return components.timestep_cond_width(time.signature) > 0
 
 
 def encode_prompt(
@@ -161,14 +185,16 @@ def encode_prompt(
 
     The base reads both encoders' penultimate states side by side, the refiner the second's alone; the pooled
     projection is always the second's. `time_ids`: sizes (and aesthetic score) for each of the two. What the UNet makes
-    of the text and of every time in `steps` is computed here, once for all steps.
+    of the text and of every time in `steps` is computed here, once for all steps. There is no counterpart for a UNet
+    that embeds guidance, as in diffusers.
     """
     if refiner:
         assert model.settings.refiner is not None
         zeros = model.settings.refiner.force_zeros_for_empty_prompt
     else:
         zeros = model.settings.force_zeros_for_empty_prompt
-    guided = bool((guidance_by_step(request) > 1).any())
+    scales = _scale_by_step(request)[request.num_inference_steps - steps.steps if refiner else 0 :]
+    guided = bool((guidance_by_step(request) > 1).any()) and not embeds_guidance(model, refiner)
     zero_negative = request.negative_prompt is None and zeros
     texts = [request.prompt]
     if guided and not zero_negative:
@@ -184,7 +210,7 @@ def encode_prompt(
     if guided and zero_negative:
         hidden = torch.cat([hidden, torch.zeros_like(hidden)])
         pooled = torch.cat([pooled, torch.zeros_like(pooled)])
-    conditional, *unconditional = _conditionings(model, refiner, hidden, pooled, time_ids, steps)
+    conditional, *unconditional = _conditionings(model, refiner, hidden, pooled, time_ids, steps, scales)
     return conditional, unconditional[0] if unconditional else None
 
 
@@ -195,14 +221,20 @@ def _conditionings(
     pooled: torch.Tensor,
     time_ids: Sequence[list[float]],
     steps: Table,
+    scales: Floats,
 ) -> list[Conditioning]:
-    """One for each text: hidden [texts, tokens, width], pooled [texts, width] with that text's `time_ids`."""
+    """One for each text: hidden [texts, tokens, width], pooled [texts, width] with that text's `time_ids`. `scales`:
+    the guidance scale of each step, which counts for a UNet that embeds it."""
     text = model.engines[components.REFINER_UNET_TEXT if refiner else components.UNET_TEXT]
     time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
     count = max(1, steps.steps)  # a request may leave one of its two UNets no step
     timesteps = torch.from_numpy(stack([steps], count)[0][0]).to(model.device)
+    width = components.timestep_cond_width(time.signature)
+    guidance = {}
+    if width:
+        guidance[components.TIMESTEP_COND] = embed_guidance(np.resize(scales, count), width).to(model.device, dtype)
     made = []
     for index in range(len(hidden)):
         embedded = time.run(
@@ -210,6 +242,7 @@ def _conditionings(
                 "timestep": timesteps,
                 "text_embeds": pooled[index].to(dtype).expand(count, -1),
                 "time_ids": torch.tensor(time_ids[index], device=model.device).expand(count, -1),
+                **guidance,
             }
         )
         made.append(Conditioning(keys_values[index : index + 1], embedded["time_embeds"]))
@@ -234,6 +267,11 @@ def request_warnings(model: LoadedModel, request: GenerationSettings, rest: Tabl
                 f"{name}: the encoders read {tokenizer.settings.max_length} tokens; the last {lost} were left out: "
                 f"{tokenizer.dropped_text(text)[:200]!r}"
             )
+    if request.negative_prompt and request.guidance_scale > 1 and embeds_guidance(model, False):
+        warnings.append(
+            "negative_prompt: this model's UNet takes the guidance scale as an input and reads no negative prompt"
+            f"{'; only the refiner does' if rest and not embeds_guidance(model, True) else ''}."
+        )
     if rest is not None and not rest:
         warnings.append(
             f"denoising_frac: {request.denoising_frac} of {request.num_inference_steps} steps leaves the "

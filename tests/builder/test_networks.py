@@ -137,10 +137,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "unet is not SDXL.s: its addition_embed_type is None",
     ),
-    "a UNet that takes its guidance as an input": (
-        lambda folder: edit_config(folder / "unet", time_cond_proj_dim=256),
-        "unet is not SDXL.s: its time_cond_proj_dim is 256",
-    ),
     "a UNet for inpainting": (
         lambda folder: edit_config(folder / "unet", in_channels=9),
         "takes 9 channels and the VAE gives 4",

@@ -11,8 +11,11 @@ TOKENS = 77
 VOCABULARY = 960  # of the tokenizer that is copied beside it
 
 
-def write(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
-    """Write the toy in diffusers' layout, with `tokenizer` (a CLIP tokenizer folder) twice. Returns `folder`."""
+def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | None = None) -> Path:
+    """Write the toy in diffusers' layout, with `tokenizer` (a CLIP tokenizer folder) twice. Returns `folder`.
+
+    `timestep_cond`: the width of the guidance that its UNet embeds, as one distilled to; None: it embeds none.
+    """
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -46,6 +49,7 @@ def write(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
             addition_embed_type="text_time",
             addition_time_embed_dim=8,
             projection_class_embeddings_input_dim=16 + 6 * 8,
+            time_cond_proj_dim=timestep_cond,
         ),
         "vae": AutoencoderKL(
             block_out_channels=(8, 8),
@@ -61,7 +65,9 @@ def write(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
             for key, parameter in network.named_parameters():
                 # Also what starts as zeros and ones: no tensor of a toy may be found in an engine by chance.
                 mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
-                parameter.copy_(mean + 0.1 * torch.randn(parameter.shape, generator=generator))
+                # Guidance is felt, or nothing could be seen of it.
+                spread = 2.0 if "cond_proj" in key else 0.1
+                parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
         network.save_pretrained(folder / name)
     EulerDiscreteScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1

@@ -1,0 +1,167 @@
+"""Few-step models: the samplers of Turbo and Lightning, and UNets that take the guidance scale as an input (LCM)."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from engine_builder.build import BuildPlan, build
+from engine_builder.compile import dynamic_bucket, engine_key
+from engine_builder.networks import ModelFolder, load_network
+from engine_builder.onnx_export import export_graph
+from engine_builder.onnx_store import check_graph_runs
+from engine_builder.publish import publish
+from model import components
+from model.coldstart import ColdStart
+from model.engines import EngineSet
+from model.loading import Loaded, load_release
+from model.loop import Row
+from model.pipeline import LoadedModel, base_rows, embed_guidance, generate, request_tables
+from model.request import GenerationRequest, GenerationSettings, resolve
+from model.store import open_store
+from model.target import Target, detect_targets
+from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
+from tests.stand_ins import toy_sdxl
+from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
+from tests.stand_ins.reference import Reference
+
+TOLERANCE = 2  # of 255: float32 rounding, in another order
+WIDTH = 24  # of the guidance that the toy's UNet embeds
+
+
+def apart(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int:
+    assert one.shape == other.shape
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+@pytest.fixture(scope="module")
+def distilled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy as if it were distilled to embed guidance, with an LCM's defaults."""
+    folder = tmp_path_factory.mktemp("distilled") / "toy-lcm"
+    toy_sdxl.write(folder, MODEL_FOLDER / "tokenizer", timestep_cond=WIDTH)
+    own = {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 7.5}
+    (folder / "defaults.json").write_text(json.dumps(own))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def distilled(
+    distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]
+) -> Loaded:
+    """That toy built, published and loaded. Engines are kept from one run to the next, as the other toy's are."""
+    plan = BuildPlan("toy-lcm", ModelFolder(distilled_folder), None, target, "fp32")
+    folder = tmp_path_factory.mktemp("distilled-store") / "store"
+    with _alone(KEPT_TOYS.with_suffix(".lock")):
+        build(plan, open_store(KEPT_TOYS), lambda component, doing, *_: say(f"distilled toy: {component}: {doing}"))
+        shutil.copytree(KEPT_TOYS, folder)
+    store = open_store(folder)
+    release = publish(store, "toy-lcm")[0].name
+    return load_release(store, release, detect_targets(), [], ColdStart())
+
+
+def asked_of(loaded: Loaded, **fields: object) -> GenerationSettings:
+    request = {"prompt": "a large red circle on a blue background", "seed": 7} | fields
+    return resolve(GenerationRequest.model_validate(request), loaded.served)
+
+
+# -- UNets that embed guidance ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [24, 25, 256])
+def test_guidance_is_embedded_as_in_diffusers(width: int) -> None:
+    scales = [0.0, 0.5, 1.0, 1.7, 7.3, 7.5, 30.0]
+    embed = StableDiffusionXLPipeline.get_guidance_scale_embedding
+    for scale in scales:
+        expected = embed(None, torch.tensor(scale - 1).repeat(1), embedding_dim=width)
+        assert torch.equal(embed_guidance(np.array([scale]), width), expected)
+
+
+def test_the_picture_of_a_unet_that_embeds_guidance_is_diffusers_picture(
+    distilled: Loaded, distilled_folder: Path
+) -> None:
+    reference = Reference(distilled_folder)
+    pictures = {}
+    for scheduler in ("LCM", "Euler"):
+        for guidance in (0.0, 1.0, 2.5, 7.5):
+            for negative in (None, "a green triangle"):
+                asked = asked_of(distilled, scheduler=scheduler, guidance_scale=guidance, negative_prompt=negative)
+                [picture], _, _ = generate(distilled.model, [asked])
+                assert apart(picture, reference.draw(asked)) <= TOLERANCE, (scheduler, guidance, negative)
+                pictures[scheduler, guidance] = picture
+    # What is compared could differ.
+    assert apart(pictures["LCM", 1.0], pictures["LCM", 7.5]) > 5 * TOLERANCE
+    assert apart(pictures["Euler", 0.0], pictures["Euler", 1.0]) > 5 * TOLERANCE
+
+
+def test_a_distilled_unet_runs_on_the_engines_of_the_one_it_came_from(
+    distilled_folder: Path, toy_folder: Path, target: Target
+) -> None:
+    def keys(folder: Path) -> dict[str, str]:
+        networks = [load_network(ModelFolder(folder), name, "fp32") for name in components.BASE_COMPONENTS[2:5]]
+        return {
+            network.component: engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks
+        }
+
+    own, base = keys(distilled_folder), keys(toy_folder)
+    assert {name for name in own if own[name] != base[name]} == {components.UNET_TIME}
+
+
+def test_the_release_says_what_its_unet_takes(distilled: Loaded, loaded: Loaded) -> None:
+    signature = distilled.model.engines[components.UNET_TIME].signature
+    assert [(spec.name, spec.dtype, spec.shape) for spec in signature.inputs][3:] == [
+        ("timestep_cond", "float32", ("rows", WIDTH))
+    ]
+    assert components.timestep_cond_width(loaded.model.engines[components.UNET_TIME].signature) == 0
+    asked = asked_of(distilled)
+    assert (asked.scheduler, asked.num_inference_steps, asked.guidance_scale) == ("LCM", 4, 7.5)
+
+
+def distilled_lines() -> LoadedModel:
+    """The model of lines, its base distilled to embed guidance and its refiner not."""
+    model = line_model()
+    signature = components.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), 7, "float32")
+    model.engines[components.UNET_TIME] = EngineSet([Stub(components.UNET_TIME, signature)])
+    return model
+
+
+def test_each_step_is_told_its_own_guidance_and_runs_the_unet_once() -> None:
+    model = distilled_lines()
+    asked = replace(PLAIN, negative_prompt="four", num_inference_steps=4, guidance_scale=0.5, end_cfg_frac=0.5)
+    for scale in (0.5, 7.5):
+        _, _, warnings = generate(model, [replace(asked, guidance_scale=scale)])
+        [inputs] = stub(model, components.UNET_TIME).seen
+        expected = embed_guidance(np.array([scale, scale, 1.0, 1.0]), WIDTH)
+        assert torch.equal(inputs["timestep_cond"], expected)
+        assert [len(step["sample"]) for step in stub(model, components.UNET).seen] == [1] * 4
+        assert [warning.partition(":")[0] for warning in warnings] == (["negative_prompt"] if scale > 1 else [])
+        stub(model, components.UNET_TIME).seen.clear()
+        stub(model, components.UNET).seen.clear()
+
+
+def test_a_refiner_of_its_own_kind_is_guided_all_the_same() -> None:
+    model = distilled_lines()
+    asked = replace(PLAIN, negative_prompt="four", use_refiner=True)
+    _, _, [warning] = generate(model, [asked])
+    assert warning.startswith("negative_prompt: this model's UNet") and "only the refiner does" in warning
+    assert {len(step["sample"]) for step in stub(model, components.UNET).seen} == {1}
+    assert {len(step["sample"]) for step in stub(model, components.REFINER_UNET).seen} == {2}
+
+
+def test_a_base_left_without_a_step_embeds_nothing() -> None:
+    model = distilled_lines()
+    base, rest = request_tables(model, replace(PLAIN, use_refiner=True, denoising_frac=0.0))
+    assert rest is not None and not base.steps
+    rows: list[Row] = base_rows(model, PLAIN, base)
+    assert rows[0].conditional.time_embeds.isfinite().all()
+
+
+def test_a_unet_that_embeds_guidance_exports_to_onnx(distilled_folder: Path) -> None:
+    network = load_network(ModelFolder(distilled_folder), components.UNET_TIME, "fp16")
+    assert check_graph_runs(network, export_graph(network)) <= 1e-2
