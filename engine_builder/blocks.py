@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -55,3 +56,40 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
     """Twice the height and width, then a convolution."""
     out: Tensor = upsampler.conv(F.interpolate(hidden, scale_factor=2.0, mode="nearest"))
     return out
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    """Attention. Queries [rows, n, channels], keys and values [rows, m, channels] -> [rows, n, channels]."""
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
+
+    mixed: Tensor = F.scaled_dot_product_attention(split(queries), split(keys), split(values))
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+    """`attend` to the few tokens of a text, in the form that is fast on the tensors' device."""
+    if _takes_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
+        from engine_builder import kernels
+
+        mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads)
+        return mixed
+    return attend(queries, keys, values, heads)
+
+
+def geglu(linear: Any, hidden: Tensor) -> Tensor:
+    """The gated half of a transformer's feed-forward: widened * gelu(gate) of [widened, gate] = linear(hidden)."""
+    outs, width = linear.weight.shape
+    if _takes_kernels(hidden) and width % 64 == 0 and outs % 256 == 0:
+        from engine_builder import kernels
+
+        fused: Tensor = kernels.geglu(hidden, linear.weight, linear.bias)
+        return fused
+    widened, gate = linear(hidden).chunk(2, dim=-1)
+    out: Tensor = widened * F.gelu(gate)
+    return out
+
+
+def _takes_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)

@@ -4,12 +4,15 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.networks import Network, public_name
@@ -19,7 +22,7 @@ from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
 # Raised whenever the wrappers, the export or the compile settings change what comes out.
-RECIPE = 2
+RECIPE = 3
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 
@@ -109,7 +112,7 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
     example = example_of(network, bucket, device)
-    with quiet(), _attention_kernels(device):
+    with quiet(), _attention_kernels(device), _reductions(device):
         exported = torch.export.export(
             network.module,
             tuple(example.values()),
@@ -183,6 +186,8 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
         # Without it constants of up to eight elements are baked into the code, and other weights give wrong pictures.
         "always_keep_tensor_constants": True,
     }
+    if target.device == "cuda":
+        settings["max_autotune_pointwise"] = True  # several block sizes are timed for each kernel that is no product
     if target.device == "cpu":
         march, simdlen = _CPU_LEVELS[target.product]
         settings |= {"cpp.march": march, "cpp.simdlen": simdlen}
@@ -207,3 +212,21 @@ def _attention_kernels(device: str) -> Iterator[None]:
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
+
+
+class _Reductions(InductorChoices):
+    """Rows of up to 2,048 elements are reduced in one pass that keeps them in registers. The compiler's own limit is
+    1,024, and SDXL's layer norms are 1,280 wide: it would read each row three times."""
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        inner = features.get_reduction_hint() == ReductionHint.INNER
+        if inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, 2048):
+            return True
+        wanted: bool = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+        return wanted
+
+
+def _reductions(device: str) -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = V.set_choices_handler(_Reductions()) if device == "cuda" else nullcontext()
+    return context

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.blocks import group_norm, resnet, upsample
+from engine_builder.blocks import attend, attend_to_text, geglu, group_norm, resnet, upsample
 
 _TIME = ("time_embedding.", "add_embedding.")  # and every `time_emb_proj`
 _TEXT = (".attn2.to_k.", ".attn2.to_v.")
@@ -154,29 +154,20 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
     for block in transformer.transformer_blocks:
         tokens = tokens + _self_attention(block.attn1, block.norm1(tokens))
         tokens = tokens + _cross_attention(block.attn2, block.norm2(tokens), next(texts), next(texts))
-        widened, gate = block.ff.net[0].proj(block.norm3(tokens)).chunk(2, dim=-1)
-        tokens = tokens + block.ff.net[2](widened * F.gelu(gate))
+        tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].proj, block.norm3(tokens)))
     out: Tensor = transformer.proj_out(tokens)
     return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
 
 
 def _self_attention(attention: Any, tokens: Tensor) -> Tensor:
     queries, keys, values = attention.to_qkv(tokens).chunk(3, dim=-1)
-    return _attend(attention, queries, keys, values)
+    out: Tensor = attention.to_out[0](attend(queries, keys, values, attention.heads))
+    return out
 
 
 def _cross_attention(attention: Any, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return _attend(attention, attention.to_q(tokens), keys, values)
-
-
-def _attend(attention: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Queries [rows, n, channels], keys and values [rows, m, channels] -> [rows, n, channels]."""
-
-    def heads(tensor: Tensor) -> Tensor:
-        return tensor.reshape(*tensor.shape[:2], attention.heads, -1).transpose(1, 2)
-
-    mixed = F.scaled_dot_product_attention(heads(queries), heads(keys), heads(values))
-    out: Tensor = attention.to_out[0](mixed.transpose(1, 2).flatten(2))
+    mixed = attend_to_text(attention.to_q(tokens), keys, values, attention.heads)
+    out: Tensor = attention.to_out[0](mixed)
     return out
 
 

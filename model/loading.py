@@ -85,6 +85,9 @@ def load_release(
     CorruptBlob or EngineError; whatever the manifest alone can tell, before any blob is read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
+    if device.type == "cuda":
+        # What is left to the host is small: to wake a thread for each of its cores takes longer than the work.
+        torch.set_num_threads(1)
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
