@@ -20,20 +20,18 @@ from pydantic import BaseModel
 
 from engine_builder import compile as compiler
 from engine_builder.engine_timing import largest_inputs, time_engine
-from engine_builder.networks import ModelFolder, ModelFolderError, Network, load_network
+from engine_builder.networks import ModelFolder, Network, Reader, load_network
+from engine_builder.real_inputs import fit, real_inputs
+from engine_builder.release_settings import read_release_defaults, read_schedulers, read_settings, write_tokenizers
 from engine_builder.tensorrt_choices import Choices
-from engine_builder.tokenizers import export_tokenizer
 from engine_builder.validate import validate
 from engine_builder.weights import write_weights
 from model import components
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from model.engines import Engine, EngineSet
+from model.engines import Engine
 from model.engines.aot_inductor import AotInductorEngine
-from model.engines.eager import EagerEngine
 from model.errors import CorruptBlob
-from model.pipeline import LoadedModel, generate
-from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
-from model.schedule import MAX_STEPS, NoiseSchedule, configured_sampler
+from model.schedule import MAX_STEPS
 from model.store import Store
 from model.store.manifest import (
     Accuracy,
@@ -43,16 +41,10 @@ from model.store.manifest import (
     EngineRecord,
     Manifest,
     Precision,
-    RefinerSettings,
-    Settings,
-    TokenizerRecord,
     WeightsRecord,
 )
 from model.target import Target
-from model.tokenizer import ClipTokenizer, TokenizerSettings
 
-_REAL_PROMPT = "a large red circle on a blue background"
-_REAL_SIDE_LIMIT = 512  # pixels; real inputs of a CPU build are taken no larger, or a full SDXL would take an hour
 _DRAFT = "draft"
 _STEPS = 32  # that a GPU embeds the times of at once; more take several calls
 
@@ -134,14 +126,16 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
     steps = 2 * len(plan.components) + 1
     networks: dict[str, Network] = {}
     weights = []
+    reader = Reader()
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
-        networks[name] = load_network(plan.folder_of(name), name, plan.precision, plan.target.device)
+        networks[name] = load_network(plan.folder_of(name), name, plan.precision, plan.target.device, reader)
         weights.append(write_weights(networks[name], store))
     report("pipeline", "drawing a picture in eager PyTorch", len(plan.components), steps)
-    settings, tokenizers = read_settings(plan), write_tokenizers(plan, store)
-    schedulers = read_schedulers(plan)
-    real = _real_inputs(plan, networks, settings, tokenizers, schedulers, store)
+    settings, tokenizers = read_settings(plan.base, plan.refiner), write_tokenizers(plan.base, store)
+    schedulers = read_schedulers(plan.base, plan.refiner)
+    sizes = {(height, width) for _, height, width in plan.sizes}
+    real = real_inputs(networks, settings, tokenizers, schedulers, store, plan.target.device, sizes)
     compiled: list[str] = []
     reused: list[str] = []
     engines: list[EngineRecord] = []
@@ -187,7 +181,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         builder=_builder(plan, source),
         settings=settings,
-        defaults=read_release_defaults(plan),
+        defaults=read_release_defaults(plan.base),
         schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
         tokenizers=tokenizers,
         architectures={name: _digest(network.architecture) for name, network in networks.items()},
@@ -267,7 +261,7 @@ def _compile(
         seconds = time.perf_counter() - began
         constants = made.constants_json()
         engine = _open(plan, network, bucket, made.package, constants)
-        accuracy = validate(network, engine, _fit(real, network, bucket))
+        accuracy = validate(network, engine, fit(real, network, bucket))
         cached = CachedEngine(
             blob=Blob(sha256=store.put(made.package), bytes=made.package.stat().st_size),
             constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
@@ -299,7 +293,7 @@ def _build_tensorrt(
         plan.buckets_of(network),
         choices,
         weights,
-        lambda bucket: _fit(real, network, bucket),
+        lambda bucket: fit(real, network, bucket),
         store,
         lambda doing: report(network.component, doing, step, steps),
     )
@@ -323,7 +317,7 @@ def _check(
     """Hold an engine that is already there against this model's weights."""
     package = store.get(cached.blob.sha256, cached.blob.bytes)
     constants = store.get(cached.constants.sha256, cached.constants.bytes).read_bytes()
-    return validate(network, _open(plan, network, bucket, package, constants), _fit(real, network, bucket))
+    return validate(network, _open(plan, network, bucket, package, constants), fit(real, network, bucket))
 
 
 def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, constants: bytes) -> Engine:
@@ -336,123 +330,6 @@ def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, cons
         network.tensors(),
         torch.device(plan.target.device),
     )
-
-
-def _fit(real: list[dict[str, torch.Tensor]], network: Network, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-    """Real inputs of a bucket's size, at its rows: rows are repeated or dropped, which a row does not notice."""
-    fitted = []
-    for inputs in real:
-        sizes = components.solve(network.signature, inputs, network.component)
-        rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
-        if bucket.holds(bucket.rows.min, height, width):
-            wanted = min(max(rows, bucket.rows.min), bucket.rows.max)
-            index = torch.arange(wanted) % rows
-            fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
-    return fitted
-
-
-def _real_inputs(
-    plan: BuildPlan,
-    networks: dict[str, Network],
-    settings: Settings,
-    tokenizers: dict[str, TokenizerRecord],
-    schedulers: dict[str, NoiseSchedule],
-    store: Store,
-) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """What each component is given while a short picture is drawn, refiner included, in eager PyTorch."""
-    eager = {
-        name: EagerEngine(name, network.module, network.signature, recording=True) for name, network in networks.items()
-    }
-    model = LoadedModel(
-        engines={name: EngineSet([engine]) for name, engine in eager.items()},
-        tokenizers={name: _tokenizer(store, record) for name, record in tokenizers.items()},
-        noise_schedules=schedulers,
-        settings=settings,
-        device=torch.device(plan.target.device),
-    )
-    sizes = {(h, w) for _, h, w in plan.sizes}
-    if not sizes:
-        sizes = {(min(settings.native_height, _REAL_SIDE_LIMIT), min(settings.native_width, _REAL_SIDE_LIMIT))}
-    for height, width in sorted(sizes):
-        request = GenerationRequest(
-            prompt=_REAL_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
-            use_refiner=plan.refiner is not None, denoising_frac=0.5,
-        )  # fmt: skip
-        served = ServedModel(
-            native_width=width,
-            native_height=height,
-            sizes=SizeRange(1, 2**16, 1),
-            has_refiner=plan.refiner is not None,
-            defaults=read_defaults({}),
-        )
-        generate(model, [resolve(request, served)])
-    return {name: engine.seen for name, engine in eager.items()}
-
-
-def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
-    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
-    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)
-
-
-def read_settings(plan: BuildPlan) -> Settings:
-    """What the pipeline must know, from the folders' JSON. Raises ModelFolderError for what is not served."""
-    widths, vae = plan.base.widths(), plan.base.config("vae")
-    if vae.get("latents_mean") or vae.get("latents_std"):
-        raise ModelFolderError(f"{plan.base.root}/vae normalises latents (latents_mean), which is not served.")
-    side = plan.base.config("unet")["sample_size"] * widths.vae_scale
-    refiner = None
-    if plan.refiner is not None:
-        index = plan.refiner.index
-        refiner = RefinerSettings(
-            force_zeros_for_empty_prompt=index.get("force_zeros_for_empty_prompt", True),
-            requires_aesthetics_score=index.get("requires_aesthetics_score", False),
-        )
-    return Settings(
-        native_height=side,
-        native_width=side,
-        vae_scale_factor=widths.vae_scale,
-        vae_scaling_factor=vae["scaling_factor"],
-        latent_channels=widths.latent_channels,
-        force_zeros_for_empty_prompt=plan.base.index.get("force_zeros_for_empty_prompt", True),
-        refiner=refiner,
-    )
-
-
-def read_schedulers(plan: BuildPlan) -> dict[str, NoiseSchedule]:
-    """The noise schedule each pipeline was trained with. Raises ManifestError for settings that are not served."""
-    read = {"base": NoiseSchedule.from_config(plan.base.config("scheduler", "scheduler_config.json"))}
-    if plan.refiner is not None:
-        read["refiner"] = NoiseSchedule.from_config(plan.refiner.config("scheduler", "scheduler_config.json"))
-        if read["refiner"] != read["base"]:
-            raise ModelFolderError(
-                f"{plan.refiner.root} was trained with another noise schedule than {plan.base.root}: it cannot take "
-                "over half-way through."
-            )
-    return read
-
-
-def read_release_defaults(plan: BuildPlan) -> dict[str, object]:
-    """Default request values: the scheduler the folder asks for, and what its optional defaults.json says."""
-    sampler = configured_sampler(plan.base.config("scheduler", "scheduler_config.json"))
-    own = plan.base.config(".", "defaults.json") if (plan.base.root / "defaults.json").is_file() else {}
-    defaults: dict[str, object] = {"scheduler": sampler} | own
-    read_defaults(defaults)
-    return defaults
-
-
-def write_tokenizers(plan: BuildPlan, store: Store) -> dict[str, TokenizerRecord]:
-    """Both tokenizers as blobs."""
-    records = {}
-    for name in ("tokenizer", "tokenizer_2"):
-        data, settings = export_tokenizer(plan.base.root / name)
-        records[name] = TokenizerRecord(
-            blob=Blob(sha256=store.put_bytes(data), bytes=len(data)),
-            max_length=settings.max_length,
-            pad_token_id=settings.pad_token_id,
-            bos_token_id=settings.bos_token_id,
-            eos_token_id=settings.eos_token_id,
-        )
-    return records
 
 
 def _builder(plan: BuildPlan, source: str) -> dict[str, str]:

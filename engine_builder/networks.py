@@ -4,6 +4,7 @@ A folder is a full SDXL checkout, plain or with `variant="fp16"` or sharded weig
 change no arithmetic: they only drop dictionaries and outputs that nobody reads.
 """
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,12 +165,35 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     return decides
 
 
-def load_network(folder: ModelFolder, component: str, precision: Precision, device: str = "cpu") -> Network:
+class Reader:
+    """Reads a part of a checkout and remembers it until another is asked for: a UNet's three components read it once.
+
+    What it gives has modules of its own, to be changed, and shares their tensors.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, nn.Module] | None = None
+
+    def read(self, library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+        """The network of class `name` of `library` in `folder`/`part`. Raises ModelFolderError."""
+        asked = (folder.root, part, dtype)
+        if self._last is None or self._last[0] != asked:
+            self._last = None  # not held beside the next
+            self._last = (asked, _load(library, name, folder, part, dtype))
+        network = self._last[1]
+        tensors = [*network.parameters(), *network.buffers()]
+        return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+
+
+def load_network(
+    folder: ModelFolder, component: str, precision: Precision, device: str = "cpu", reader: Reader | None = None
+) -> Network:
     """One component of a checkout in `precision`, in eval mode on `device`; on "meta" its shapes alone, which takes no
     weights.
 
-    `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout.
-    Raises ModelFolderError where the folder lacks it or it is no SDXL network.
+    `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout, by
+    `reader` where several are loaded in turn. Raises ModelFolderError where the folder lacks it or it is no SDXL
+    network.
     """
     dtype_name = PRECISIONS[precision]
     dtype = components.DTYPES[dtype_name]
@@ -186,7 +210,7 @@ def load_network(folder: ModelFolder, component: str, precision: Precision, devi
     config = folder.config(part)
     multiple: int | None = None
     module: nn.Module
-    load = _load_shapes if device == "meta" else _load
+    load = _load_shapes if device == "meta" else (reader or Reader()).read
     if part == "text_encoder":
         module = TextNetwork(load("transformers", "CLIPTextModel", folder, part, dtype))
         signature = components.text_signature(widths.text_width, widths.tokens, dtype_name, None)

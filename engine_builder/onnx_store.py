@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from safetensors.torch import save
 
 from engine_builder.compile import example_inputs
-from engine_builder.networks import ModelFolder, Network, load_network
+from engine_builder.networks import ModelFolder, Network, Reader, load_network
 from engine_builder.onnx_export import OnnxGraph, export_graph, graph_key, literals, write_model
 from engine_builder.validate import InaccurateEngine
 from engine_builder.weights import write_weights
@@ -63,10 +63,11 @@ def export_model(
     """
     names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
     made = []
+    reader = Reader()
     for done, name in enumerate(names):
         folder = refiner if refiner is not None and name in REFINER_COMPONENTS else base
         report(name, "loading", done, len(names))
-        network = load_network(folder, name, precision)
+        network = load_network(folder, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)
         kept = find_graph(store, graph_key(network))

@@ -13,10 +13,11 @@ import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
+from engine_builder import networks
 from engine_builder.blocks import channels_last_group_norm
 from engine_builder.build import BuildPlan, build
 from engine_builder.compile import dynamic_bucket, engine_key
-from engine_builder.networks import ModelFolder, ModelFolderError, load_network
+from engine_builder.networks import ModelFolder, ModelFolderError, Reader, load_network
 from model.components import BASE_COMPONENTS
 from model.store import Store
 from model.target import Target
@@ -86,6 +87,28 @@ def test_tensors_have_the_checkpoint_s_names(part: str, toy_folder: Path) -> Non
         for name in names
         if not name.startswith(("encoder.down", "encoder.mid", "encoder.conv", "quant_conv"))
     }
+
+
+def test_a_part_is_read_once_for_all_of_its_components(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {name: load_network(ModelFolder(toy_folder), name, "fp32").tensors() for name in BASE_COMPONENTS}
+    read: list[str] = []
+    load = networks._load
+
+    def counted(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        read.append(f"{part} {dtype}")
+        return load(library, name, folder, part, dtype)
+
+    monkeypatch.setattr(networks, "_load", counted)
+    reader = Reader()
+    together = {name: load_network(ModelFolder(toy_folder), name, "fp32", reader=reader) for name in BASE_COMPONENTS}
+    parts = ("text_encoder", "text_encoder_2", "unet", "vae")
+    assert read == [f"{part} torch.float32" for part in parts]
+    for name, tensors in alone.items():
+        again = together[name].tensors()
+        assert again.keys() == tensors.keys()
+        assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
+    load_network(ModelFolder(toy_folder), "vae_decoder", "bf16", reader=reader)
+    assert read[4:] == ["vae torch.bfloat16"]
 
 
 @pytest.mark.parametrize("refiner", [False, True])
