@@ -95,7 +95,7 @@ def make_row(
         command=command_line(),
         stages=stages or {},
         phases=phases or {},
-        extra=extra or {},
+        extra=_clocks() | dict(extra or {}),
     )
 
 
@@ -172,12 +172,26 @@ def command_line() -> str:
 
 
 def _driver() -> str:
+    found = _ask_gpu("driver_version")
+    return found[0] if found else ""
+
+
+def _clocks() -> dict[str, dict[str, float]]:
+    """A GPU's clocks in MHz, as found right after the last run."""
+    found = _ask_gpu("clocks.sm", "clocks.mem")
+    return {"clocks": {"sm_mhz": float(found[0]), "memory_mhz": float(found[1])}} if found else {}
+
+
+def _ask_gpu(*fields: str) -> list[str]:
+    """What the driver says of the GPU that torch uses first; nothing where it uses none."""
     import torch
 
     if not torch.cuda.is_available():
-        return ""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[0]
+        return []
+    identity = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = ["nvidia-smi", f"--id={identity}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(query, capture_output=True, text=True)
+    return [value.strip() for value in answer.stdout.split(",")] if answer.returncode == 0 else []
 
 
 def _commit() -> str:

@@ -1,0 +1,44 @@
+"""What a row says of the GPU it was measured on, asked of a stand-in for nvidia-smi."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine_builder.rows import make_row
+
+SMI = """#!/bin/sh
+[ "$1" = --id=GPU-1234 ] || exit 6
+case "$2" in
+  --query-gpu=driver_version) echo 580.1 ;;
+  --query-gpu=clocks.sm,clocks.mem) echo 1755, 2619 ;;
+  *) exit 2 ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(SMI)
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = SimpleNamespace(uuid="1234")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    return found
+
+
+def test_a_row_tells_driver_and_clocks_as_found(gpu: SimpleNamespace) -> None:
+    row = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1, extra={"note": "x"}).to_dict()
+    assert row["driver"] == "580.1"
+    assert row["clocks"] == {"sm_mhz": 1755.0, "memory_mhz": 2619.0}
+    assert row["note"] == "x"
+
+
+def test_a_driver_that_does_not_answer_costs_no_measurement(gpu: SimpleNamespace) -> None:
+    gpu.uuid = "another"
+    row = make_row("case", [1.0], "ms", "fp16", 30, 1).to_dict()
+    assert row["value"] == 1.0 and row["driver"] == "" and "clocks" not in row
