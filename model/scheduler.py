@@ -15,16 +15,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from model import components, metrics
+from model.encoding import Encoders
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
-from model.image import broken_image, encode_base64
-from model.job import Drawn, Finished, Job, Limits, Stepped
+from model.job import Finished, Job, Limits, Stepped
 from model.loop import Row
 from model.pipeline import Decoding, LoadedModel, base_rows, refiner_row, refiner_text
 from model.preview import Preview, PreviewMap
@@ -73,7 +73,7 @@ class Scheduler:
         self._beat: float | None = None  # when the thread last began something; None while it waits
         self._seconds_per_image = 1.0
         self._last_image: float | None = None
-        self._encoders = ThreadPoolExecutor(2, "preheat-encode")
+        self._encoders = Encoders(self._count_image, self._failed_elsewhere)
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
 
@@ -137,7 +137,7 @@ class Scheduler:
             self._failure = self._failure or "This server has ended."
             self._news.notify()
         self._thread.join()
-        self._encoders.shutdown()
+        self._encoders.close()
         for job in self._every_job():
             job.fail(Unavailable(self._failure))
             self._free(job)
@@ -282,13 +282,7 @@ class Scheduler:
             job.tell(Stepped(done, job.steps))
             return
         preview = Preview(self.preview_map, self.model.loop(*key).latents(row))
-        self._encoders.submit(self._send_preview, job, done, preview)
-
-    def _send_preview(self, job: Job, done: int, preview: Preview) -> None:
-        try:
-            job.tell(Stepped(done, job.steps, preview.encode()))
-        except Exception as error:
-            self._failed_elsewhere(job, error)
+        self._encoders.preview(job, done, preview)
 
     def _after_base(self, image: _Image, row: Row) -> None:
         job, rest = image.job, image.job.tables[1]
@@ -309,7 +303,7 @@ class Scheduler:
         self._decode(image, row)
 
     def _decode(self, image: _Image, row: Row) -> None:
-        self._encoders.submit(self._encode, image, Decoding(self.model, row.latents))
+        self._encoders.picture(image.job, image.index, Decoding(self.model, row.latents))
 
     def _close_empty_loops(self) -> None:
         """Take loops without rows out of the turns."""
@@ -362,27 +356,7 @@ class Scheduler:
                 said = str(broken).partition("\n")[0]
                 self._failure = f"The GPU has failed ({said}); this server is being replaced."
 
-    # -- the encoding threads -----------------------------------------------------------------------------------------
-
-    def _encode(self, image: _Image, decoding: Decoding) -> None:
-        job = image.job
-        try:
-            pixels = decoding.wait()
-            with job.lock:
-                job.mark("decode")
-            if pixels is None:
-                raise broken_image([image.index], job.settings.num_images)
-            data = encode_base64(pixels, job.settings.output_format, job.settings.quality)
-            job.tell(Finished(image.index, data))
-            self._count_image()
-            with job.lock:
-                job.images[image.index] = data
-                if len(job.images) == job.settings.num_images and not job.over:
-                    job.mark("encode")
-                    images = [job.images[index] for index in range(len(job.images))]
-                    job.result.set_result(Drawn(images, job.timings(), job.warnings))
-        except Exception as error:
-            self._failed_elsewhere(job, error)
+    # -- for the encoding threads -------------------------------------------------------------------------------------
 
     def _count_image(self) -> None:
         metrics.IMAGES.inc()
@@ -392,5 +366,5 @@ class Scheduler:
             self._seconds_per_image += 0.1 * (now - last - self._seconds_per_image)
 
     def _failed_elsewhere(self, job: Job, error: Exception) -> None:
-        """Hand an error of an encoding thread to the thread that owns the job."""
+        """Hand an error to the thread that owns the job."""
         self.call(lambda: None if job.over else self._failed({job}, error))
