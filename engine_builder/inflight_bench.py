@@ -1,9 +1,9 @@
 """What in-flight batching gives on this device, without HTTP: the model's own scheduler, asked in this process.
 
 Measured, all on the same engines: images/s drawn offline at full rows; images/s of the scheduler when more is waiting
-than fits; at a share of that capacity with Poisson arrivals, latency in flight and latency batch at a time (a worker
-that draws up to as many waiting requests as fit, from the first step to the last, and then looks again); and how far
-pictures drawn in a mix of requests are from the same requests drawn alone.
+than fits; at a share of that capacity with Poisson arrivals, latency in flight, as many let in as when it serves, and
+latency batch at a time (a worker that draws up to as many waiting requests as fit, from the first step to the last, and
+then looks again); and how far pictures drawn in a mix of requests are from the same requests drawn alone.
 
     python -m engine_builder.inflight_bench tiny-sdxl/1 --store .preheat/store --steps 20 --seconds 60
 
@@ -217,6 +217,8 @@ def measure(
     where = f"{settings.width}x{settings.height}"
     steps = settings.num_inference_steps
 
+    efficient = min(loop.efficient, most)
+
     def row(case: str, values: Sequence[float], unit: str, **extra: object) -> Row:
         return make_row(f"{case} {where}", values, unit, precision, steps, most, digits=3, extra=extra)
 
@@ -231,7 +233,9 @@ def measure(
 
     # A few more than fit, so that there is always one to join.
     rate = saturated(in_flight, settings, most + max(2, most // 2), seconds)
-    rows.append(row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4)))
+    rows.append(
+        row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4), efficient=efficient)
+    )
     mix = mix or (steps,)
     per_second = share * rate * steps * len(mix) / sum(mix)
     moments = arrivals(per_second, seconds, seed=0)
@@ -241,18 +245,9 @@ def measure(
     batches = BatchAtATime(loaded, most)
     waiting = latencies(batches.submit, settings, moments, mix)
     batches.close()
-    rows.append(
-        row(f"in flight, Poisson at {share:.0%}", flying, "s", arrivals_per_second=round(per_second, 4), mix=list(mix))
-    )
-    rows.append(
-        row(
-            f"batch at a time, Poisson at {share:.0%}",
-            waiting,
-            "s",
-            arrivals_per_second=round(per_second, 4),
-            mix=list(mix),
-        )
-    )
+    arriving = {"arrivals_per_second": round(per_second, 4), "mix": list(mix)}
+    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **arriving, efficient=efficient))
+    rows.append(row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", **arriving))
     rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
 

@@ -1,10 +1,11 @@
 """What a traffic makes of replicas: a discrete-event simulation of servers that batch in flight and of the platform's
 autoscaler, and the cheapest setting whose latency is good enough.
 
-A server with n images takes `curve(n)` seconds a step, and every image moves on with each step; what does not fit waits
-in its queue, first come, first served. The platform counts the requests in flight, averages them over its window, and
-wants as many replicas as keep each below concurrency_target * target utilization. More are started at once and ready
-after a cold start; one too many is kept for the scale-down delay. A request goes to the replica with the fewest.
+A server with n images takes `curve(n)` seconds a step, and every image moves on with each step. What it does not let in
+waits in its queue, first come, first served: it lets in as many as run efficiently, and as many as fit once so many are
+there (`model.admission`). The platform counts the requests in flight, averages them over its window, and wants as many
+replicas as keep each below concurrency_target * target utilization. More are started at once and ready after a cold
+start; one too many is kept for the scale-down delay. A request goes to the replica with the fewest.
 
 Not modelled: requests of several sizes, failures, and how the platform itself routes, which it does not say.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 from engine_builder.rows import percentile
 from engine_builder.traffic import Traffic
+from model.admission import efficient_images, may_join
 
 _LOOK_SECONDS = 5.0  # between two looks of the autoscaler
 
@@ -47,6 +49,11 @@ class Server:
             if images <= high:
                 return first + (last - first) * (images - low) / (high - low)
         return points[-1][1]
+
+    @property
+    def efficient(self) -> int:
+        """Images beyond which more at once hardly pay."""
+        return efficient_images(sorted(self.step_seconds.items()))
 
     @property
     def images_per_second(self) -> float:
@@ -93,6 +100,7 @@ class _Replica:
         self.active: list[tuple[float, int, float, float]] = []  # done at, tie, arrived, began
         self.queue: deque[tuple[float, float]] = deque()  # arrived, steps
         self._curve = [server.curve(images) for images in range(server.capacity + 1)]
+        self._efficient = server.efficient
         self._steps, self._at = 0.0, env.now
         self._ties = itertools.count()
         self._changed = env.event()
@@ -113,7 +121,10 @@ class _Replica:
         self._wake()
 
     def _join(self) -> None:
-        while self.queue and len(self.active) < self.server.capacity:
+        capacity = self.server.capacity
+        while self.queue and len(self.active) < capacity:
+            if not may_join(len(self.active), len(self.queue), self._efficient, capacity):
+                break
             arrived, steps = self.queue.popleft()
             self.result.waits.append(self.env.now - arrived)
             heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived, self.env.now))

@@ -30,7 +30,7 @@ class GraphLoop:
         # Rows of a step -> the engine that runs them, smallest first; the largest takes a guided image in any case.
         self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}
         self._engines.setdefault(max(2, *self._engines), self._engines[max(self._engines)])
-        self.capacity = max(1, unet.most_rows(height, width) // 2)
+        self.capacity = self.efficient = max(1, unet.most_rows(height, width) // 2)
         self.rows: list[Row] = []
         self._slots: dict[Row, int] = {}
         self._device = device

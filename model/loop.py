@@ -57,6 +57,8 @@ class Loop(Protocol):
 
     capacity: int
     """Images with guidance that fit at once."""
+    efficient: int
+    """How many of them it takes for more to hardly pay (`model.admission`); as many as fit, until that is measured."""
     rows: list[Row]
     """The active rows, in order of joining."""
 
@@ -89,7 +91,7 @@ class StepLoop:
 
     def __init__(self, unet: EngineSet, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
-        self.capacity = max(1, unet.most_rows(height, width) // 2)
+        self.capacity = self.efficient = max(1, unet.most_rows(height, width) // 2)
         self.rows: list[Row] = []
         self._unet = unet
         self._height, self._width = height, width

@@ -54,7 +54,7 @@ class Model:
         from model.runtimes import targets_here
         from model.scheduler import Scheduler
         from model.serving import Service
-        from model.warmup import warm_up
+        from model.warmup import efficient_by_size, warm_up
 
         limits = Limits.from_config(self._settings.get("limits") or {})
         self._cold_start.record("import", seconds_since_process_start())
@@ -88,6 +88,7 @@ class Model:
                     "target": loaded.target,
                     "weight_bytes": loaded.weight_bytes,
                     "gpu_bytes": metrics.gpu_memory(loaded.model.device),
+                    "efficient": efficient_by_size(loaded.model),
                     "seconds": self._cold_start.phases,
                 }
             )

@@ -38,12 +38,16 @@ class LoadedModel:
     device: torch.device
     shares_text_encoder_2: bool = False
     loops: dict[tuple[str, int, int], Loop] = field(default_factory=dict)
+    efficient_pixels: int | None = None
+    """Of the images of one step, where the loops of sizes that nobody measured are to take them for `efficient`."""
 
     def loop(self, component: str, height: int, width: int) -> Loop:
         """The one loop of that UNet and size (pixels); it is made at first use and kept, for it may hold much."""
         key = (component, height, width)
         if key not in self.loops:
-            self.loops[key] = make_loop(self, component, height, width)
+            loop = self.loops[key] = make_loop(self, component, height, width)
+            if self.efficient_pixels is not None:
+                loop.efficient = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
         return self.loops[key]
 
 

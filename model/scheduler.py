@@ -2,8 +2,9 @@
 
 Between two steps images join the loops, leave them (finished, cancelled) and are decoded; so a newcomer waits for one
 step, not for a batch. First come, first served: an image joins its loop as soon as there is room, the images of a
-request one by one. Loops (sizes, base and refiner) take turns of one step. Pixels are encoded in a few threads beside.
-What an image looks like does not depend on its company.
+request one by one. Where more images at once would hardly pay, there is room for few, who are done the sooner for it,
+until as many are here as fit; then all of them join. Loops (sizes, base and refiner) take turns of one step. Pixels are
+encoded in a few threads beside. What an image looks like does not depend on its company.
 
 Knows nothing of HTTP. Thread-safe where it says so; the rest belongs to the thread.
 """
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from model import components, metrics
+from model.admission import may_join
 from model.encoding import Encoders
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
 from model.job import Finished, Job, Limits, Stepped
@@ -194,7 +196,7 @@ class Scheduler:
             self._free(job)
 
     def _join(self) -> None:
-        """Let images into the loops: those handed over first, then in order of arrival."""
+        """Let images into the loops: those handed over first, for their way is half done, then in order of arrival."""
         for key, handed in self._handed_over.items():
             loop = self.model.loop(*key)
             while handed and len(loop.rows) < loop.capacity:
@@ -203,7 +205,7 @@ class Scheduler:
         for job in list(self._waiting):
             job.ahead = ahead
             ahead += job.settings.num_images - job.joined
-            key = (components.UNET, job.settings.height, job.settings.width)
+            key = _base_key(job)
             if key in full:
                 continue
             sizes = {key[1:] for key in self._turns}
@@ -219,8 +221,7 @@ class Scheduler:
 
     def _join_job(self, job: Job, key: _Key) -> None:
         """Let in as many images of a request as there is room for."""
-        loop = self.model.loop(*key)
-        while job.joined < job.settings.num_images and len(loop.rows) < loop.capacity:
+        while job.joined < job.settings.num_images and self._may_join(key):
             if not job.rows:
                 job.mark("queue")
                 metrics.QUEUE_WAIT.observe(job.marks["queue"] - job.marks["accepted"])
@@ -233,6 +234,14 @@ class Scheduler:
                 self._enter(key, image, row)
             else:
                 self._after_base(image, row)
+
+    def _may_join(self, key: _Key) -> bool:
+        """Whether the base's loop of a size has room for one more. What the refiner has of it is under way as well; it
+        is never held back there, for it has waited once."""
+        loop = self.model.loop(*key)
+        under_way = sum(_base_key(image.job) == key for image in self._images.values())
+        waiting = sum(job.settings.num_images - job.joined for job in self._waiting if _base_key(job) == key)
+        return len(loop.rows) < loop.capacity and may_join(under_way, waiting, loop.efficient, loop.capacity)
 
     def _enter(self, key: _Key, image: _Image, row: Row) -> None:
         self.model.loop(*key).join(row)
@@ -368,3 +377,7 @@ class Scheduler:
     def _failed_elsewhere(self, job: Job, error: Exception) -> None:
         """Hand an error to the thread that owns the job."""
         self.call(lambda: None if job.over else self._failed({job}, error))
+
+
+def _base_key(job: Job) -> _Key:
+    return components.UNET, job.settings.height, job.settings.width

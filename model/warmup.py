@@ -1,21 +1,26 @@
 """What a replica runs before it says that it is ready, so that no request pays for lazy loading or finds memory full.
 
-Every loop that requests can ask for is made, every UNet bucket runs at its full rows, and a picture is drawn and
-decoded at every size: the most device memory that serving takes has then been taken once.
+Every loop that requests can ask for is made, and with it the graphs of all of its buckets, and a picture is drawn and
+decoded at every size: the most device memory that serving takes has then been taken once. On the way each size's loop
+is asked how many images it runs efficiently.
 """
+
+import time
+from dataclasses import replace
 
 import torch
 
 from model import components
+from model.admission import efficient_images
 from model.engines import EngineSet
 from model.errors import NoEngineForTarget
 from model.loading import Loaded
-from model.loop import Row
-from model.pipeline import LoadedModel, base_rows, denoise, generate, refiner_row, refiner_text, request_tables
+from model.loop import Loop, Row
+from model.pipeline import LoadedModel, base_rows, generate, request_tables
 from model.preview import PreviewMap, fit_preview_map
 from model.request import GenerationRequest, GenerationSettings, SizeList, resolve
 
-_STEPS = 4
+_STEPS = 2  # of the picture: one of the base and one of the refiner, where there is one
 
 
 def warm_up(loaded: Loaded) -> PreviewMap:
@@ -25,8 +30,9 @@ def warm_up(loaded: Loaded) -> PreviewMap:
     """
     served = loaded.served
     native = (served.native_width, served.native_height)
+    listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
-        for width, height in served.sizes.sizes if isinstance(served.sizes, SizeList) else (native,):
+        for width, height in listed or (native,):
             request = GenerationRequest(
                 prompt="warm up",
                 width=width,
@@ -38,29 +44,57 @@ def warm_up(loaded: Loaded) -> PreviewMap:
             )
             settings = resolve(request, served)
             generate(loaded.model, [settings])
-            _fill_buckets(loaded.model, settings)
+            _find_efficient(loaded.model, replace(settings, use_refiner=False))
+        if listed is None:
+            loop = loaded.model.loop(components.UNET, served.native_height, served.native_width)
+            loaded.model.efficient_pixels = loop.efficient * served.native_height * served.native_width
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
     except torch.OutOfMemoryError as error:
         raise NoEngineForTarget(_no_room(loaded)) from error
 
 
-def _fill_buckets(model: LoadedModel, settings: GenerationSettings) -> None:
-    """Run each static bucket of the UNets at this size once, at its full rows."""
-    base, rest = request_tables(model, settings)
-    [row] = base_rows(model, settings, base)
-    parts = [(components.UNET, row)]
-    if rest:
-        parts.append((components.REFINER_UNET, refiner_row(settings, rest, row, refiner_text(model, settings, rest))))
-    for component, first in parts:
-        loop = model.loop(component, settings.height, settings.width)
-        for images in _bucket_images(model.engines[component], settings, loop.capacity):
-            denoise(loop, [_again(first) for _ in range(images)])
+def efficient_by_size(model: LoadedModel) -> dict[str, int]:
+    """WIDTHxHEIGHT -> how many images the base's loop of that size runs efficiently, for those made so far."""
+    bases = {key: loop for key, loop in model.loops.items() if key[0] == components.UNET}
+    return {f"{width}x{height}": loop.efficient for (_, height, width), loop in bases.items()}
 
 
-def _bucket_images(engines: EngineSet, settings: GenerationSettings, capacity: int) -> list[int]:
-    """How many guided images fill each static bucket; a dynamic engine was loaded by its first picture."""
-    rows = {engine.bucket.rows.max for engine in engines.serving(settings.height, settings.width)}
-    return sorted({max(1, count // 2) for count in rows if count // 2 <= capacity}) if len(rows) > 1 else []
+def _find_efficient(model: LoadedModel, settings: GenerationSettings) -> None:
+    """Measure the base's loop of this size with copies of one image. The refiner's need not know: see `Scheduler`."""
+    height, width = settings.height, settings.width
+    loop = model.loop(components.UNET, height, width)
+    counts = _counts(model.engines[components.UNET], height, width, loop.capacity)
+    if len(counts) == 1:
+        loop.efficient = counts[0]
+        return
+    [row] = base_rows(model, settings, request_tables(model, settings)[0])
+    loop.efficient = efficient_images((images, _step_seconds(model, loop, row, images)) for images in counts)
+
+
+def _counts(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
+    """How many guided images fill each static bucket; for a dynamic engine 1, 2, 4 and so on."""
+    if unet.is_static(height, width):
+        return sorted({max(1, engine.bucket.rows.max // 2) for engine in unet.serving(height, width)})
+    return [2**power for power in range(capacity.bit_length())]
+
+
+def _step_seconds(model: LoadedModel, loop: Loop, row: Row, images: int) -> float:
+    """The faster of two steps of so many copies of `row`: the first one also waits for what was queued before it."""
+    for _ in range(images):
+        loop.join(_again(row))
+    try:
+        return min(_one_step(model, loop) for _ in range(2))
+    finally:
+        for left in list(loop.rows):
+            loop.leave(left)
+
+
+def _one_step(model: LoadedModel, loop: Loop) -> float:
+    began = time.perf_counter()
+    loop.step()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - began
 
 
 def _again(row: Row) -> Row:

@@ -54,9 +54,10 @@ class Gate:
             if key not in model.loops:
                 model.loops[key] = GatedLoop(model.engines[component], height, width)
                 model.loops[key].capacity = self.capacity
+                model.loops[key].efficient = self.efficient
             return model.loops[key]  # type: ignore[return-value]
 
-        self.capacity = 2
+        self.capacity = self.efficient = 2
         model.loop = loop  # type: ignore[method-assign]
 
     def let(self, steps: int) -> None:
@@ -148,6 +149,59 @@ def test_images_come_first_come_first_served_and_split_freely(gate: Gate, schedu
     order = list(dict.fromkeys(seed for _, _, seeds in gate.steps for seed in seeds))
     assert order == [0, 10, 11, 12, 20]
     assert max(len(seeds) for _, _, seeds in gate.steps) == 2
+
+
+def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 4, 1
+    jobs = [scheduler.submit(asked(0)), scheduler.submit(asked(10, num_images=2))]
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    assert [seeds for _, _, seeds in gate.steps] == [[seed] for seed in (0, 10, 11) for _ in range(4)]
+
+
+def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 4, 1
+    jobs = [scheduler.submit(asked(seed)) for seed in range(3)]
+    gate.let(1)
+    eventually(lambda: len(gate.steps) == 1)
+    jobs.append(scheduler.submit(asked(3, num_images=2)))  # five are here; the second step may be under way
+    gate.let(1)
+    eventually(lambda: len(gate.steps) == 2)
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    steps = [seeds for _, _, seeds in gate.steps]
+    full = steps.index([0, 1, 2, 3])
+    assert steps[:full] in ([[0]], [[0], [0]])
+    assert steps[4] == [1, 2, 3, 4]  # the first has left, and four are here still
+    assert steps[-1] == [4] and len(steps) == 8  # the fifth joined then, and not when the other three had gone
+
+
+def test_an_image_at_the_refiner_counts_and_is_not_held_back_there(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 4, 1
+    few = [scheduler.submit(asked(seed, use_refiner=True)) for seed in (0, 1)]
+    gate.open()
+    for job in few:
+        job.result.result(SECONDS)
+    turns = [(name, seeds) for name, _, seeds in gate.steps]
+    base, refiner = components.UNET, components.REFINER_UNET
+    assert turns == [(name, [seed]) for seed in (0, 1) for name in (base, base, refiner, refiner)]
+    gate.steps.clear()
+    scheduler.submit(asked(4, num_images=4, use_refiner=True)).result.result(SECONDS)
+    assert [seeds for _, _, seeds in gate.steps] == [[4, 5, 6, 7]] * 4
+
+
+def test_each_size_has_its_own_few(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 4, 1
+    jobs = [scheduler.submit(asked(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96))]
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    assert {len(seeds) for _, _, seeds in gate.steps} == {1}
+    order = list(dict.fromkeys(seed for _, _, [seed] in gate.steps))
+    assert order.index(0) < order.index(1) and order.index(2) < order.index(3)
+    assert abs(order.index(0) - order.index(2)) == 1  # neither size waited for the other's second image
 
 
 def test_sizes_take_turns_and_none_waits_for_another(gate: Gate, scheduler: Scheduler) -> None:

@@ -1,6 +1,8 @@
-"""What is run before a replica is ready: each size, each bucket at its full rows, and memory that does not suffice."""
+"""What is run before a replica is ready: each size, as many images as pay, and memory that does not suffice."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from model import components, warmup
 from model.engines import EngineSet
 from model.errors import NoEngineForTarget
 from model.loading import Loaded
-from model.request import Defaults, ServedModel, SizeList
+from model.loop import Row, StepLoop
+from model.request import Defaults, ServedModel, SizeList, SizeRange
 from model.store.manifest import Bucket, Span
-from model.warmup import warm_up
+from model.warmup import efficient_by_size, warm_up
 from tests.stand_ins.line_networks import line_model, stub
 
 
@@ -33,22 +36,94 @@ def loaded() -> Loaded:
     return Loaded(model, served, "line/1", "cpu", "aot_inductor", 0)
 
 
-def test_every_bucket_of_every_size_runs_at_its_full_rows(loaded: Loaded) -> None:
+Clocked = Callable[[dict[int, float]], list[tuple[int, int]]]
+
+
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    """Gives steps seconds by their images on the warm-up's clock; returns (width, images) of those it looks at."""
+
+    def set_up(seconds: dict[int, float]) -> list[tuple[int, int]]:
+        now, looked, seen, step = 0.0, 0, [], StepLoop.step
+
+        def one_step(self: StepLoop) -> list[Row]:
+            nonlocal now, looked
+            now += seconds[len(self.rows)]
+            if looked % 2:  # the clock was read before, and will be after
+                seen.append((self._width, len(self.rows)))
+            return step(self)
+
+        def read() -> float:
+            nonlocal looked
+            looked += 1
+            return now
+
+        monkeypatch.setattr(StepLoop, "step", one_step)
+        monkeypatch.setattr(warmup, "time", SimpleNamespace(perf_counter=read))
+        return seen
+
+    return set_up
+
+
+def test_every_loop_is_made_and_every_size_drawn(loaded: Loaded) -> None:
     with torch.inference_mode():
         preview_map = warm_up(loaded)
     assert preview_map.weight.shape == (4, 3)
-    for name in (components.UNET, components.REFINER_UNET):
-        for engine in loaded.model.engines[name].engines:
-            assert engine.seen, f"{name} {engine.bucket} never ran"  # type: ignore[attr-defined]
-            assert {len(inputs["sample"]) for inputs in engine.seen} == {engine.bucket.rows.max}  # type: ignore[attr-defined]
-    assert {key[1:] for key in loaded.model.loops} == {(64, 64), (64, 96)}
+    names = (components.UNET, components.REFINER_UNET)
+    assert set(loaded.model.loops) == {(name, 64, width) for name in names for width in (64, 96)}
     assert all(not loop.rows for loop in loaded.model.loops.values())
+    widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, components.VAE_DECODER).seen}
+    assert widths == {64 // 8, 96 // 8}
+
+
+@pytest.mark.parametrize(
+    "seconds, efficient, tried",
+    [
+        ({1: 0.031, 2: 0.059, 4: 0.114}, 1, (1, 2)),  # two take nearly twice as long as one: four are not tried
+        ({1: 0.080, 2: 0.140, 4: 0.270}, 2, (1, 2, 4)),
+        ({1: 0.050, 2: 0.055, 4: 0.060}, 4, (1, 2, 4)),
+    ],
+)
+def test_each_listed_size_finds_out_how_many_images_pay(
+    seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded, clocked: Clocked
+) -> None:
+    seen = clocked(seconds)
+    with torch.inference_mode():
+        warm_up(loaded)
+    assert efficient_by_size(loaded.model) == {"64x64": efficient, "96x64": efficient}
+    assert list(dict.fromkeys(seen)) == [(width, images) for width in (64, 96) for images in tried]
+    assert loaded.model.efficient_pixels is None
+
+
+def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
+    """Fewer images would cost as much."""
+    seen = clocked({1: 0.1})
+    for name in (components.UNET, components.REFINER_UNET):
+        engines = loaded.model.engines[name].engines
+        loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.rows.max == 8])
+    with torch.inference_mode():
+        warm_up(loaded)
+    assert efficient_by_size(loaded.model) == {"64x64": 4, "96x64": 4} and not seen
+
+
+def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clocked: Clocked) -> None:
+    model = line_model()
+    for name in (components.UNET, components.REFINER_UNET):
+        side = Span(min=16, max=1024, multiple=8)
+        stub(model, name).bucket = Bucket(rows=Span(min=1, max=16), height=side, width=side)
+    served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
+    clocked({1: 0.080, 2: 0.140, 4: 0.240, 8: 0.480})
+    with torch.inference_mode():
+        warm_up(replace(loaded, model=model, served=served))
+    assert efficient_by_size(model) == {"64x64": 4}
+    for (height, width), images in {(64, 128): 2, (128, 128): 1, (1024, 1024): 1, (32, 64): 8, (16, 16): 8}.items():
+        assert model.loop(components.UNET, height, width).efficient == images
 
 
 def test_a_gpu_that_is_too_small_is_said_at_load(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(warmup, "denoise", full)
+    monkeypatch.setattr(warmup, "generate", full)
     with pytest.raises(NoEngineForTarget, match="line/1 does not fit .* configure fewer rows or sizes"):
         warm_up(loaded)

@@ -66,6 +66,21 @@ def test_a_step_of_more_images_takes_what_the_curve_says() -> None:
     assert sorted(together.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
 
 
+def test_letting_in_few_while_few_are_here_shortens_the_median_and_costs_nothing_when_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU that one image nearly fills, at 70 % of what it can do, and asked for more than it can do."""
+    server = Server({1: 0.031, 2: 0.059, 4: 0.115, 8: 0.227}, steps=30, cold_start_seconds=0, max_queue=100)
+    assert server.efficient == 1
+    loads = [constant(share * server.images_per_second, 10_000) for share in (0.7, 1.5)]
+    few, few_full = (simulate(load, server, STEADY) for load in loads)
+    monkeypatch.setattr(Server, "efficient", 8)
+    many, many_full = (simulate(load, server, STEADY) for load in loads)
+    assert few.latency(0.5) < 0.85 * many.latency(0.5)
+    assert few.latency(0.99) < 1.2 * many.latency(0.99)
+    assert len(few_full.latencies) == pytest.approx(len(many_full.latencies), rel=0.01)
+
+
 # -- the platform -----------------------------------------------------------------------------------------------------
 
 SERVER = Server({1: 0.05, 8: 0.1}, steps=20, cold_start_seconds=45)  # 4 images/s at most, 1 s for an image alone

@@ -1,0 +1,31 @@
+"""How many images a loop lets in at once. Knows of a device only how long its steps take.
+
+Where two images take twice as long as one, both in the loop are done when the second would have been, and the first
+waited for nothing. So few are let in while few are here; once there are as many as fit, all of them: throughput is what
+shortens the queue then.
+"""
+
+import math
+from collections.abc import Iterable
+
+_PAYS = 0.9  # of the seconds an image took before: what they must fall to for more at once to pay
+
+
+def efficient_images(step_seconds: Iterable[tuple[int, float]]) -> int:
+    """The fewest images at once beyond which more slow each other down and are hardly sooner done.
+
+    `step_seconds`: (images, seconds of their step), the fewest images first, at least one entry. It is read until an
+    entry does not lower the seconds per image by 10 %.
+    """
+    efficient, each = 0, math.inf
+    for images, seconds in step_seconds:
+        if seconds / images > _PAYS * each:
+            break
+        efficient, each = images, seconds / images
+    return efficient
+
+
+def may_join(under_way: int, waiting: int, efficient: int, capacity: int) -> bool:
+    """Whether one of the images `waiting` may join a loop that has a place for it. `under_way`: those of its size that
+    are in the loop, or have gone on from it to the refiner's."""
+    return under_way < efficient or under_way + waiting >= capacity
