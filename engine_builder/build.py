@@ -66,6 +66,7 @@ class CachedEngine(BaseModel):
 class BuildPlan:
     """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.
 
+    The VAE has a precision of its own, `vae_precision`; None: see `precision_of`.
     No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component. With `tensorrt` its
     runtime's engines are built, for a target of its own; else AOTInductor's.
     """
@@ -77,6 +78,7 @@ class BuildPlan:
     precision: Precision
     sizes: tuple[tuple[int, int, int], ...] = ()
     tensorrt: Choices | None = None
+    vae_precision: Precision | None = None
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -87,6 +89,20 @@ class BuildPlan:
             return self.base
         assert self.refiner is not None
         return self.refiner
+
+    def precision_of(self, component: str) -> Precision:
+        """The plan's precision; unless it was chosen, fp32 for the VAE of an fp16 model whose config has force_upcast,
+        which overflows in fp16 (as diffusers has it, whose default is true)."""
+        if component != components.VAE_DECODER:
+            return self.precision
+        if self.vae_precision is not None:
+            return self.vae_precision
+        return "fp32" if self.precision == "fp16" and self.upcasts_vae else self.precision
+
+    @property
+    def upcasts_vae(self) -> bool:
+        """Whether the VAE's config says that it does not bear fp16."""
+        return bool(self.base.config("vae").get("force_upcast", True))
 
     def buckets_of(self, network: Network) -> list[Bucket]:
         """The buckets one component is compiled for. What reads text takes one row a text, what embeds the time one a
@@ -129,7 +145,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
     reader = Reader()
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
-        networks[name] = load_network(plan.folder_of(name), name, plan.precision, plan.target.device, reader)
+        networks[name] = load_network(plan.folder_of(name), name, plan.precision_of(name), plan.target.device, reader)
         weights.append(write_weights(networks[name], store))
     report("pipeline", "drawing a picture in eager PyTorch", len(plan.components), steps)
     settings, tokenizers = read_settings(plan.base, plan.refiner), write_tokenizers(plan.base, store)
@@ -166,7 +182,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
                     target=plan.target.key,
                     runtime="aot_inductor",
                     bucket=bucket,
-                    precision=plan.precision,
+                    precision=network.precision,
                     layout=network.layout,
                     signature=network.signature,
                     accuracy=accuracy,
@@ -217,6 +233,7 @@ def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | Non
         return None
     unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
     same = draft.builder == _builder(plan, source) and set(draft.architectures) == set(plan.components)
+    same = same and all(engine.precision == plan.precision_of(engine.component) for engine in draft.engines)
     if plan.sizes:
         planned = [compiler.static_bucket(*size) for size in plan.sizes]
         same = same and len(unets) == len(planned) and all(bucket in unets for bucket in planned)

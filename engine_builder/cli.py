@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -31,6 +31,9 @@ from engine_builder.store_cli import copy, gc, keygen, publish, releases, run_pu
 from model.errors import PreheatError
 from model.store import Store, open_store
 from model.store.manifest import Manifest, Precision
+
+if TYPE_CHECKING:
+    from engine_builder.build import BuildPlan  # with PyTorch, which only some commands need
 
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
@@ -71,6 +74,13 @@ def build(
     precision: Annotated[
         str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
     ] = None,
+    vae_precision: Annotated[
+        str | None,
+        typer.Option(
+            help="The VAE's own: fp32, fp16 or bf16; default: --precision, but fp32 for an fp16 model whose VAE has "
+            "force_upcast."
+        ),
+    ] = None,
     size: Annotated[
         list[str] | None,
         typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each (GPU)."),
@@ -88,7 +98,7 @@ def build(
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, keep them with the weights in the store."""
     options = TensorRTOptions(refit, compatibility, workspace, level) if _is_tensorrt(runtime) else None
-    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [], options)
+    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [], options, vae_precision)
     console.print(f"Next: preheat publish {result.model} --store {store}")
 
 
@@ -116,6 +126,7 @@ def run_build(
     precision: str | None,
     sizes: list[str],
     tensorrt: TensorRTOptions | None = None,
+    vae_precision: str | None = None,
 ) -> Manifest:
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
@@ -129,10 +140,11 @@ def run_build(
     base, refiner_folder = find_folders(model, refiner)
     target = build_target() if choices is None else target_of(build_target(), choices)
     chosen = precision or ("fp16" if target.device == "cuda" else "fp32")
-    if chosen not in ("fp32", "fp16", "bf16"):
-        raise typer.BadParameter(f"{chosen!r} is not fp32, fp16 or bf16", param_hint="--precision")
-    if choices is not None and chosen == "bf16":
-        raise typer.BadParameter("TensorRT's engines are built in fp32 or fp16", param_hint="--precision")
+    for option, given in (("--precision", chosen), ("--vae-precision", vae_precision or chosen)):
+        if given not in ("fp32", "fp16", "bf16"):
+            raise typer.BadParameter(f"{given!r} is not fp32, fp16 or bf16", param_hint=option)
+        if choices is not None and given == "bf16":
+            raise typer.BadParameter("TensorRT's engines are built in fp32 or fp16", param_hint=option)
     plan = BuildPlan(
         model=name or base.root.resolve().name,
         base=base,
@@ -141,21 +153,35 @@ def run_build(
         precision=cast(Precision, chosen),
         sizes=tuple(_size(text) for text in sizes),
         tensorrt=choices,
+        vae_precision=cast(Precision | None, vae_precision),
     )
-    console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}")
+    console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}{_vae_remark(plan)}")
     began = time.perf_counter()
     with _progress() as report:
         result = build_model(plan, store, report)
-    table = Table("component", "engine", "KiB", "compiled in", "worst error", "relative error")
+    table = Table("component", "engine", "precision", "KiB", "compiled in", "worst error", "relative error")
     for engine in result.draft.engines:
         state = "compiled" if engine.component in result.compiled else "reused"
         table.add_row(
-            engine.component, state, f"{engine.blob.bytes // 1024:,}", f"{engine.build_seconds:.0f} s",
-            f"{engine.accuracy.worst:.1e}", f"{engine.accuracy.relative:.1e}",
+            engine.component, state, engine.precision, f"{engine.blob.bytes // 1024:,}",
+            f"{engine.build_seconds:.0f} s", f"{engine.accuracy.worst:.1e}", f"{engine.accuracy.relative:.1e}",
         )  # fmt: skip
     console.print(table)
     console.print(f"Built in {time.perf_counter() - began:.0f} s: {store.url}")
     return result.draft
+
+
+def _vae_remark(plan: "BuildPlan") -> str:
+    """What there is to say of the VAE's precision, where it is not the model's or not its config's advice."""
+    own = plan.precision_of("vae_decoder")
+    if own == "fp16" and plan.upcasts_vae:
+        return (
+            ", its VAE too, though its config says that it overflows there (force_upcast): pictures may hold NaN, and "
+            "requests for them fail"
+        )
+    if own == plan.precision:
+        return ""
+    return f", its VAE in {own}" + ("" if plan.vae_precision else " (force_upcast: it would overflow in fp16)")
 
 
 @app.command("export-onnx")

@@ -152,14 +152,17 @@ _PROVENANCE = (
     "architectures",
 )
 
+_OUTSIDE = ("scaling_factor", "force_upcast")
+
 
 def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
-    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out.
+    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out, and
+    what is applied outside of an engine.
 
     Embedding guidance is the time network's alone: a UNet distilled to that runs on the engines of the one it was
     distilled from.
     """
-    decides = {key: value for key, value in config.items() if key not in _PROVENANCE and key != "scaling_factor"}
+    decides = {key: value for key, value in config.items() if key not in _PROVENANCE + _OUTSIDE}
     if "time_cond_proj_dim" in decides and component not in (components.UNET_TIME, components.REFINER_UNET_TIME):
         decides["time_cond_proj_dim"] = None
     return decides

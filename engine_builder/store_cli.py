@@ -60,15 +60,24 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
     """List the releases of a store."""
     holder = opened(store)
     names = holder.releases()
-    table = Table("release", "targets", "components", "created", "MiB", "signed by")
+    table = Table("release", "targets", "components", "precision", "created", "MiB", "signed by")
     for name in names:
         manifest = holder.read_release(name)
         size = total_bytes(manifest)
         table.add_row(
-            name, "\n".join(manifest.targets), str(len(manifest.components)), manifest.created,
-            f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
+            name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
+            manifest.created, f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
         )  # fmt: skip
     console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
+
+
+def _precisions(manifest: Manifest) -> str:
+    """ "fp16, VAE fp32": of the engines of the UNet and, where it differs, of the VAE decoder."""
+    unet, vae = (
+        " ".join(sorted({engine.precision for engine in manifest.engines if engine.component == component}))
+        for component in ("unet", "vae_decoder")
+    )
+    return unet if vae == unet else f"{unet}, VAE {vae}"
 
 
 def verify(

@@ -52,7 +52,8 @@ def broken_image(indices: Sequence[int], images: int) -> BrokenImage:
     """The error for images that are not all numbers, `indices` of the `images` of a request."""
     return BrokenImage(
         f"image {', '.join(map(str, indices))} of {images} (counted from 0) has NaN or infinite values. "
-        "Most often a VAE overflowed in fp16: serve it in fp32 or bf16, or with weights made for fp16."
+        "Most often a VAE overflowed in fp16: build the model with its VAE in bf16 or fp32 "
+        "(`preheat build --vae-precision bf16`), or with a VAE made for fp16."
     )
 
 

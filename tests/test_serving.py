@@ -326,6 +326,7 @@ def test_a_picture_that_is_not_numbers_is_an_error_with_its_seed(broken_server: 
         answer = post(client, **(SMALL | {"prompt": "circle", "seed": 987654}))
         assert answer.status_code == 500
         assert "NaN or infinite" in answer.json()["error"] and "987654" in answer.json()["error"]
+        assert "preheat build --vae-precision" in answer.json()["error"]
         assert "data" not in answer.json()
         said = log.read_text()
         assert "broken_image" in said and "987654" in said

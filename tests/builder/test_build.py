@@ -18,6 +18,7 @@ import torch
 
 from engine_builder import compile as compiler
 from engine_builder.build import BuildPlan, build, find_engine
+from engine_builder.cli import _vae_remark
 from engine_builder.networks import ModelFolderError, Network
 from engine_builder.publish import publish
 from engine_builder.validate import InaccurateEngine
@@ -302,3 +303,69 @@ def test_base_and_refiner_share_an_equal_text_encoder(store: Store, release: str
     once = {blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}
     twice = sum(blob.bytes for record in manifest.weights for blob in record.blobs)
     assert loaded.weight_bytes <= sum(once.values()) < twice
+
+
+# -- the VAE's own precision -----------------------------------------------------------------------------------------
+
+
+def advise(folder: Path, force_upcast: bool) -> None:
+    config = folder / "vae" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"force_upcast": force_upcast}))
+
+
+@pytest.mark.parametrize(
+    "precision, vae_precision, force_upcast, expected, said",
+    [
+        ("fp16", None, True, "fp32", "VAE in fp32 (force_upcast: it would overflow in fp16)"),
+        ("fp16", None, False, "fp16", ""),
+        ("fp16", "fp16", True, "fp16", "its config says that it overflows there"),
+        ("fp16", "bf16", True, "bf16", "VAE in bf16"),
+        ("bf16", None, True, "bf16", ""),
+        ("bf16", "fp32", False, "fp32", "VAE in fp32"),
+        ("fp32", None, True, "fp32", ""),
+    ],
+)
+def test_an_fp16_model_s_vae_is_fp32_where_its_config_says_so(
+    precision: str,
+    vae_precision: str | None,
+    force_upcast: bool,
+    expected: str,
+    said: str,
+    folder_copy: Path,
+    plan_of: PlanOf,
+) -> None:
+    advise(folder_copy, force_upcast)
+    plan = replace(plan_of(folder_copy, "other"), precision=precision, vae_precision=vae_precision)
+    assert plan.precision_of("vae_decoder") == expected
+    assert {plan.precision_of(name) for name in plan.components if name != "vae_decoder"} == {precision}
+    assert said in _vae_remark(plan) and bool(said) == bool(_vae_remark(plan))
+
+
+def test_a_vae_of_another_precision_is_built_loaded_and_draws(store_copy: Store, toy_plan: BuildPlan) -> None:
+    """And takes the place of the one before: a release has one VAE a target."""
+    result = build(replace(toy_plan, vae_precision="bf16"), store_copy)
+    assert result.compiled == ("vae_decoder",)
+    assert {e.component for e in result.draft.engines if e.precision == "bf16"} == {"vae_decoder"}
+    assert {w.component for w in result.draft.weights if w.precision == "bf16"} == {"vae_decoder"}
+    manifest, _ = publish(store_copy, "toy-sdxl")
+    assert manifest.name == "toy-sdxl/2" and len(manifest.engines) == len(toy_plan.components)
+
+    mixed, plain = (load_release(store_copy, f"toy-sdxl/{v}", detect_targets(), [], ColdStart()) for v in (2, 1))
+    assert mixed.model.engines["vae_decoder"].signature.inputs[0].dtype == "bfloat16"
+    assert mixed.model.engines["unet"].signature.inputs[0].dtype == "float32"
+    pictures = [draw(one, prompt="a circle", seed=3, num_inference_steps=6)[1].astype(int) for one in (mixed, plain)]
+    assert 0 < np.abs(pictures[0] - pictures[1]).max() <= 8
+
+    again = build(toy_plan, store_copy)
+    assert again.compiled == () and engines_of(again.draft) == engines_of(store_copy.read_release("toy-sdxl/1"))
+
+
+def test_a_vae_that_overflows_in_fp16_is_refused_with_its_remedy(
+    store_copy: Store, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+) -> None:
+    edit_weights(folder_copy / "vae", lambda tensors: tensors["decoder.conv_in.weight"].mul_(1e5))
+    plan = plan_of(folder_copy, "overflowing")
+    with pytest.raises(BrokenImage, match="preheat build --vae-precision bf16"):
+        build(replace(plan, vae_precision="fp16"), store_copy)
+    assert not [name for name in store_copy.records("drafts") if name.startswith("overflowing.")]
+    build(plan, store_copy)  # its numbers are sound in fp32

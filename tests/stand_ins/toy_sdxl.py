@@ -57,6 +57,7 @@ def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | Non
             up_block_types=("UpDecoderBlock2D",) * 2,
             norm_num_groups=4,
             scaling_factor=0.5,
+            force_upcast=False,
         ),
     }
     generator = torch.Generator().manual_seed(seed)
