@@ -11,6 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from engine_builder.networks import ModelFolder, Network, Reader, load_network
 from engine_builder.real_inputs import fit, real_inputs
 from engine_builder.release_settings import read_release_defaults, read_schedulers, read_settings, write_tokenizers
 from engine_builder.tensorrt_choices import Choices
+from engine_builder.tuning import tuning_kept_in
 from engine_builder.validate import validate
 from engine_builder.weights import write_weights
 from model import components
@@ -133,8 +135,12 @@ class BuildResult:
     reused: tuple[str, ...]
 
 
-def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> BuildResult:
-    """Bring everything the plan names into the store. Raises ModelFolderError, CompileError or InaccurateEngine."""
+def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None, tuning: Path | None = None) -> BuildResult:
+    """Bring everything the plan names into the store. Raises ModelFolderError, CompileError, InaccurateEngine, or
+    BrokenImage where the model draws no numbers.
+
+    `tuning`: the folder that keeps what the compiler measures of the target's kernels; None: the compiler's own.
+    """
     source = fingerprint(plan)
     draft = _current_draft(plan, store, source)
     if draft is not None:
@@ -152,6 +158,37 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
     schedulers = read_schedulers(plan.base, plan.refiner)
     sizes = {(height, width) for _, height, width in plan.sizes}
     real = real_inputs(networks, settings, tokenizers, schedulers, store, plan.target.device, sizes)
+    with tuning_kept_in(tuning) if tuning else nullcontext():
+        engines, compiled, reused = _build_engines(plan, networks, weights, real, store, report, steps)
+    report("release", "drafting", steps, steps)
+    draft = Manifest(
+        model=plan.model,
+        version=_DRAFT,
+        family="sdxl",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        builder=_builder(plan, source),
+        settings=settings,
+        defaults=read_release_defaults(plan.base),
+        schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
+        tokenizers=tokenizers,
+        architectures={name: _digest(network.architecture) for name, network in networks.items()},
+        engines=tuple(engines),
+        weights=tuple(weights),
+    )
+    store.write_record("drafts", plan.draft_name, draft.to_json())
+    return BuildResult(draft, tuple(compiled), tuple(reused))
+
+
+def _build_engines(
+    plan: BuildPlan,
+    networks: dict[str, Network],
+    weights: list[WeightsRecord],
+    real: dict[str, list[dict[str, torch.Tensor]]],
+    store: Store,
+    report: Report,
+    steps: int,
+) -> tuple[list[EngineRecord], list[str], list[str]]:
+    """Every component's engines, and the components that were compiled and those that were found."""
     compiled: list[str] = []
     reused: list[str] = []
     engines: list[EngineRecord] = []
@@ -189,23 +226,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None) -> Bu
                     **cached.model_dump(),
                 )
             )
-    report("release", "drafting", steps, steps)
-    draft = Manifest(
-        model=plan.model,
-        version=_DRAFT,
-        family="sdxl",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        builder=_builder(plan, source),
-        settings=settings,
-        defaults=read_release_defaults(plan.base),
-        schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
-        tokenizers=tokenizers,
-        architectures={name: _digest(network.architecture) for name, network in networks.items()},
-        engines=tuple(engines),
-        weights=tuple(weights),
-    )
-    store.write_record("drafts", plan.draft_name, draft.to_json())
-    return BuildResult(draft, tuple(compiled), tuple(reused))
+    return engines, compiled, reused
 
 
 def fingerprint(plan: BuildPlan) -> str:

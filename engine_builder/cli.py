@@ -35,6 +35,7 @@ from model.store.manifest import Manifest, Precision
 if TYPE_CHECKING:
     from engine_builder.build import BuildPlan  # with PyTorch, which only some commands need
 
+TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target; see engine_builder.tuning
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -158,7 +159,7 @@ def run_build(
     console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}{_vae_remark(plan)}")
     began = time.perf_counter()
     with _progress() as report:
-        result = build_model(plan, store, report)
+        result = build_model(plan, store, report, TUNING / target.key)
     table = Table("component", "engine", "precision", "KiB", "compiled in", "worst error", "relative error")
     for engine in result.draft.engines:
         state = "compiled" if engine.component in result.compiled else "reused"
