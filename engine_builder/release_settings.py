@@ -1,5 +1,7 @@
 """A model folder's JSON and tokenizers -> what a release says beside its networks. Nothing is compiled or loaded."""
 
+from typing import Any
+
 from engine_builder.networks import ModelFolder, ModelFolderError
 from engine_builder.tokenizers import export_tokenizer
 from model.request import read_defaults
@@ -13,7 +15,7 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
     widths, vae = base.widths(), base.config("vae")
     if vae.get("latents_mean") or vae.get("latents_std"):
         raise ModelFolderError(f"{base.root}/vae normalises latents (latents_mean), which is not served.")
-    side = base.config("unet")["sample_size"] * widths.vae_scale
+    native_height, native_width = _native_size(base, widths.vae_scale)
     refined = None
     if refiner is not None:
         index = refiner.index
@@ -22,14 +24,31 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
             requires_aesthetics_score=index.get("requires_aesthetics_score", False),
         )
     return Settings(
-        native_height=side,
-        native_width=side,
+        native_height=native_height,
+        native_width=native_width,
         vae_scale_factor=widths.vae_scale,
         vae_scaling_factor=vae["scaling_factor"],
         latent_channels=widths.latent_channels,
         force_zeros_for_empty_prompt=base.index.get("force_zeros_for_empty_prompt", True),
         refiner=refined,
     )
+
+
+def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
+    """Height and width (pixels) of a request that asks for none: defaults.json's, else the UNet's sample_size."""
+    unet, own = base.config("unet"), _own_defaults(base)
+    side, step = unet["sample_size"] * vae_scale, vae_scale * 2 ** (len(unet["block_out_channels"]) - 1)
+    for name in ("height", "width"):
+        value = own.get(name, side)
+        if type(value) is not int or not 64 <= value <= 4096 or value % step:
+            raise ModelFolderError(
+                f"{base.root}/defaults.json: {name} is {value!r}; give a multiple of {step} from 64 to 4096."
+            )
+    return own.get("height", side), own.get("width", side)
+
+
+def _own_defaults(base: ModelFolder) -> dict[str, Any]:
+    return base.config(".", "defaults.json") if (base.root / "defaults.json").is_file() else {}
 
 
 def read_schedulers(base: ModelFolder, refiner: ModelFolder | None) -> dict[str, NoiseSchedule]:
@@ -46,9 +65,10 @@ def read_schedulers(base: ModelFolder, refiner: ModelFolder | None) -> dict[str,
 
 
 def read_release_defaults(base: ModelFolder) -> dict[str, object]:
-    """Default request values: the scheduler the folder asks for, and what its optional defaults.json says."""
+    """Default request values: the scheduler the folder asks for, and what its optional defaults.json says, but for
+    the size, which is the release's native one."""
     sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
-    own = base.config(".", "defaults.json") if (base.root / "defaults.json").is_file() else {}
+    own = {key: value for key, value in _own_defaults(base).items() if key not in ("height", "width")}
     defaults: dict[str, object] = {"scheduler": sampler} | own
     read_defaults(defaults)
     return defaults

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +15,18 @@ from diffusers import StableDiffusionXLPipeline
 
 from engine_builder.build import BuildPlan, build
 from engine_builder.compile import dynamic_bucket, engine_key
-from engine_builder.networks import ModelFolder, load_network
+from engine_builder.networks import ModelFolder, ModelFolderError, load_network
 from engine_builder.onnx_export import export_graph
 from engine_builder.onnx_store import check_graph_runs
 from engine_builder.publish import publish
+from engine_builder.release_settings import read_release_defaults, read_schedulers, read_settings
 from model import components
 from model.coldstart import ColdStart
 from model.engines import EngineSet
 from model.loading import Loaded, load_release
 from model.loop import Row
 from model.pipeline import LoadedModel, base_rows, embed_guidance, generate, request_tables
-from model.request import GenerationRequest, GenerationSettings, resolve
+from model.request import GenerationRequest, GenerationSettings, read_defaults, resolve
 from model.store import open_store
 from model.target import Target, detect_targets
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
@@ -165,3 +167,63 @@ def test_a_base_left_without_a_step_embeds_nothing() -> None:
 def test_a_unet_that_embeds_guidance_exports_to_onnx(distilled_folder: Path) -> None:
     network = load_network(ModelFolder(distilled_folder), components.UNET_TIME, "fp16")
     assert check_graph_runs(network, export_graph(network)) <= 1e-2
+
+
+# -- Turbo and Lightning ---------------------------------------------------------------------------------------------
+
+# What differs from SDXL's own in the scheduler_config.json that each was published with.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Turbo": {"_class_name": "EulerAncestralDiscreteScheduler", "timestep_spacing": "trailing"},
+    "Lightning": {
+        "_class_name": "EulerDiscreteScheduler",
+        "timestep_spacing": "trailing",
+        "timestep_type": "discrete",
+        "rescale_betas_zero_snr": False,
+        "sigma_max": None,
+        "sigma_min": None,
+    },
+}
+SAMPLER = {"Turbo": "Euler a", "Lightning": "Euler"}
+
+
+def packaged(kind: str, folder: Path) -> Path:
+    """data/tiny-sdxl without its refiner, as a folder of such a model: its scheduler, and defaults.json."""
+    shutil.copytree(MODEL_FOLDER, folder, ignore=shutil.ignore_patterns("refiner"))
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(json.dumps(json.loads(scheduler.read_text()) | PUBLISHED[kind]))
+    own = {"num_inference_steps": 4, "guidance_scale": 0.0, "width": 128, "height": 192}
+    (folder / "defaults.json").write_text(json.dumps(own))
+    return folder
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path: Path) -> None:
+    folder = packaged(kind, tmp_path / "model")
+    base = ModelFolder(folder)
+    settings = read_settings(base, None)
+    model = replace(loaded.model, settings=settings, noise_schedules=read_schedulers(base, None), loops={})
+    defaults = read_defaults(read_release_defaults(base))
+    served = replace(
+        loaded.served, defaults=defaults, native_width=settings.native_width, native_height=settings.native_height
+    )
+    reference = Reference(folder)
+    pictures = []
+    for steps in (1, 2, 4):
+        request = GenerationRequest(prompt="a large red circle on a blue background", seed=7, num_inference_steps=steps)
+        asked = resolve(request, served)
+        assert (asked.scheduler, asked.guidance_scale, asked.width, asked.height) == (SAMPLER[kind], 0.0, 128, 192)
+        [picture], _, warnings = generate(model, [asked])
+        assert picture.shape == (192, 128, 3) and warnings == []
+        assert apart(picture, reference.draw(asked)) <= TOLERANCE, steps
+        [leading], _, _ = generate(replace(model, noise_schedules=loaded.model.noise_schedules, loops={}), [asked])
+        assert apart(picture, leading) > 5 * TOLERANCE, steps
+        pictures.append(picture)
+    assert apart(pictures[0], pictures[1]) > TOLERANCE and apart(pictures[1], pictures[2]) > TOLERANCE
+
+
+@pytest.mark.parametrize("size", [{"width": 100}, {"height": "512"}, {"height": 32}, {"width": True}])
+def test_a_native_size_that_no_unet_draws_is_refused(size: dict[str, Any], tmp_path: Path) -> None:
+    folder = packaged("Turbo", tmp_path / "model")
+    (folder / "defaults.json").write_text(json.dumps(size))
+    with pytest.raises(ModelFolderError, match=f"defaults.json: {next(iter(size))} is .* give a multiple of 32"):
+        read_settings(ModelFolder(folder), None)
