@@ -112,7 +112,7 @@ class GraphLoop:
     def _map_rows(self) -> int:
         """Tell the device which rows there are and their noise. Returns the smallest bucket's rows that hold them."""
         texts: list[int] = []
-        conditional, unconditional = [0] * self.capacity, [0] * self.capacity
+        conditional, unconditional = [0] * len(self._every), [0] * len(self._every)
         for row in self.rows:
             slot = self._slots[row]
             if row.guided:

@@ -56,7 +56,7 @@ class Loop(Protocol):
     """
 
     capacity: int
-    """Images with guidance that fit at once."""
+    """Images with guidance that fit at once; may be lowered while the loop is empty."""
     efficient: int
     """How many of them it takes for more to hardly pay (`model.admission`); as many as fit, until that is measured."""
     rows: list[Row]

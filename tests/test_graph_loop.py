@@ -110,6 +110,16 @@ def test_a_guided_image_is_drawn_also_where_the_largest_bucket_has_one_row(model
     torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_fewer_may_be_let_in_than_fit(model: LoadedModel) -> None:
+    loop = graph_loop(model, 2, 8)
+    loop.capacity = 2
+    rows = [row_of(model, seed=seed) for seed in range(3)]
+    denoise(loop, rows)
+    for seed, row in enumerate(rows):
+        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
+        torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None:
     loop = graph_loop(model, 2)
     [before] = loop._replays.values()
