@@ -22,6 +22,7 @@ from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
 from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
+from model.streams import SideStream
 from model.tokenizer import ClipTokenizer
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
@@ -40,6 +41,12 @@ class LoadedModel:
     loops: dict[tuple[str, int, int], Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
     """Of the images of one step, where the loops of sizes that nobody measured are to take them for `efficient`."""
+    text_stream: SideStream = field(init=False)
+    decode_stream: SideStream = field(init=False)
+    """Where text is read and latents are decoded, beside the loops: never engines of one of the three on another."""
+
+    def __post_init__(self) -> None:
+        self.text_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 
     def loop(self, component: str, height: int, width: int) -> Loop:
         """The one loop of that UNet and size (pixels); it is made at first use and kept, for it may hold much."""
@@ -131,7 +138,7 @@ def base_rows(model: LoadedModel, request: GenerationSettings, steps: Table) -> 
     settings = model.settings
     size = [float(request.height), float(request.width)]
     time_ids = [*size, 0.0, 0.0, *size]
-    conditional, unconditional = encode_prompt(model, request, False, (time_ids, time_ids), steps)
+    conditional, unconditional = _read_beside(model, request, False, (time_ids, time_ids), steps)
     shape = (
         1,
         settings.latent_channels,
@@ -176,6 +183,21 @@ def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
     prompt reaches it."""
     time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
     return components.timestep_cond_width(time.signature) > 0
+
+
+def _read_beside(
+    model: LoadedModel,
+    request: GenerationSettings,
+    refiner: bool,
+    time_ids: tuple[list[float], list[float]],
+    steps: Table,
+) -> tuple[Conditioning, Conditioning | None]:
+    """`encode_prompt` on the text's own stream, for the loops' to read."""
+    with model.text_stream.beside():
+        read = encode_prompt(model, request, refiner, time_ids, steps)
+    conditionings = [one for one in read if one is not None]
+    model.text_stream.hand_over(tensor for one in conditionings for tensor in (one.keys_values, one.time_embeds))
+    return read
 
 
 def encode_prompt(
@@ -294,7 +316,7 @@ def refiner_text(
     scores = (
         ([AESTHETIC_SCORE], [NEGATIVE_AESTHETIC_SCORE]) if settings.requires_aesthetics_score else (size[:2], size[:2])
     )
-    return encode_prompt(model, request, True, ([*size, *scores[0]], [*size, *scores[1]]), steps)
+    return _read_beside(model, request, True, ([*size, *scores[0]], [*size, *scores[1]]), steps)
 
 
 def refiner_row(
@@ -314,22 +336,24 @@ def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:
     Raises BrokenImage where any value of a picture is not a finite number.
     """
     # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
-    return to_uint8(torch.cat([decoded(model, one) for one in latents]))
+    with model.decode_stream.beside(*latents):
+        return to_uint8(torch.cat([decoded(model, one) for one in latents]))
 
 
 class Decoding:
     """One image on its way from latents to pixels: queued on the device by whoever makes it, waited for by any thread.
 
-    So a GPU goes on with other rows while pixels are on their way to the host and are encoded there.
+    So a GPU goes on with other rows while it is decoded, on its way to the host and encoded there.
     """
 
     def __init__(self, model: LoadedModel, latents: torch.Tensor) -> None:
         """`latents`: [1, channels, height/8, width/8]."""
-        levels, finite = to_levels(decoded(model, latents))
-        self._levels, self._finite, self._done = levels[0], finite, None
-        if levels.is_cuda:
-            self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
-            self._done = torch.cuda.current_stream(model.device).record_event()
+        with model.decode_stream.beside(latents):
+            levels, finite = to_levels(decoded(model, latents))
+            self._levels, self._finite, self._done = levels[0], finite, None
+            if levels.is_cuda:
+                self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
+                self._done = torch.cuda.current_stream(model.device).record_event()
 
     def wait(self) -> Pixels | None:
         """uint8 [height, width, 3]; None where the picture is not all numbers."""
@@ -346,7 +370,8 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def decoded(model: LoadedModel, latents: torch.Tensor) -> torch.Tensor:
-    """[1, channels, height/8, width/8] -> [1, 3, height, width], nominally in [-1, 1]."""
+    """[1, channels, height/8, width/8] -> [1, 3, height, width], nominally in [-1, 1]. To be called beside the loops,
+    in `model.decode_stream`."""
     decoder, scale = model.engines[components.VAE_DECODER], model.settings.vae_scale_factor
     dtype = DTYPES[decoder.signature.inputs[0].dtype]
     height, width = latents.shape[-2] * scale, latents.shape[-1] * scale

@@ -34,7 +34,9 @@ def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
     generator = torch.Generator().manual_seed(0)
     corners = _SPREAD * torch.randn((1, channels, _CORNERS, _CORNERS), generator=generator)
     latents = interpolate(corners, (rows, columns), mode="bilinear").to(model.device)
-    seen = avg_pool2d(decoded(model, latents), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    with model.decode_stream.beside(latents):
+        seen = avg_pool2d(decoded(model, latents), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    model.decode_stream.hand_over([seen])
     inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1, device=latents.device)], dim=1)
     normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1, device=latents.device)
     solution = torch.linalg.solve(normal, inputs.T @ seen.flatten(2)[0].T)  # [channels + 1, 3]

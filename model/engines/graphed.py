@@ -1,7 +1,10 @@
 """CUDA graphs: what runs often at one shape is captured once and then started by one call.
 
-All graphs draw their memory from one pool, so components that never run together share it. That is sound because they
-run one after the other on one stream and nothing but buffers of their callers outlives a replay.
+A graph belongs to the stream that was current when it was captured and is replayed on that one only. All graphs of a
+stream draw their memory from one pool and share the workspaces of the libraries they call, so components that never run
+together need not have their own. That is sound because they run one after the other and nothing but buffers of their
+callers outlives a replay. Graphs of different streams, which may run at the same time, share neither: each stream has a
+pool, and one stream to capture on, by which both the allocator and the libraries tell memory apart.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,29 +19,39 @@ _WARM_UPS = 2  # kernels load at their first call, which a capture does not allo
 
 
 @cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+def _capturing(home: torch.cuda.Stream) -> tuple[Any, torch.cuda.Stream]:
+    """The memory pool of the graphs that are replayed on `home`, and the stream they are captured on: `home` itself,
+    but for the default stream, which cannot be captured."""
+    if home == torch.cuda.default_stream(home.device):
+        return torch.cuda.graph_pool_handle(), torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
+    return torch.cuda.graph_pool_handle(), home
 
 
 def capture(work: Callable[[], None]) -> Callable[[], None]:
-    """`work` as a graph: calling the result replays it on the current stream. `work` runs three times on the way."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+    """`work` as a graph: calling the result replays it on the current stream, which must be the one that is current
+    now. `work` runs three times on the way."""
+    home = torch.cuda.current_stream()
+    pool, stream = _capturing(home)
+    stream.wait_stream(home)
     with torch.cuda.stream(stream):
         for _ in range(_WARM_UPS):
             work()
-    torch.cuda.current_stream().wait_stream(stream)
+    home.wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # Other threads may use the device meanwhile: they encode images and answer requests.
-    with torch.cuda.graph(graph, pool=_pool(), stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()
-    replay: Callable[[], None] = graph.replay
+
+    def replay() -> None:
+        assert torch.cuda.current_stream() == home, "a graph is replayed on another stream than it was captured for"
+        graph.replay()
+
     return replay
 
 
 class GraphedEngine:
-    """An engine of one static bucket on a GPU, behind a graph that is captured at its first run."""
+    """An engine of one static bucket on a GPU, behind a graph that is captured at its first run, for its stream."""
 
     def __init__(self, engine: Engine) -> None:
         self.component = engine.component

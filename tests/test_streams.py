@@ -1,0 +1,183 @@
+"""Work beside the loops: no stream of a GPU reads what another is not done with, and none waits where it need not."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from model import components
+from model.engines import graphed
+from model.job import Limits
+from model.pipeline import LoadedModel, generate
+from model.preview import fit_preview_map
+from model.scheduler import Scheduler
+from model.streams import SideStream
+from tests.stand_ins.line_networks import Stub, line_model
+from tests.stand_ins.streams import Race, Stream, Streams
+from tests.test_graph_loop import graph_loop
+from tests.test_scheduler import SECONDS, asked, pixels
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.fixture
+def model(streams: Streams) -> LoadedModel:
+    """With the streams of a GPU, and its loop for the base at the size that is asked for here."""
+    model = line_model()
+    streams.give(model)
+    model.loops[(components.UNET, 64, 96)] = graph_loop(model, 1, 2, 4, 8)
+    return model
+
+
+@pytest.fixture
+def ran_on(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """Component -> the streams that its engine has run on."""
+    found: dict[str, set[str]] = {}
+    run = Stub.run
+
+    def note(self: Stub, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found.setdefault(self.component, set()).add(streams.current.name)
+        return run(self, inputs)
+
+    monkeypatch.setattr(Stub, "run", note)
+    return found
+
+
+MIX = [
+    asked(1),
+    asked(2, use_refiner=True, num_images=2, scheduler="DPM++ 2M SDE Karras"),
+    asked(3, guidance_scale=1.0, num_inference_steps=7),
+    asked(4, width=64, use_refiner=True, negative_prompt="four"),
+]
+
+
+@contextmanager
+def served(model: LoadedModel, streams: Streams) -> Iterator[Scheduler]:
+    """A scheduler whose thread is watched."""
+    scheduler, watch = Scheduler(model, Limits(), lambda: None), ExitStack()
+    scheduler.call(lambda: watch.enter_context(streams.watched())).result(SECONDS)
+    yield scheduler
+    scheduler.call(watch.close).result(SECONDS)
+    scheduler.close()
+
+
+def test_what_is_served_is_right_and_raceless(
+    model: LoadedModel, streams: Streams, ran_on: dict[str, set[str]]
+) -> None:
+    with served(model, streams) as scheduler:
+        scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(SECONDS)
+        jobs = [scheduler.submit(request, lambda _: None, preview_every=2) for request in MIX]
+        drawn = [job.result.result(SECONDS).images for job in jobs]
+    loops = {components.UNET: {"main"}, components.REFINER_UNET: {"main"}}
+    texts = {name: {"text"} for name in model.engines.keys() - loops.keys() - {components.VAE_DECODER}}
+    assert ran_on == {**loops, **texts, components.VAE_DECODER: {"decode"}}
+    for request, images in zip(MIX, drawn, strict=True):
+        for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
+            assert np.abs(pixels(data).astype(int) - picture.astype(int)).max() <= 1
+
+
+def test_text_waits_for_no_step_and_no_step_for_a_decoding(model: LoadedModel, streams: Streams) -> None:
+    with served(model, streams) as scheduler:
+        for job in [scheduler.submit(request) for request in MIX]:
+            job.result.result(SECONDS)
+    text, decode = stream_of(model.text_stream), stream_of(model.decode_stream)
+    assert text.count and decode.count and streams.main.count
+    assert not text.seen[streams.main] and not text.seen[decode]
+    assert not streams.main.seen[decode]
+    assert streams.main.seen[text] == text.count and decode.seen[streams.main]
+
+
+def stream_of(side: SideStream) -> Stream:
+    assert isinstance(side._stream, Stream)
+    return side._stream
+
+
+@pytest.mark.parametrize("refiner", [False, True])
+def test_drawing_from_the_first_step_to_the_last_is_raceless(
+    refiner: bool, model: LoadedModel, streams: Streams
+) -> None:
+    request = asked(5, use_refiner=refiner)
+    with streams.watched():
+        [picture] = generate(model, [request])[0]
+    assert np.abs(picture.astype(int) - generate(line_model(), [request])[0][0].astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("left_out", ["wait", "record"])
+@pytest.mark.parametrize("reader", ["main", "decode"])
+def test_without_a_wait_or_a_record_there_is_a_race(
+    left_out: str, reader: str, model: LoadedModel, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That these tests can tell."""
+    stream = streams.main if reader == "main" else stream_of(model.decode_stream)
+    if left_out == "wait":
+        monkeypatch.setattr(stream, "wait_stream", lambda _: None)
+    else:
+        record = torch.Tensor.record_stream
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, on: None if on is stream else record(t, on))
+    said = "may not have made" if left_out == "wait" else "may have given away"
+    with pytest.raises(Race, match=f"reads on {reader} what .* {said}"), streams.watched():
+        generate(model, [asked(1)])
+
+
+def test_on_a_cpu_there_are_no_streams() -> None:
+    side = SideStream(torch.device("cpu"))
+    with side.beside(torch.zeros(1)):
+        side.hand_over([torch.zeros(1)])
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def captures(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, Stream, Graph]]:
+    """Pool, stream and graph of each capture."""
+    found: list[tuple[object, Stream, Graph]] = []
+
+    @contextmanager
+    def capturing(graph: Graph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        found.append((pool, stream, graph))
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]
+            yield
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: streams.main)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    return found
+
+
+def test_graphs_of_a_stream_share_a_pool_and_those_of_another_do_not(
+    captures: list[tuple[object, Stream, Graph]], streams: Streams
+) -> None:
+    side = Stream("side")
+    ran: list[Stream] = []
+
+    def captured(on: Stream) -> Callable[[], None]:
+        with torch.cuda.stream(on):  # type: ignore[arg-type]
+            return graphed.capture(lambda: ran.append(streams.current))
+
+    replays = [captured(stream) for stream in (streams.main, side, streams.main, side)]
+    pools, on, graphs = zip(*captures, strict=True)
+    assert pools[0] is pools[2] and pools[1] is pools[3] and pools[0] is not pools[1]
+    assert on[0] is on[2] is not streams.main and on[1] is on[3] is side
+    assert ran == [stream for stream in on for _ in range(3)]
+    replays[0]()
+    with torch.cuda.stream(side):  # type: ignore[arg-type]
+        replays[1]()
+        with pytest.raises(AssertionError, match="another stream"):
+            replays[0]()
+    assert [graph.replays for graph in graphs] == [1, 1, 0, 0]
