@@ -70,26 +70,10 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
 
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """`attend` to the few tokens of a text, in the form that is fast on the tensors' device."""
-    if _takes_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
+    halves = queries.dtype in (torch.float16, torch.bfloat16)
+    if queries.is_cuda and halves and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder import kernels
 
         mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads)
         return mixed
     return attend(queries, keys, values, heads)
-
-
-def geglu(linear: Any, hidden: Tensor) -> Tensor:
-    """The gated half of a transformer's feed-forward: widened * gelu(gate) of [widened, gate] = linear(hidden)."""
-    outs, width = linear.weight.shape
-    if _takes_kernels(hidden) and width % 64 == 0 and outs % 256 == 0:
-        from engine_builder import kernels
-
-        fused: Tensor = kernels.geglu(hidden, linear.weight, linear.bias)
-        return fused
-    widened, gate = linear(hidden).chunk(2, dim=-1)
-    out: Tensor = widened * F.gelu(gate)
-    return out
-
-
-def _takes_kernels(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)

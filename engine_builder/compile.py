@@ -186,8 +186,6 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
         # Without it constants of up to eight elements are baked into the code, and other weights give wrong pictures.
         "always_keep_tensor_constants": True,
     }
-    if target.device == "cuda":
-        settings["max_autotune_pointwise"] = True  # several block sizes are timed for each kernel that is no product
     if target.device == "cpu":
         march, simdlen = _CPU_LEVELS[target.product]
         settings |= {"cpp.march": march, "cpp.simdlen": simdlen}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.blocks import attend, attend_to_text, geglu, group_norm, resnet, upsample
+from engine_builder.blocks import attend, attend_to_text, group_norm, resnet, upsample
 
 _TIME = ("time_embedding.", "add_embedding.")  # and every `time_emb_proj`
 _TEXT = (".attn2.to_k.", ".attn2.to_v.")
@@ -154,7 +154,8 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
     for block in transformer.transformer_blocks:
         tokens = tokens + _self_attention(block.attn1, block.norm1(tokens))
         tokens = tokens + _cross_attention(block.attn2, block.norm2(tokens), next(texts), next(texts))
-        tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].proj, block.norm3(tokens)))
+        widened, gate = block.ff.net[0].proj(block.norm3(tokens)).chunk(2, dim=-1)
+        tokens = tokens + block.ff.net[2](widened * F.gelu(gate))
     out: Tensor = transformer.proj_out(tokens)
     return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
 
