@@ -16,10 +16,11 @@ import torch
 from model.components import DTYPES
 from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
-from model.loop import Row, draw_noise
+from model.loop import Conditioning, Row, draw_noise
 from model.schedule import COLUMNS, MAX_STEPS, stack
 
 _AHEAD = 2  # steps queued beyond the one the device is at
+_COPIED = Conditioning(torch.empty(0), torch.empty(0))
 
 
 class GraphLoop:
@@ -64,6 +65,12 @@ class GraphLoop:
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
         self._steps = 0
 
+    @property
+    def bytes(self) -> int:
+        """Device memory of its buffers; what its steps take besides is known once they are captured. `device` may be
+        meta to ask only this."""
+        return sum(held.nbytes for held in vars(self).values() if isinstance(held, torch.Tensor))
+
     @torch.inference_mode()
     def join(self, row: Row) -> None:
         assert row.step == 0 and row.table.steps and len(self.rows) < self.capacity
@@ -82,6 +89,8 @@ class GraphLoop:
             if told is not None:
                 self._keys_values[text].copy_(told.keys_values[0])
                 self._time_embeds[text, :steps].copy_(told.time_embeds[:steps])
+        # Tens of megabytes of text that a row would keep for as long as it runs.
+        row.conditional, row.unconditional = _COPIED, row.unconditional and _COPIED
         self._slots[row] = slot
         self.rows.append(row)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from model.engines import Engine, EngineSet
 from model.engines.aot_inductor import AotInductorEngine
 from model.engines.graphed import GraphedEngine
 from model.errors import ManifestError, MissingComponent, NoEngineForTarget, RequestRefused
+from model.graph_loop import GraphLoop
 from model.layout import from_stored
 from model.pipeline import LoadedModel
 from model.plans import Plans, extra_blobs, extra_bytes
@@ -105,7 +106,8 @@ def load_release(
         }
         every = [engine for records in chosen.values() for engine in records]
         sizes = {name: sum(blob.bytes for blob in records[0].blobs) for name, records in weights.items()}
-        check_memory(device, [r for records in weights.values() for r in records], extra_bytes(every, sizes))
+        extra = extra_bytes(every, sizes) + (loop_bytes(chosen) if device.type == "cuda" else 0)
+        check_memory(device, [r for records in weights.values() for r in records], extra)
     cache = WeightsCache(store, device)
     needed = {name: list({record.identity: record for record in records}.values()) for name, records in weights.items()}
     streamed = cache.begin([record for records in needed.values() for record in records], cold_start)
@@ -243,15 +245,30 @@ def verify(store: Store, blobs: Iterable[Blob]) -> None:
 
 
 def check_memory(device: torch.device, records: Iterable[WeightsRecord], extra: int = 0) -> None:
-    """Refuse before loading what cannot fit: the distinct weights and `extra` bytes against the GPU's free memory."""
+    """Refuse before loading what cannot fit: the distinct weights and `extra` bytes against the GPU's free memory. What
+    steps and decoding take besides, the warm-up finds out."""
     if device.type != "cuda":
         return
     needed = sum({blob.sha256: blob.bytes for record in records for blob in record.blobs}.values()) + extra
     free = torch.cuda.mem_get_info(device)[0]
     if needed > free:
         raise NoEngineForTarget(
-            f"The weights take {needed / 2**30:.1f} GiB and this GPU has {free / 2**30:.1f} GiB free: use a larger GPU."
+            f"Weights and loops take {needed / 2**30:.1f} GiB and this GPU has {free / 2**30:.1f} GiB free: configure "
+            "fewer rows or sizes (model_metadata.preheat.buckets in config.yaml), or use a larger GPU."
         )
+
+
+def loop_bytes(chosen: Mapping[str, Sequence[EngineRecord]]) -> int:
+    """Device memory of the buffers of all loops that these engines, by component, will have on a GPU."""
+    total = 0
+    for name in (components.UNET, components.REFINER_UNET):
+        if records := chosen.get(name):
+            engines = EngineSet([cast(Engine, record) for record in records])  # of which only shapes are asked
+            buckets = [record.bucket for record in records]
+            for height, width in {(b.height.max, b.width.max) for b in buckets if b.height and b.width}:
+                if engines.is_static(height, width):
+                    total += GraphLoop(engines, height, width, torch.device("meta")).bytes
+    return total
 
 
 def served_model(

@@ -63,7 +63,8 @@ class Loop(Protocol):
     """The active rows, in order of joining."""
 
     def join(self, row: Row) -> None:
-        """Take in a row whose step is 0 and whose table has steps; copies its state into the loop."""
+        """Take in a row whose step is 0 and whose table has steps; copies its state into the loop, and may take its
+        conditioning from it."""
 
     def leave(self, row: Row) -> None:
         """Free a row that is not wanted any more, before the next step. Its companions do not feel it."""

@@ -229,6 +229,8 @@ class Scheduler:
                 job.mark("text")
             image, row = _Image(job, job.joined, key[0]), job.rows[job.joined]
             job.joined += 1
+            if job.joined == job.settings.num_images:
+                job.rows = []  # with their texts
             self._leave_queue(1)
             if row.table.steps:
                 self._enter(key, image, row)

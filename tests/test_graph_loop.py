@@ -12,7 +12,7 @@ from model.engines import EngineSet
 from model.graph_loop import GraphLoop
 from model.loop import Loop, Row, StepLoop
 from model.pipeline import LoadedModel, base_rows, denoise, request_tables
-from model.schedule import SAMPLERS
+from model.schedule import MAX_STEPS, SAMPLERS
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
 
@@ -118,6 +118,30 @@ def test_fewer_may_be_let_in_than_fit(model: LoadedModel) -> None:
     for seed, row in enumerate(rows):
         [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
         torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_its_buffers_take_is_known_without_a_device(model: LoadedModel) -> None:
+    """At the width of SDXL's text: 2 texts an image, 77 tokens of 166,400 keys and values in fp16, and the rest."""
+    unet = stub(model, components.UNET)
+    shapes = {"keys_values": ("rows", 77, 166_400), "time_embeds": ("rows", 1280)}
+    inputs = [
+        spec.model_copy(update={"shape": shapes.get(spec.name, spec.shape), "dtype": "float16"})
+        for spec in unet.signature.inputs
+    ]
+    unet.signature = unet.signature.model_copy(update={"inputs": tuple(inputs)})
+    eight, four = (GraphLoop(bucketed(model, 2, rows), HEIGHT, WIDTH, torch.device("meta")).bytes for rows in (16, 8))
+    texts = 16 * 77 * 166_400 * 2 + 16 * MAX_STEPS * 1280 * 2
+    assert texts < eight < 1.01 * texts
+    assert eight == pytest.approx(2 * four, rel=0.01)
+
+
+def test_a_row_in_the_loop_keeps_no_text_of_its_own(model: LoadedModel) -> None:
+    loop = graph_loop(model, 4)
+    row, plain = row_of(model), row_of(model, guidance_scale=1.0)
+    for one in (row, plain):
+        loop.join(one)
+        assert not one.conditional.keys_values.numel() and not one.conditional.time_embeds.numel()
+    assert row.guided and not plain.guided
 
 
 def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None:

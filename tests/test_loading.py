@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save
 
 from model.coldstart import ColdStart
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, Widths, unet_signature
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -31,8 +31,9 @@ from model.errors import (
     ReleaseNotFound,
     StoreError,
 )
-from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release
+from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release, loop_bytes
 from model.request import SizeList, SizeRange
+from model.schedule import MAX_STEPS
 from model.store.local import LocalStore
 from model.store.manifest import Bucket, Span, parse_manifest
 from model.target import Target
@@ -345,6 +346,36 @@ def test_a_gpu_too_small_for_the_weights(monkeypatch: pytest.MonkeyPatch, sound:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2**34))
     with pytest.raises(NoEngineForTarget, match="use a larger GPU"):
         check_memory(torch.device("cuda:0"), manifest.weights)
+
+
+def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two sizes, each for its largest number of rows."""
+    store, target = LocalStore(tmp_path), Target("cuda", "h200", "sm90", "torch2.13-cu130")
+    widths = Widths(tokens=77, text_width=8, text_width_2=8, pooled_width=8, latent_channels=4, time_ids=6, vae_scale=8)
+    unet = unet_signature(widths, 1280, 166_400, "float32")
+    engines = []
+    for engine in releases.draft(store).engines:
+        engine = engine.model_copy(update={"target": target.key})
+        if engine.component != "unet":
+            engines.append(engine)
+            continue
+        for rows, side in ((2, 64), (8, 64), (4, 128)):
+            sides = Span(min=side, max=side)
+            bucket = Bucket(rows=Span(min=rows, max=rows), height=sides, width=sides)
+            key = f"{len(engines):064x}"
+            engines.append(engine.model_copy(update={"key": key, "bucket": bucket, "signature": unet}))
+    manifest = releases.draft(store).model_copy(update={"engines": tuple(engines)})
+    buffers = loop_bytes({"unet": [engine for engine in engines if engine.component == "unet"]})
+    texts = (8 + 4) * (77 * 166_400 + MAX_STEPS * 1280) * 4
+    assert texts < buffers < 1.01 * texts
+    store.write_release(manifest)
+    weights = sum({blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}.values())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + buffers - 1, 2**34))
+    monkeypatch.setattr(store, "get", lambda *_: pytest.fail("a blob was read"))
+    with pytest.raises(NoEngineForTarget, match="configure fewer rows or sizes"):
+        load_release(store, NAME, [target], [], ColdStart())
 
 
 # -- blobs that are not what they were ----------------------------------------------------------------------------
