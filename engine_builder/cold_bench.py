@@ -124,8 +124,8 @@ def _fetched(starts: Sequence[Start]) -> dict[str, int]:
 def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
     """Seconds that reading these blobs from a bucket takes when they are thrown away: not hashed, kept or looked at."""
     from model.store.keys import blob_key
-    from model.store.s3 import PART
-    from model.store.s3_client import connect, split_url
+    from model.store.s3 import PART, split_url
+    from model.store.s3_client import connect
 
     connections = 16
     bucket, prefix = split_url(url)

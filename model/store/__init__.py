@@ -81,7 +81,7 @@ class Store(Protocol):
 
 def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:
     """file:///folder (or a plain path): a local folder, also a read-only one. s3://bucket[/prefix]: a bucket, with
-    `options` (default: what the environment says). Raises StoreError for anything else."""
+    `options` (default: what the environment says), which is asked nothing yet. Raises StoreError for anything else."""
     text = str(url)
     refusal = StoreError(
         f"{text!r} is no store this version can open: give file:///absolute/folder, a path, or s3://bucket/prefix."
@@ -91,7 +91,7 @@ def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:
     except ValueError as error:
         raise refusal from error
     if parts.scheme == "s3":
-        from model.store.s3 import S3Store  # here, because boto3 takes a while to import
+        from model.store.s3 import S3Store
 
         return S3Store(text, options)
     path = text

@@ -1,26 +1,12 @@
-"""From a store's URL and options to a boto3 client of its service. Asks the service nothing."""
+"""From a store's options to a boto3 client of its service. Asks the service nothing."""
 
-import re
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
 
 from model.errors import StoreError
 from model.store.options import StoreOptions
-
-
-def split_url(url: str) -> tuple[str, str]:
-    """ "s3://bucket/a/prefix" -> bucket and prefix. Raises StoreError."""
-    parts = urlsplit(url)
-    prefix = parts.path.strip("/")
-    sound = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", parts.netloc) and not (parts.query or parts.fragment)
-    names = prefix.split("/") if prefix else []
-    plain = all(re.fullmatch(r"[A-Za-z0-9!_.*'()-]+", name) and name not in (".", "..") for name in names)
-    if parts.scheme != "s3" or not sound or not plain:
-        raise StoreError(f"{url!r} is no store in a bucket: give s3://bucket or s3://bucket/prefix.")
-    return parts.netloc, prefix
 
 
 def connect(options: StoreOptions, connections: int) -> Any:

@@ -14,6 +14,7 @@ import pytest
 
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store import s3 as s3_module
+from model.store import s3_bucket
 from model.store.manifest import Blob
 from model.store.s3 import S3Store
 from tests.conftest import Opener
@@ -34,7 +35,7 @@ KILLS = int(os.environ.get("PREHEAT_SOAK_KILLS", "5"))
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small parts, so that a blob has several; and no waiting between tries, which is not what is tried here."""
     monkeypatch.setattr(s3_module, "PART", PART)
-    monkeypatch.setattr(s3_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(s3_bucket, "_PAUSE", 0.0)
 
 
 @pytest.fixture
@@ -179,7 +180,7 @@ def test_a_manifest_that_arrives_damaged_is_asked_for_again(store: S3Store, prox
 def test_an_upload_is_sent_again(
     store: S3Store, proxy: FaultyProxy, fault: Fault, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
-    size = s3_module.UPLOAD_PART + 1000
+    size = s3_bucket.UPLOAD_PART + 1000
     file = tmp_path / "file"
     file.write_bytes(bytes(size))
     proxy.order(Fault(**vars(fault)))

@@ -19,11 +19,10 @@ import pytest
 from engine_builder.gc import delete_garbage, find_garbage
 from engine_builder.mirror import copy_release
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store import Store, StoreOptions, open_store
+from model.store import Store, StoreOptions, open_store, s3_bucket
 from model.store import s3 as s3_module
 from model.store.manifest import Blob
-from model.store.s3 import S3Store
-from model.store.s3_client import split_url
+from model.store.s3 import S3Store, split_url
 from tests.conftest import Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
@@ -48,7 +47,7 @@ def keys(s3: Any, bucket: str) -> list[str]:
 # -- what every store promises ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, s3_module.UPLOAD_PART, 2 * s3_module.UPLOAD_PART + 1])
+@pytest.mark.parametrize("size", [0, 1, 1000, s3_bucket.UPLOAD_PART, 2 * s3_bucket.UPLOAD_PART + 1])
 def test_a_blob_comes_back(open_bucket: Opener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "PART", 5 * 2**20)  # several ranges, the last one short
     store, data = open_bucket("a/prefix"), noise(size)
@@ -67,7 +66,7 @@ def test_a_blob_comes_back(open_bucket: Opener, tmp_path: Path, size: int, monke
 
 def test_bytes_are_put_as_files_are(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket("p")
-    large = noise(s3_module.UPLOAD_PART + 5)
+    large = noise(s3_bucket.UPLOAD_PART + 5)
     for data in (b"", b"small", large):
         assert store.put_bytes(data) == store.put_bytes(data) == sha256(data)
         assert s3.get_object(Bucket=bucket, Key=f"p/blobs/sha256/{sha256(data)}")["Body"].read() == data
@@ -245,7 +244,7 @@ def test_two_prefixes_of_a_bucket_are_two_stores(open_bucket: Opener) -> None:
 def test_more_releases_than_a_page_are_all_listed(
     open_bucket: Opener, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "LIST_PAGE", 3)
+    monkeypatch.setattr(s3_bucket, "LIST_PAGE", 3)
     names = [f"toy/{i}" for i in range(8)]
     for name in names:
         s3.put_object(Bucket=bucket, Key=f"releases/{name}.json", Body=b"")
@@ -432,7 +431,7 @@ def test_gc_deletes_nothing_where_a_manifest_cannot_be_read(any_store: Store, tm
     any_store.write_release(manifest)
     newer = manifest.to_json().replace(b'"schema_version": 1', b'"schema_version": 2')
     if isinstance(any_store, S3Store):
-        any_store._client.put_object(Bucket=any_store.bucket, Key="gc/releases/toy/1.json", Body=newer)
+        any_store._bucket.client.put_object(Bucket=any_store.bucket, Key="gc/releases/toy/1.json", Body=newer)
     else:
         (tmp_path / "folder" / "releases" / "toy" / "1.json").write_bytes(newer)
     with pytest.raises(ManifestError, match="schema"):
@@ -467,7 +466,7 @@ def test_a_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: st
     store = open_bucket(endpoint=proxy.url, attempts=2)
     proxy.order(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
     with pytest.raises(StoreError, match=r"fails, also after several tries \(500 InternalError\)"):
-        store.put_bytes(noise(2 * s3_module.UPLOAD_PART))
+        store.put_bytes(noise(2 * s3_bucket.UPLOAD_PART))
     assert keys(s3, bucket) == [] and not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
@@ -494,8 +493,8 @@ def test_no_credentials_are_said(open_bucket: Opener, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, ceph.credentials()[name])
     said = say(open_bucket(access_key_id=None, secret_access_key=None))
     assert said.startswith("There are no credentials for s3://") and "aws_access_key_id" in said
-    with pytest.raises(StoreError, match="There is no profile for s3://"):
-        open_bucket(access_key_id=None, secret_access_key=None, profile="nobody")
+    said = say(open_bucket(access_key_id=None, secret_access_key=None, profile="nobody"))
+    assert said.startswith("There is no profile for s3://")
 
 
 def test_a_missing_bucket_is_said(open_bucket: Opener) -> None:
@@ -510,8 +509,7 @@ def test_an_endpoint_that_is_not_there_is_said(open_bucket: Opener) -> None:
     said = say(open_bucket(endpoint="http://127.0.0.1:1", attempts=1))
     assert "at http://127.0.0.1:1 cannot be reached (EndpointConnectionError): check the endpoint" in said
     for wrong in ("127.0.0.1:1", "http://"):
-        with pytest.raises(StoreError, match="is no endpoint: give a URL"):
-            open_bucket(endpoint=wrong)
+        assert "is no endpoint: give a URL" in say(open_bucket(endpoint=wrong))
 
 
 def test_a_clock_that_is_wrong_is_said(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
