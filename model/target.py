@@ -47,8 +47,11 @@ def torch_tag() -> str:
 
 
 def _torch_version() -> tuple[str, str | None]:
-    """torch's version and that of the CUDA it was built for, without importing it where that was not done yet."""
-    if "torch" not in sys.modules:
+    """torch's version and that of the CUDA it was built for. Where torch was not imported it is not, and where another
+    thread is importing it just now this does not wait for that."""
+    known = sys.modules.get("torch")
+    version, cuda = getattr(known, "__version__", None), getattr(known, "version", None)
+    if version is None or cuda is None:
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.submodule_search_locations:
             said = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))

@@ -117,6 +117,14 @@ def test_the_tag_says_torch_and_cuda(monkeypatch: pytest.MonkeyPatch, version: s
     assert torch_tag() == tag
 
 
+def test_a_torch_that_another_thread_is_importing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = torch_tag()
+    half = ModuleType("torch")
+    half.__spec__ = torch.__spec__
+    monkeypatch.setitem(sys.modules, "torch", half)  # as it stands there while its first lines run
+    assert torch_tag() == tag
+
+
 # -- detection ----------------------------------------------------------------------------------------------------
 
 
