@@ -5,7 +5,8 @@ needs itself, and finds here, or on its way, what was guessed right. Nothing is 
 deployment's key has not signed not a blob is read. Imports neither torch nor what imports it.
 
 What lies on this machine already is not hashed meanwhile, only asked of the disk: hashing takes cores from the imports,
-and with each piece the interpreter's lock, and takes little time once they are done.
+and with each piece the interpreter's lock, and takes little time once they are done. What lies in a bucket is fetched
+by a process of its own (model/prefetch_process.py), for boto3 is Python, too.
 """
 
 import logging
@@ -15,9 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from model.errors import PreheatError
+from model.prefetch_process import PrefetchProcess
 from model.store import Store, StoreOptions, open_store
 from model.store.manifest import Blob, EngineRecord, Manifest
-from model.store.signature import check_signature, configured_keys
+from model.store.s3 import S3Store
+from model.store.signature import PublicKey, check_signature, configured_keys
 from model.target import detect_targets
 
 logger = logging.getLogger("preheat")
@@ -25,18 +28,21 @@ _PRECISIONS = ("fp16", "bf16", "fp32", "fp8", "int8")  # the order of model.load
 
 
 class Prefetch:
-    """Starts in a thread of its own at once. `settings` are model_metadata.preheat, `secrets` Truss's."""
+    """Starts at once: from a bucket in a process of its own, else in a thread. `settings` are model_metadata.preheat,
+    `secrets` Truss's."""
 
     def __init__(self, settings: Mapping[str, Any], secrets: Mapping[str, str]) -> None:
         self._settings = settings
         self._secrets = secrets
+        self._url, self._release = (setting(settings, name) for name in ("store", "release"))
         self._store: Store | None = None
         self._opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="preheat-prefetch", daemon=True)
-        self._thread.start()
+        self._brought = threading.Event()
+        self._process = _start_process() if self._release and self._url.lower().startswith("s3://") else None
+        threading.Thread(target=self._run, name="preheat-prefetch", daemon=True).start()
 
     def store(self, url: str) -> Store:
-        """The deployment's store, opened once: what was verified in it on the way here need not be again. Raises
+        """The deployment's store, opened once, so that the manifest read on the way here is not read again. Raises
         StoreError, ManifestError."""
         self._opened.wait()
         if self._store is None:
@@ -44,30 +50,70 @@ class Prefetch:
         return self._store
 
     def forget(self) -> None:
-        """Give the store up once all is loaded: a cache may then evict what is no longer read."""
+        """Give the store up once all is loaded: a cache may then evict what is no longer read. What is still on its
+        way was guessed wrong, and comes no further."""
         self._store = None
+        self._end_process()
 
     def wait(self) -> None:
         """Until nothing more is brought. For tests: loading waits for each blob by itself."""
-        self._thread.join()
+        self._brought.wait()
 
     def _run(self) -> None:
         try:
-            url, release = (setting(self._settings, name) for name in ("store", "release"))
-            if not (url and release):
-                return
-            self._store = store = open_store(url, StoreOptions.from_deployment(self._settings, self._secrets))
-            self._opened.set()
-            manifest = store.read_release(release)
-            check_signature(manifest, configured_keys(self._settings))
-            buckets = self._settings.get("buckets") or []
-            store.fetch(guess(manifest, [target.key for target in detect_targets()], buckets))
+            if self._url and self._release:
+                self._bring()
         except PreheatError as error:
             logger.debug("prefetch: %s", error)  # loading meets the same, and says it
+            self._end_process()
         except Exception:
             logger.exception("prefetch failed; loading goes on without it")
+            self._end_process()
         finally:
             self._opened.set()
+            self._brought.set()
+        if self._process is not None:
+            self._process.reap()
+
+    def _bring(self) -> None:
+        options = StoreOptions.from_deployment(self._settings, self._secrets)
+        self._store = store = open_store(self._url, options)
+        order = {
+            "keys": [str(key) for key in configured_keys(self._settings)],
+            "targets": [target.key for target in detect_targets()],
+            "buckets": self._settings.get("buckets") or [],
+        }
+        if self._process is None:
+            self._opened.set()
+            bring(store, store.read_release(self._release), **order)
+            return
+        self._process.order(self._url, self._release, options, order)
+        manifest = self._process.manifest()
+        if manifest is not None and isinstance(store, S3Store):
+            store.offer(self._release, manifest)
+        self._opened.set()
+        self._process.wait()
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.end()
+
+
+def _start_process() -> PrefetchProcess | None:
+    try:
+        return PrefetchProcess()
+    except OSError as error:
+        logger.warning("prefetch has no process of its own (%s), and shares this one", error)
+        return None
+
+
+def bring(
+    store: Store, manifest: Manifest, keys: Iterable[str], targets: Sequence[str], buckets: Iterable[Any]
+) -> None:
+    """Fetch what is guessed of a release that one of `keys` has signed (none: of any). Raises UntrustedRelease before
+    that; CorruptBlob, StoreError."""
+    check_signature(manifest, [PublicKey.parse(key) for key in keys])
+    store.fetch(guess(manifest, targets, buckets))
 
 
 def setting(settings: Mapping[str, Any], name: str) -> str:

@@ -19,10 +19,7 @@ from model.loading import ServedBucket, load_release
 from model.prefetch import Prefetch, guess
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Bucket, Manifest, Span
-from tests.conftest import Opener
-from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
-from tests.stand_ins.faulty_proxy import FaultyProxy
 from tests.stand_ins.releases import NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -128,24 +125,6 @@ def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
     assert sorted(advised) == sorted(blob.bytes for blob in blobs.values())
     assert isinstance(opened, LocalStore) and not opened._verified
     assert load_release(opened, NAME, [cpu_target()], [], ColdStart()).release == NAME
-
-
-def test_what_lies_in_a_bucket_is_here_before_it_is_asked_for(
-    open_bucket: Opener, proxy: FaultyProxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = open_bucket(cache_dir=tmp_path / "unused")
-    manifest = releases.draft(there, releases.toy())
-    there.write_release(manifest)
-    for name, value in (ceph.credentials() | {"AWS_ENDPOINT_URL": proxy.url}).items():
-        monkeypatch.setenv(name, value)
-    made = Prefetch({"store": f"s3://{bucket}", "release": NAME, "cache_dir": str(tmp_path / "cache")}, {})
-    made.wait()
-    cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
-    assert cached == manifest.blobs().keys()
-    proxy.seen.clear()
-    assert load_release(made.store(f"s3://{bucket}"), NAME, [cpu_target()], [], ColdStart()).release == NAME
-    assert [seen.path for seen in proxy.seen] == [f"/{bucket}/releases/{NAME}.json"], "the manifest, and no blob"
-    made.forget()
 
 
 def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: LocalStore, brought: list[Blob]) -> None:

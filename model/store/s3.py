@@ -45,6 +45,7 @@ class S3Store:
         self._cache = BlobCache(options.cache_folder, options.cache_bytes)
         self._connected: Bucket | None = None
         self._connecting = Lock()
+        self._offered: dict[str, bytes] = {}
 
     @property
     def _bucket(self) -> "Bucket":
@@ -197,7 +198,12 @@ class S3Store:
     # -- releases ------------------------------------------------------------------------------------------------
 
     def read_release(self, name: str) -> Manifest:
-        return parse_manifest(self.read_manifest(name), name)
+        offered = self._offered.pop(name, None)
+        return parse_manifest(self.read_manifest(name) if offered is None else offered, name)
+
+    def offer(self, name: str, manifest: bytes) -> None:
+        """What another process has just read as this release's manifest: the next `read_release` reads it instead."""
+        self._offered[name] = manifest
 
     def read_manifest(self, name: str) -> bytes:
         """A release's manifest as it lies in the bucket, unread. Raises ReleaseNotFound or StoreError."""

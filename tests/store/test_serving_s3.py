@@ -83,6 +83,7 @@ def test_a_server_boots_from_a_bucket_also_after_one_that_was_killed_while_it_fe
         assert answer["status"] == "success" and answer["engine"]["release"] == release
         assert cold_start_phases(server.url)["fetch"] > 0
     cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
+    assert "prefetch" not in (tmp_path / "server.log").read_text(), "the process that brings blobs has failed"
     assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
 
 
