@@ -18,6 +18,7 @@ from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
 from model.loop import Conditioning, Row, draw_noise
 from model.schedule import COLUMNS, MAX_STEPS, stack
+from model.streams import to_device
 
 _AHEAD = 2  # steps queued beyond the one the device is at
 _COPIED = Conditioning(torch.empty(0), torch.empty(0))
@@ -56,8 +57,10 @@ class GraphLoop:
             self._time_embeds = buffer(texts, MAX_STEPS, time_width, dtype=self._dtype)
             self._keys_values = buffer(texts, tokens, text_width, dtype=self._dtype)
             # Row of a bucket -> text; slot -> the rows that predict it (the same one twice where it is not guided).
-            self._texts = buffer(max(self._engines), dtype=torch.int64)
-            self._conditional, self._unconditional = (buffer(slots, dtype=torch.int64) for _ in range(2))
+            self._map = buffer(max(self._engines) + 2 * slots, dtype=torch.int64)
+            self._texts, self._conditional, self._unconditional = torch.split(
+                self._map, [max(self._engines), slots, slots]
+            )
             # All now, so that no request waits for a capture or finds the memory full.
             self._replays = {rows: self._replay_of(rows) for rows in self._engines}
         self._mapped: list[int] = []
@@ -80,8 +83,8 @@ class GraphLoop:
         guidance = np.ones(MAX_STEPS, np.float32)
         if row.unconditional is not None:
             guidance[:steps] = row.guidance[:steps]
-        self._coefficients[slot].copy_(torch.from_numpy(coefficients))
-        self._guidance[slot].copy_(torch.from_numpy(guidance))
+        self._coefficients[slot].copy_(to_device(torch.from_numpy(coefficients), self._device))
+        self._guidance[slot].copy_(to_device(torch.from_numpy(guidance), self._device))
         self._at[slot].zero_()
         self._latents[slot].copy_(row.latents[0])
         self._previous[slot].zero_()
@@ -136,9 +139,7 @@ class GraphLoop:
         mapped = [*texts, *conditional, *unconditional]
         if mapped != self._mapped:
             self._mapped = mapped
-            self._texts.copy_(torch.tensor(texts))
-            self._conditional.copy_(torch.tensor(conditional))
-            self._unconditional.copy_(torch.tensor(unconditional))
+            self._map.copy_(to_device(torch.tensor(mapped), self._device))
         drawing = [row for row in self.rows if row.table.noise_drawn[row.step]]
         if drawing:
             staged = self._staging[self._steps % len(self._staging)]  # the device is done with it: see _keep_pace

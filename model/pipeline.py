@@ -22,7 +22,7 @@ from model.loop import Conditioning, Loop, Row, StepLoop
 from model.request import GenerationSettings
 from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
-from model.streams import SideStream
+from model.streams import SideStream, to_device
 from model.tokenizer import ClipTokenizer
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
@@ -150,7 +150,7 @@ def base_rows(model: LoadedModel, request: GenerationSettings, steps: Table) -> 
     for seed in request.seeds:
         generator = torch.Generator("cpu").manual_seed(seed)
         latents = torch.randn(shape, generator=generator) * steps.init_sigma
-        rows.append(Row(latents.to(model.device), steps, guidance, generator, conditional, unconditional))
+        rows.append(Row(to_device(latents, model.device), steps, guidance, generator, conditional, unconditional))
     return rows
 
 
@@ -256,18 +256,20 @@ def _conditionings(
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
     count = max(1, steps.steps)  # a request may leave one of its two UNets no step
-    timesteps = torch.from_numpy(stack([steps], count)[0][0]).to(model.device)
+    timesteps = to_device(torch.from_numpy(stack([steps], count)[0][0]), model.device)
     width = components.timestep_cond_width(time.signature)
     guidance = {}
     if width:
-        guidance[components.TIMESTEP_COND] = embed_guidance(np.resize(scales, count), width).to(model.device, dtype)
+        guidance[components.TIMESTEP_COND] = to_device(
+            embed_guidance(np.resize(scales, count), width).to(dtype), model.device
+        )
     made = []
     for index in range(len(hidden)):
         embedded = time.run(
             {
                 "timestep": timesteps,
                 "text_embeds": pooled[index].to(dtype).expand(count, -1),
-                "time_ids": torch.tensor(time_ids[index], device=model.device).expand(count, -1),
+                "time_ids": to_device(torch.tensor(time_ids[index]), model.device).expand(count, -1),
                 **guidance,
             }
         )
@@ -277,7 +279,7 @@ def _conditionings(
 
 def _encode_texts(model: LoadedModel, component: str, tokenizer: str, texts: list[str]) -> dict[str, torch.Tensor]:
     ids = [model.tokenizers[tokenizer].encode(text)[0] for text in texts]
-    return model.engines[component].run({"input_ids": torch.tensor(ids, device=model.device)})
+    return model.engines[component].run({"input_ids": to_device(torch.tensor(ids), model.device)})
 
 
 def request_warnings(model: LoadedModel, request: GenerationSettings, rest: Table | None) -> list[str]:

@@ -221,7 +221,7 @@ class Scheduler:
 
     def _join_job(self, job: Job, key: _Key) -> None:
         """Let in as many images of a request as there is room for."""
-        while job.joined < job.settings.num_images and self._may_join(key):
+        while job.joined < job.settings.num_images and self._may_join(job, key):
             if not job.rows:
                 job.mark("queue")
                 metrics.QUEUE_WAIT.observe(job.marks["queue"] - job.marks["accepted"])
@@ -237,13 +237,15 @@ class Scheduler:
             else:
                 self._after_base(image, row)
 
-    def _may_join(self, key: _Key) -> bool:
+    def _may_join(self, job: Job, key: _Key) -> bool:
         """Whether the base's loop of a size has room for one more. What the refiner has of it is under way as well; it
-        is never held back there, for it has waited once."""
+        is never held back there, for it has waited once. Nor are a request's further images once its first has joined:
+        it is answered when all are done, and together they are done sooner."""
         loop = self.model.loop(*key)
         under_way = sum(_base_key(image.job) == key for image in self._images.values())
         waiting = sum(job.settings.num_images - job.joined for job in self._waiting if _base_key(job) == key)
-        return len(loop.rows) < loop.capacity and may_join(under_way, waiting, loop.efficient, loop.capacity)
+        welcome = job.joined > 0 or may_join(under_way, waiting, loop.efficient, loop.capacity)
+        return welcome and len(loop.rows) < loop.capacity
 
     def _enter(self, key: _Key, image: _Image, row: Row) -> None:
         self.model.loop(*key).join(row)

@@ -13,6 +13,14 @@ import torch
 _FIRST = -1  # priority: what runs here is short, and an image waits for it that is about to begin or to end
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` of the host on `device`, queued on the current stream. A copy from memory that is not pinned would wait
+    until the device has done all that was queued before it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class SideStream:
     """One more queue of the device. Work that is queued here overlaps the current stream's unless it waits for it."""
 

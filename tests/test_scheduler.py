@@ -153,11 +153,20 @@ def test_images_come_first_come_first_served_and_split_freely(gate: Gate, schedu
 
 def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Scheduler) -> None:
     gate.capacity, gate.efficient = 4, 1
+    jobs = [scheduler.submit(asked(seed)) for seed in (0, 10, 20)]
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    assert [seeds for _, _, seeds in gate.steps] == [[seed] for seed in (0, 10, 20) for _ in range(4)]
+
+
+def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 4, 1
     jobs = [scheduler.submit(asked(0)), scheduler.submit(asked(10, num_images=2))]
     gate.open()
     for job in jobs:
         job.result.result(SECONDS)
-    assert [seeds for _, _, seeds in gate.steps] == [[seed] for seed in (0, 10, 11) for _ in range(4)]
+    assert [seeds for _, _, seeds in gate.steps] == [[0]] * 4 + [[10, 11]] * 4
 
 
 def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler) -> None:
