@@ -104,29 +104,32 @@ def cold_start(
     served = manifest.engines[0].precision
     precision = PRECISIONS.get(served, served)  # as the latency's rows have it
     request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "output_format": "png"}
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
         with console.status("Laying out the server image"):
             layout = lay_out(build_context(ROOT, config, work / "build"), work / "image")
         buckets = layout.config["model_metadata"]["preheat"].get("buckets") or []
 
-        def measure(place: cold.Place) -> None:
-            def say(number: int, start: cold.Start) -> None:
-                counted = f"run {number} of {runs}" if number else "not counted"
-                console.print(f"{place.name}: {start.first_image:.2f} s ({counted})")
+        def say(place: cold.Place, number: int, start: cold.Start) -> None:
+            counted = f"run {number} of {runs}" if number else "not counted"
+            console.print(f"{place.name}: {start.first_image:.2f} s ({counted})")
 
-            starts = cold.bench_place(layout, place, release, request, runs, work, say)
-            rows.append(cold.starts_row(place, release, starts, precision, steps))
+        def measure(*places: cold.Place) -> list[Row]:
+            measured = cold.bench_places(layout, places, release, request, runs, work, say)
+            each = zip(places, measured, strict=True)
+            return [cold.starts_row(place, release, starts, precision, steps) for place, starts in each]
 
-        measure(cold.Place("local store", holder.url, {}, fetched=False))
-        if s3 is not None:
+        here = cold.Place("local store", holder.url, {}, fetched=False)
+        if s3 is None:
+            rows = measure(here)
+        else:
             with _bucket(s3, work) as (url, environment):
                 _copy(holder, url, release, s3)
                 blobs = guess(manifest, [target.key for target in detect_targets()], buckets)
                 alone = [cold.read_alone(url, StoreOptions.from_deployment(), blobs) for _ in range(runs + 1)][1:]
-                rows.append(_alone(release, alone, sum(blob.bytes for blob in blobs), precision, steps))
-                measure(cold.Place("S3 on this machine" if s3 == "own" else "S3", url, environment, fetched=True))
+                there = cold.Place("S3 on this machine" if s3 == "own" else "S3", url, environment, fetched=True)
+                rows = measure(here, there)
+                rows.insert(1, _alone(release, alone, sum(blob.bytes for blob in blobs), precision, steps))
     _finish(rows, "phases", "s", out)
 
 

@@ -83,21 +83,24 @@ def _start(measured: dict[str, float], answer: dict[str, Any], size: int) -> Sta
     return Start(first, phases, size)
 
 
-def bench_place(
+def bench_places(
     layout: Layout,
-    place: Place,
+    places: Sequence[Place],
     release: str,
     request: dict[str, Any],
     runs: int,
     work: Path,
-    report: Callable[[int, Start], None],
-) -> list[Start]:
-    """One start that is not counted, and `runs` that are. `report` is told of each as it ends (0: not counted)."""
-    starts = []
+    report: Callable[[Place, int, Start], None],
+) -> list[list[Start]]:
+    """By place, the starts that count: `runs` of each, after one that does not. The places take turns, so that what
+    else the machine does meets them alike. `report` is told of each start as it ends (0: not counted)."""
+    starts: list[list[Start]] = [[] for _ in places]
     for number in range(runs + 1):
-        start = start_once(layout, place, release, request, work)
-        report(number, start)
-        starts += [start] if number else []
+        for place, counted in zip(places, starts, strict=True):
+            start = start_once(layout, place, release, request, work)
+            report(place, number, start)
+            if number:
+                counted.append(start)
     return starts
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine_builder import cold_bench
 from engine_builder.cold_bench import Place, Start, _start, own_object_store, read_alone, start_once, starts_row
 from engine_builder.mirror import copy_release
 from engine_builder.server import Layout
@@ -25,6 +26,27 @@ def test_phases_and_the_request_add_up_to_the_first_image() -> None:
     measured = {"import": 1.0, "stream": 9.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0}
     start = _start(measured, {"time": 2.0}, 7)
     assert start == Start(4.0, {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first request": 2.0, "other": 0.25}, 7)
+
+
+def test_places_take_turns_and_the_first_start_of_each_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here, there = Place("here", "a", {}, False), Place("there", "b", {}, True)
+    layout = Layout(tmp_path, tmp_path, tmp_path, {})
+    started: list[Place] = []
+
+    def start(layout: Layout, place: Place, *_: object) -> Start:
+        started.append(place)
+        return Start(float(len(started)), {}, 0)
+
+    told: list[tuple[str, int]] = []
+    monkeypatch.setattr(cold_bench, "start_once", start)
+    measured = cold_bench.bench_places(
+        layout, [here, there], "toy/1", REQUEST, 2, tmp_path, lambda place, number, _: told.append((place.name, number))
+    )
+    assert started == [here, there] * 3
+    assert told == [("here", 0), ("there", 0), ("here", 1), ("there", 1), ("here", 2), ("there", 2)]
+    assert [[start.first_image for start in starts] for starts in measured] == [[3.0, 5.0], [4.0, 6.0]]
 
 
 def test_a_real_server_is_started_and_asked(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
