@@ -43,7 +43,7 @@ class TokenizerSettings:
 class ClipTokenizer:
     """One tokenizer of a release. Holds no state that encoding changes, so threads may share it.
 
-    `tokenizer_json` is the file's bytes, as `engine_builder.tokenizers.export_tokenizer` writes it.
+    `tokenizer_json` is the file's bytes, as `engine_builder.model_folder.tokenizers.export_tokenizer` writes it.
     Raises MissingComponent if they cannot be read or disagree with `settings`.
     """
 

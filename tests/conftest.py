@@ -19,11 +19,11 @@ from typing import Any
 import boto3
 import pytest
 
-from engine_builder import compile as compiler
-from engine_builder.build import BuildPlan, build
+from engine_builder.building import compile as compiler
+from engine_builder.building.build import BuildPlan, build
 from engine_builder.networks import ModelFolder
-from engine_builder.publish import publish
-from engine_builder.server import Layout, Server, build_context, lay_out
+from engine_builder.releases.publish import publish
+from engine_builder.serving.server import Layout, Server, build_context, lay_out
 from model.coldstart import ColdStart
 from model.loading import Loaded, load_release
 from model.store import Store, StoreOptions, open_store

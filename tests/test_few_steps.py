@@ -13,13 +13,13 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from engine_builder.build import BuildPlan, build
-from engine_builder.compile import dynamic_bucket, engine_key
+from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.compile import dynamic_bucket, engine_key
+from engine_builder.model_folder.release_settings import read_release_defaults, read_schedulers, read_settings
 from engine_builder.networks import ModelFolder, ModelFolderError, load_network
-from engine_builder.onnx_export import export_graph
-from engine_builder.onnx_store import check_graph_runs
-from engine_builder.publish import publish
-from engine_builder.release_settings import read_release_defaults, read_schedulers, read_settings
+from engine_builder.onnx_graphs.export import export_graph
+from engine_builder.onnx_graphs.store import check_graph_runs
+from engine_builder.releases.publish import publish
 from model import components
 from model.coldstart import ColdStart
 from model.engines import EngineSet

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from engine_builder import signing
+from engine_builder.releases import signing
 from model.coldstart import ColdStart
 from model.errors import ManifestError, ReleaseNotFound, StoreError, UntrustedRelease
 from model.loading import load_release

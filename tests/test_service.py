@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import yaml
 
-from engine_builder.calling import CallFailed, generate
-from engine_builder.server import Layout, Server
+from engine_builder.serving.calling import CallFailed, generate
+from engine_builder.serving.server import Layout, Server
 from model.store import Store
 from tests.conftest import READY_SECONDS
 from tests.stand_ins.image_process import run_in_image

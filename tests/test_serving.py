@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from engine_builder.server import Layout, Server, ServerFailed
+from engine_builder.serving.server import Layout, Server, ServerFailed
 from model.loading import Loaded
 from model.pipeline import generate
 from model.request import GenerationRequest, resolve

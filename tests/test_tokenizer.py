@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import CLIPTokenizer
 
-from engine_builder.tokenizers import export_tokenizer
+from engine_builder.model_folder.tokenizers import export_tokenizer
 from model.errors import MissingComponent
 from model.tokenizer import ClipTokenizer, TokenizerSettings
 

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from engine_builder.server import Layout, build_context, lay_out
+from engine_builder.serving.server import Layout, build_context, lay_out
 from model.job import Limits
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend

@@ -3,7 +3,7 @@
 An engine is native code, so whoever can write a store runs what they like in every server that loads from it. With a
 public key in its config a server loads nothing that the key's owner has not signed. What is signed is the manifest's
 canonical JSON, and so every digest in it; the signature lies in the manifest itself, so both are published at once.
-`cryptography` is imported only where a key is configured. Private keys are `engine_builder.signing`'s.
+`cryptography` is imported only where a key is configured. Private keys are `engine_builder.releases.signing`'s.
 """
 
 import base64

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from engine_builder import signing
+from engine_builder.releases import signing
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
 from tests.attacks.conftest import Victim, everywhere
 from tests.stand_ins import releases

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from engine_builder.build import BuildPlan
-from engine_builder.cli import app
+from engine_builder.building.build import BuildPlan
+from engine_builder.commands.main import app
 from engine_builder.networks import ModelFolder
 from model.store import Store, open_store
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder import compile as compiler
-from engine_builder.build import BuildPlan, build, find_engine
-from engine_builder.cli import _vae_remark
+from engine_builder.building import compile as compiler
+from engine_builder.building.build import BuildPlan, build, find_engine
+from engine_builder.building.validate import InaccurateEngine
+from engine_builder.commands.main import _vae_remark
 from engine_builder.networks import ModelFolderError, Network
-from engine_builder.publish import publish
-from engine_builder.validate import InaccurateEngine
+from engine_builder.releases.publish import publish
 from model.coldstart import ColdStart
 from model.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.errors import BrokenImage, ManifestError
@@ -154,8 +154,8 @@ def test_a_damaged_engine_is_not_used(store_copy: Store, toy_plan: BuildPlan) ->
 KILLED_BUILD = """
 import sys
 from pathlib import Path
-from engine_builder import compile as compiler
-from engine_builder.build import BuildPlan, build
+from engine_builder.building import compile as compiler
+from engine_builder.building.build import BuildPlan, build
 from engine_builder.networks import ModelFolder
 from model.store import open_store
 
@@ -279,7 +279,7 @@ def test_a_folder_s_own_defaults_become_the_release_s(store_copy: Store, folder_
 
 def test_static_and_dynamic_builds_are_told_apart(store_copy: Store, toy_plan: BuildPlan) -> None:
     """A plan with sizes finds no finished build in a dynamic one's draft, though that begins at 64 x 64."""
-    from engine_builder.build import _current_draft, fingerprint
+    from engine_builder.building.build import _current_draft, fingerprint
 
     source = fingerprint(toy_plan)
     assert _current_draft(toy_plan, store_copy, source) is not None

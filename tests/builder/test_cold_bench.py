@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder import cold_bench
-from engine_builder.cold_bench import Place, Start, _start, own_object_store, read_alone, start_once, starts_row
-from engine_builder.mirror import copy_release
-from engine_builder.server import Layout
+from engine_builder.benchmarks import cold_start as cold_bench
+from engine_builder.benchmarks.cold_start import (
+    Place,
+    Start,
+    _start,
+    own_object_store,
+    read_alone,
+    start_once,
+    starts_row,
+)
+from engine_builder.releases.mirror import copy_release
+from engine_builder.serving.server import Layout
 from model.components import BASE_COMPONENTS
 from model.errors import PreheatError
 from model.store import Store, StoreOptions
@@ -101,7 +109,7 @@ def run(*arguments: object) -> tuple[list[str], dict]:
 
 
 def test_a_bare_start_draws_a_picture_and_says_its_phases(store: Store, release: str) -> None:
-    lines, said = run("engine_builder.bare_start", store.url, release, "--steps", 1)
+    lines, said = run("engine_builder.benchmarks.bare_start", store.url, release, "--steps", 1)
     assert said["phases"]["first_image"] > said["phases"]["import"] > 0
     assert said["engine"]["release"] == release and said["timings"]["denoise"] > 0
     assert any(line.endswith(" s  warm_up") for line in lines)
@@ -113,7 +121,15 @@ def test_streaming_is_measured_for_each_number_of_threads(tmp_path: Path) -> Non
     store = LocalStore(tmp_path / "store")
     store.write_release(releases.draft(store))
     lines, said = run(
-        "engine_builder.stream_bench", "--store", store.url, "--release", "toy/1", "--threads", "1,3", "--runs", 1
+        "engine_builder.benchmarks.streaming",
+        "--store",
+        store.url,
+        "--release",
+        "toy/1",
+        "--threads",
+        "1,3",
+        "--runs",
+        1,
     )
     assert [row["threads"] for row in said["rows"]] == [1, 3]
     assert said["bytes"] == sum(blob.bytes for record in store.read_release("toy/1").weights for blob in record.blobs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_builder.compile import example_inputs
+from engine_builder.building.compile import example_inputs
 from engine_builder.networks import ModelFolder, Network, load_network
 from model.components import BASE_COMPONENTS
 from model.engines.aot_inductor import AotInductorEngine

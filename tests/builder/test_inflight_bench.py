@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from engine_builder.inflight_bench import arrivals, measure
+from engine_builder.benchmarks.in_flight import arrivals, measure
 from model import components
 from model.loading import Loaded
 from model.request import GenerationRequest

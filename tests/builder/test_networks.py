@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from engine_builder import networks
-from engine_builder.blocks import channels_last_group_norm
-from engine_builder.build import BuildPlan, build
-from engine_builder.compile import dynamic_bucket, engine_key
+from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.compile import dynamic_bucket, engine_key
 from engine_builder.networks import ModelFolder, ModelFolderError, Reader, load_network
+from engine_builder.networks.blocks import channels_last_group_norm
 from model.components import BASE_COMPONENTS
 from model.store import Store
 from model.target import Target

@@ -14,14 +14,14 @@ import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
-from engine_builder import onnx_export
-from engine_builder.compile import CompileError, example_inputs
-from engine_builder.gc import named_blobs
+from engine_builder.building.compile import CompileError, example_inputs
+from engine_builder.building.validate import InaccurateEngine
 from engine_builder.networks import ModelFolder, Network, load_network
-from engine_builder.onnx_engine import OnnxEngine
-from engine_builder.onnx_export import OnnxGraph, export_graph, graph_key, literals, operators
-from engine_builder.onnx_store import check_graph_runs, export_model, find_graph, graph_of, read_graph
-from engine_builder.validate import InaccurateEngine
+from engine_builder.onnx_graphs import export as onnx_export
+from engine_builder.onnx_graphs.engine import OnnxEngine
+from engine_builder.onnx_graphs.export import OnnxGraph, export_graph, graph_key, literals, operators
+from engine_builder.onnx_graphs.store import check_graph_runs, export_model, find_graph, graph_of, read_graph
+from engine_builder.releases.gc import named_blobs
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines import EngineSet
 from model.errors import EngineError

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine_builder.cli import app
-from engine_builder.plan_cli import _measured_points
-from engine_builder.rows import append_rows, make_row
+from engine_builder.benchmarks.rows import append_rows, make_row
+from engine_builder.commands.main import app
+from engine_builder.commands.plan import _measured_points
 
 
 def plan(*arguments: str) -> Result:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder.publish import NothingToPublish, publish
+from engine_builder.releases.publish import NothingToPublish, publish
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
 from model.store import Store, open_store
 from model.store.manifest import Manifest

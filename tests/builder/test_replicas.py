@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder.replicas import (
+from engine_builder.replicas.simulation import (
     Autoscaling,
     Result,
     Server,
@@ -15,7 +15,7 @@ from engine_builder.replicas import (
     recommend,
     simulate,
 )
-from engine_builder.traffic import DAY, BadTraffic, Traffic, read_traffic
+from engine_builder.replicas.traffic import DAY, BadTraffic, Traffic, read_traffic
 
 STEADY = Autoscaling(min_replica=1, max_replica=1)
 

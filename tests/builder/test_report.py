@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder import cli
-from engine_builder.report import plots_of, render, write_report
-from engine_builder.rows import REQUIRED, BadRows, append_rows, make_row, medians, percentile, read_rows
+from engine_builder.benchmarks.report import plots_of, render, write_report
+from engine_builder.benchmarks.rows import REQUIRED, BadRows, append_rows, make_row, medians, percentile, read_rows
+from engine_builder.commands import main as cli
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 Entries = dict[str, Any]

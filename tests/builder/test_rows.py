@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_builder.rows import make_row
+from engine_builder.benchmarks.rows import make_row
 
 SMI = """#!/bin/sh
 [ "$1" = --id=GPU-1234 ] || exit 6

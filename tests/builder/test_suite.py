@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_builder import random_sdxl, suite
+from engine_builder.benchmarks import suite
+from engine_builder.benchmarks.rows import make_row
+from engine_builder.benchmarks.suite import Case
+from engine_builder.model_folder import random_sdxl
 from engine_builder.networks import ModelFolder, load_network
-from engine_builder.rows import make_row
-from engine_builder.suite import Case
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.loading import Loaded
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from engine_builder.compile import CompileError, dynamic_bucket, static_bucket
-from engine_builder.gc import named_blobs
+from engine_builder.building.compile import CompileError, dynamic_bucket, static_bucket
 from engine_builder.networks import Network
-from engine_builder.tensorrt_build import build_plan
-from engine_builder.tensorrt_choices import COMPATIBILITY, REFIT, BadChoice, Choices, read_choices, target_of
-from engine_builder.tensorrt_plan import (
+from engine_builder.releases.gc import named_blobs
+from engine_builder.tensorrt_plans.build import build_plan
+from engine_builder.tensorrt_plans.choices import COMPATIBILITY, REFIT, BadChoice, Choices, read_choices, target_of
+from engine_builder.tensorrt_plans.plan import (
     NotEnoughMemory,
     Range,
     builder_flags,
@@ -27,8 +27,8 @@ from engine_builder.tensorrt_plan import (
     profiles,
     workspace_limit,
 )
-from engine_builder.tensorrt_progress import PhaseProgress
-from engine_builder.tensorrt_store import KeptPlan, find_plan, read_timing_cache, write_timing_cache
+from engine_builder.tensorrt_plans.progress import PhaseProgress
+from engine_builder.tensorrt_plans.store import KeptPlan, find_plan, read_timing_cache, write_timing_cache
 from model.components import text_signature, vae_decoder_signature
 from model.engines import tensorrt_api
 from model.runtimes import tensorrt_target, tensorrt_targets

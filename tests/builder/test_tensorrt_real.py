@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.build import BuildPlan, build
-from engine_builder.compile import build_target, example_inputs
+from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.compile import build_target, example_inputs
+from engine_builder.building.validate import TOLERANCE
 from engine_builder.networks import ModelFolder, load_network
-from engine_builder.publish import publish
-from engine_builder.tensorrt_choices import Choices
-from engine_builder.tensorrt_store import read_timing_cache
-from engine_builder.validate import TOLERANCE
+from engine_builder.releases.publish import publish
+from engine_builder.tensorrt_plans.choices import Choices
+from engine_builder.tensorrt_plans.store import read_timing_cache
 from model.coldstart import ColdStart
 from model.components import UNET
 from model.engines.tensorrt_api import installed_version, version_tag

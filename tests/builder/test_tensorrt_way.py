@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.build import BuildPlan, build
-from engine_builder.publish import publish
-from engine_builder.tensorrt_choices import Choices
-from engine_builder.tensorrt_plan import NotEnoughMemory
-from engine_builder.tensorrt_store import read_timing_cache
+from engine_builder.building.build import BuildPlan, build
+from engine_builder.releases.publish import publish
+from engine_builder.tensorrt_plans.choices import Choices
+from engine_builder.tensorrt_plans.plan import NotEnoughMemory
+from engine_builder.tensorrt_plans.store import read_timing_cache
 from model.coldstart import ColdStart
 from model.engines import tensorrt_api
 from model.errors import EngineError

@@ -8,7 +8,7 @@ import pytest
 from torch._inductor.codecache import PersistentCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from engine_builder.tuning import tuning_kept_in
+from engine_builder.building.tuning import tuning_kept_in
 
 
 class Candidate:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_builder.building.weights import cut, write_weights
 from engine_builder.networks import ModelFolder, load_network
-from engine_builder.weights import cut, write_weights
 from model.errors import PreheatError
 from model.store import open_store
 from model.weights import WeightsCache

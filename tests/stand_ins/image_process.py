@@ -5,7 +5,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from engine_builder.server import Layout
+from engine_builder.serving.server import Layout
 from model.store import Store
 
 

@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from engine_builder import compile as compiler
+from engine_builder.building import compile as compiler
 from engine_builder.networks import Network
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, dtype_name
 from model.schedule import NoiseSchedule

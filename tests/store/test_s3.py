@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from engine_builder.gc import delete_garbage, find_garbage
-from engine_builder.mirror import copy_release
+from engine_builder.releases.gc import delete_garbage, find_garbage
+from engine_builder.releases.mirror import copy_release
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
 from model.store import Store, StoreOptions, open_store, s3_bucket
 from model.store import s3 as s3_module

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from engine_builder import cli, signing
-from engine_builder.mirror import copy_release
-from engine_builder.publish import publish
+from engine_builder.commands import main as cli
+from engine_builder.releases import signing
+from engine_builder.releases.mirror import copy_release
+from engine_builder.releases.publish import publish
 from model.errors import EngineError, ManifestError, PreheatError, UntrustedRelease
 from model.model import Model
 from model.store.local import LocalStore

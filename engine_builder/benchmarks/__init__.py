@@ -1,0 +1,1 @@
+"""What is measured, how it is kept, and the page that shows it."""

@@ -1,0 +1,93 @@
+"""Latency of a loaded release on this machine, by stage.
+
+A benchmark draws the same request again and again: warm-ups first, then counted runs. Peers run in the same process
+on the same weights, so that a ratio holds on a machine whose clocks drift.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_builder.benchmarks.rows import Row, make_row, medians
+from model.image import encode_base64
+from model.loading import Loaded
+from model.pipeline import generate
+from model.request import GenerationRequest, GenerationSettings, resolve
+
+
+def measure(work: Callable[[], dict[str, float]], warm_ups: int, runs: int) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds of each counted run, and the median milliseconds of each stage that `work` returns."""
+    for _ in range(warm_ups):
+        work()
+    totals: list[float] = []
+    stages: list[dict[str, float]] = []
+    for _ in range(runs):
+        began = time.perf_counter()
+        stages.append(work())
+        totals.append((time.perf_counter() - began) * 1000)
+    return totals, medians(stages)
+
+
+def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
+    """Request in to encoded picture out, in this process."""
+    settings = resolve(request, loaded.served)
+
+    def work() -> dict[str, float]:
+        pixels, timings, _ = generate(loaded.model, [settings])
+        began = time.perf_counter()
+        for picture in pixels:
+            encode_base64(picture, settings.output_format, settings.quality)
+        return timings | {"encode": (time.perf_counter() - began) * 1000}
+
+    totals, stages = measure(work, warm_ups, runs)
+    precision = loaded.model.engines["unet"].signature.outputs[0].dtype
+    return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
+
+
+def bench_diffusers(
+    folder: Path, like: GenerationSettings, precision: str, warm_ups: int, runs: int, compiled: bool = False
+) -> Row:
+    """diffusers' own pipeline on the same weights, size, steps and guidance. No refiner.
+
+    Eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA graphs on UNet and decoder.
+    """
+    from diffusers import StableDiffusionXLPipeline
+
+    load: Any = StableDiffusionXLPipeline.from_pretrained
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pipeline = load(folder, torch_dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False).to(
+        device
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    if compiled:
+        for network in (pipeline.unet, pipeline.vae):
+            network.to(memory_format=torch.channels_last)
+        pipeline.fuse_qkv_projections()
+        pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
+        pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode="reduce-overhead", fullgraph=True)
+
+    def work() -> dict[str, float]:
+        images = pipeline(
+            prompt=like.prompt,
+            width=like.width,
+            height=like.height,
+            num_inference_steps=like.num_inference_steps,
+            guidance_scale=like.guidance_scale,
+            num_images_per_prompt=like.num_images,
+            generator=torch.Generator().manual_seed(like.seed),
+        ).images
+        for image in images:
+            image.convert("RGB").tobytes()
+        return {}
+
+    totals, stages = measure(work, warm_ups, runs)
+    kind = "compiled" if compiled else "eager"
+    return _row(f"diffusers {kind} {like.width}x{like.height}", like, precision, totals, stages)
+
+
+def _row(case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]) -> Row:
+    steps, batch = settings.num_inference_steps, settings.num_images
+    return make_row(case, totals, "ms", precision, steps, batch, stages=stages)

@@ -1,0 +1,300 @@
+"""What in-flight batching gives on this device, without HTTP: the model's own scheduler, asked in this process.
+
+Measured, all on the same engines: images/s drawn offline at full rows; images/s of the scheduler when more is waiting
+than fits; at a share of that capacity with Poisson arrivals, latency in flight, as many let in as when it serves, and
+latency batch at a time (a worker that draws up to as many waiting requests as fit, from the first step to the last, and
+then looks again); and how far pictures drawn in a mix of requests are from the same requests drawn alone.
+
+    python -m engine_builder.benchmarks.in_flight tiny-sdxl/1 --store .preheat/store --steps 20 --seconds 60
+
+Imports model/, torch and the standard library: it runs where the server image runs.
+"""
+
+import argparse
+import base64
+import io
+import json
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from engine_builder.benchmarks.rows import Row, append_rows, make_row
+from model import components
+from model.coldstart import ColdStart
+from model.image import encode_base64
+from model.job import Limits
+from model.loading import Loaded, ServedBucket, load_release
+from model.pipeline import generate
+from model.request import GenerationRequest, GenerationSettings, resolve
+from model.schedule import SAMPLERS
+from model.scheduler import Scheduler
+from model.store import StoreOptions, open_store
+from model.store.signature import configured_keys
+from model.target import detect_targets
+from model.warmup import warm_up
+
+Submit = Callable[[GenerationSettings], "Future[Any]"]
+
+
+class BatchAtATime:
+    """What in-flight batching is compared with: the same `generate`, called for up to `most` requests at once."""
+
+    def __init__(self, loaded: Loaded, most: int) -> None:
+        self._loaded, self._most = loaded, most
+        self._waiting: deque[tuple[GenerationSettings, Future[list[str]]]] = deque()
+        self._news = threading.Condition()
+        self._closed = False
+        self._encoders = ThreadPoolExecutor(2)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def submit(self, settings: GenerationSettings) -> "Future[Any]":
+        result: Future[list[str]] = Future()
+        with self._news:
+            self._waiting.append((settings, result))
+            self._news.notify()
+        return result
+
+    def close(self) -> None:
+        """After all that was submitted is drawn."""
+        with self._news:
+            self._closed = True
+            self._news.notify()
+        self._thread.join()
+        self._encoders.shutdown()
+
+    def _run(self) -> None:
+        while True:
+            with self._news:
+                while not self._waiting and not self._closed:
+                    self._news.wait()
+                if not self._waiting:
+                    return
+                batch = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+            pictures = generate(self._loaded.model, [settings for settings, _ in batch])[0]
+            for (settings, result), picture in zip(batch, pictures, strict=True):
+                self._encoders.submit(self._finish, settings, result, picture)
+
+    @staticmethod
+    def _finish(settings: GenerationSettings, result: "Future[list[str]]", picture: Any) -> None:
+        result.set_result([encode_base64(picture, settings.output_format, settings.quality)])
+
+
+def offline(loaded: Loaded, settings: GenerationSettings, images: int, seconds: float) -> list[float]:
+    """Images/s of each of several runs of `images` at once, for about `seconds`."""
+    rates: list[float] = []
+    with ThreadPoolExecutor(2) as encoders:
+        end = time.perf_counter() + seconds
+        while not rates or time.perf_counter() < end:
+            began = time.perf_counter()
+            batch = [replace(settings, seed=seed) for seed in range(images)]
+            pictures = generate(loaded.model, batch)[0]
+            for picture in pictures:
+                encoders.submit(encode_base64, picture, settings.output_format, settings.quality)
+            rates.append(images / (time.perf_counter() - began))
+    return rates
+
+
+def saturated(submit: Submit, settings: GenerationSettings, images: int, seconds: float) -> float:
+    """Images/s while `images` requests always wait for an answer. The first `images` answers are not counted."""
+    done: list[float] = []
+    news = threading.Semaphore(0)
+
+    def finished(future: "Future[Any]") -> None:
+        future.result()
+        done.append(time.perf_counter())
+        news.release()
+
+    seed = 0
+    end = time.perf_counter() + seconds
+    for seed in range(images):
+        submit(replace(settings, seed=seed)).add_done_callback(finished)
+    while time.perf_counter() < end or len(done) < 2 * images:
+        news.acquire()
+        seed += 1
+        submit(replace(settings, seed=seed)).add_done_callback(finished)
+    counted = done[images:]  # before that the loop was filling
+    for _ in range(images):
+        news.acquire()  # the last ones, which end with the loop half empty
+    return (len(counted) - 1) / (counted[-1] - counted[0])
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """Moments of a Poisson process, `rate` a second."""
+    chance, at, moments = random.Random(seed), 0.0, []
+    while (at := at + chance.expovariate(rate)) < seconds:
+        moments.append(at)
+    return moments
+
+
+def latencies(
+    submit: Submit, settings: GenerationSettings, moments: Sequence[float], mix: Sequence[int]
+) -> list[float]:
+    """Seconds from each arrival to its answer; requests are sent at their moments, whatever is under way. Each has one
+    of the numbers of steps in `mix`, by chance and the same at every call."""
+    chance = random.Random(len(moments))
+    found: list[float] = []
+    lock = threading.Lock()
+    began = time.perf_counter()
+    futures = []
+
+    def finished(at: float, future: "Future[Any]") -> None:
+        future.result()
+        with lock:
+            found.append(time.perf_counter() - began - at)
+
+    for seed, at in enumerate(moments):
+        time.sleep(max(0.0, began + at - time.perf_counter()))
+        future = submit(replace(settings, seed=seed, num_inference_steps=chance.choice(mix)))
+        future.add_done_callback(partial(finished, at))
+        futures.append(future)
+    for future in futures:
+        future.result()
+    while len(found) < len(futures):
+        time.sleep(0.001)
+    return found
+
+
+def company(loaded: Loaded, scheduler: Scheduler, settings: GenerationSettings, most: int) -> tuple[list[float], int]:
+    """PSNR in dB of pictures drawn in a mix against the same requests alone, and the largest difference of any pixel
+    (of 255). The mix differs in seed, sampler, steps and guidance; LCM is left out, which multiplies rounding."""
+    samplers = [name for name in SAMPLERS if name != "LCM"]
+    mix = [
+        replace(
+            settings,
+            seed=1000 + number,
+            scheduler=samplers[number % len(samplers)],
+            num_inference_steps=max(1, settings.num_inference_steps - number % 5),
+            guidance_scale=(settings.guidance_scale, 1.0)[number % 3 == 2],
+            output_format="png",
+        )
+        for number in range(2 * most + 1)
+    ]
+    together = [future.result().images[0] for future in [scheduler.submit(request).result for request in mix]]
+    found, largest = [], 0
+    for request, data in zip(mix, together, strict=True):
+        alone = _pixels(scheduler.submit(request).result.result().images[0])
+        apart = np.abs(_pixels(data).astype(int) - alone.astype(int))
+        largest = max(largest, int(apart.max()))
+        mean = float((apart.astype(float) ** 2).mean())
+        found.append(min(99.0, 10 * math.log10(255**2 / mean)) if mean else 99.0)
+    return found, largest
+
+
+def _pixels(data: str) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
+
+
+def measure(
+    loaded: Loaded,
+    request: GenerationRequest,
+    seconds: float,
+    share: float,
+    images: int | None,
+    mix: Sequence[int] | None = None,
+) -> list[Row]:
+    """All cases. `images`: how many at once, default as many as the loop takes. `mix`: numbers of steps of the requests
+    that arrive by chance, default the request's own; their rate is that of as many steps a second."""
+    settings = resolve(request, loaded.served)
+    loop = loaded.model.loop(components.UNET, settings.height, settings.width)
+    most = min(images or loop.capacity, loop.capacity)
+    loop.capacity = most
+    limits = Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9)
+    precision = loaded.model.engines[components.UNET].signature.outputs[0].dtype
+    where = f"{settings.width}x{settings.height}"
+    steps = settings.num_inference_steps
+
+    efficient = min(loop.efficient, most)
+
+    def row(case: str, values: Sequence[float], unit: str, **extra: object) -> Row:
+        return make_row(f"{case} {where}", values, unit, precision, steps, most, digits=3, extra=extra)
+
+    with torch.inference_mode():
+        offline(loaded, settings, most, 0)
+        rates = offline(loaded, settings, most, seconds)
+    rows = [row("offline, full rows", rates, "images/s")]
+    scheduler = Scheduler(loaded.model, limits, lambda: None)
+
+    def in_flight(settings: GenerationSettings) -> "Future[Any]":
+        return scheduler.submit(settings).result
+
+    # A few more than fit, so that there is always one to join.
+    rate = saturated(in_flight, settings, most + max(2, most // 2), seconds)
+    rows.append(
+        row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4), efficient=efficient)
+    )
+    mix = mix or (steps,)
+    per_second = share * rate * steps * len(mix) / sum(mix)
+    moments = arrivals(per_second, seconds, seed=0)
+    flying = latencies(in_flight, settings, moments, mix)
+    decibels, largest = company(loaded, scheduler, settings, most)
+    scheduler.close()
+    batches = BatchAtATime(loaded, most)
+    waiting = latencies(batches.submit, settings, moments, mix)
+    batches.close()
+    arriving = {"arrivals_per_second": round(per_second, 4), "mix": list(mix)}
+    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **arriving, efficient=efficient))
+    rows.append(row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", **arriving))
+    rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("release", help="MODEL/VERSION")
+    parser.add_argument("--store", required=True)
+    parser.add_argument("--size", default=None, help="WIDTHxHEIGHT; default: the release's native size")
+    parser.add_argument("--rows", type=int, help="load only the buckets of up to so many rows at that size")
+    parser.add_argument("--images", type=int, help="at once; default: as many as the rows take")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, as 4,20,30,50; default: --steps")
+    parser.add_argument("--guidance-scale", type=float, default=7.5)
+    parser.add_argument("--seconds", type=float, default=60, help="of each of the four measurements")
+    parser.add_argument("--share", type=float, default=0.7, help="of capacity, for the Poisson arrivals")
+    parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
+    given = parser.parse_args()
+    width, height = (int(side) for side in given.size.split("x")) if given.size else (None, None)
+    buckets = [ServedBucket(height, width, given.rows)] if height and width and given.rows else []
+    store = open_store(given.store, StoreOptions.from_deployment())
+    loaded = load_release(store, given.release, detect_targets(), buckets, ColdStart(), configured_keys())
+    with torch.inference_mode():
+        warm_up(loaded)
+    request = GenerationRequest(
+        prompt="a large red circle on a blue background",
+        width=width,
+        height=height,
+        num_inference_steps=given.steps,
+        guidance_scale=given.guidance_scale,
+        seed=0,
+        num_images=1,
+    )
+    mix = [int(steps) for steps in given.mix.split(",")] if given.mix else None
+    rows = measure(loaded, request, given.seconds, given.share, given.images, mix)
+    for row in rows:
+        extra = ", ".join(f"{name} {value}" for name, value in row.extra.items())
+        print(
+            f"{row.case:45} {row.value:9.3f} {row.unit:9} p50 {row.p50:8.3f} p99 {row.p99:8.3f} n {row.runs:4} {extra}"
+        )
+    flying, waiting = rows[2], rows[3]
+    print(f"p50 in flight / p50 batch at a time: {flying.p50 / waiting.p50:.3f}")
+    print(f"{rows[0].gpu}, torch {rows[0].torch}, {rows[0].precision}, {given.steps} steps, batch {rows[0].batch}")
+    if given.out is not None:
+        append_rows(given.out, rows)
+    print(json.dumps([row.to_dict() for row in rows]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""From a model folder to engines and weights in a store: compile, check, keep."""

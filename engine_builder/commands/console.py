@@ -1,0 +1,65 @@
+"""What the commands of `preheat` share: the console, the options that name a store, and how one is opened."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+from model.store import Store, StoreOptions, open_store
+
+ROOT = Path(__file__).resolve().parents[2]
+console = Console(highlight=False)
+
+StoreOption = Annotated[
+    str,
+    typer.Option("--store", envvar="PREHEAT_STORE", help="Folder, file:// or s3:// URL that holds blobs and releases."),
+]
+CacheOption = Annotated[
+    Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Where what is fetched from s3:// is kept.")
+]
+DEFAULT_STORE = str(ROOT / ".preheat" / "store")
+
+
+class Meter:
+    """What moves between this machine and a bucket, on a bar while `show` lasts and nowhere else."""
+
+    def __init__(self) -> None:
+        self._task: tuple[Progress, TaskID] | None = None
+
+    def moved(self, count: int) -> None:
+        """StoreOptions.report."""
+        if (task := self._task) is not None:
+            task[0].advance(task[1], count)
+
+    @contextmanager
+    def show(self, doing: str) -> Iterator[Callable[[int], None]]:
+        """Gives a function that sets how many bytes there are to move."""
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task(doing, total=None)
+            self._task = (progress, task)
+            try:
+                yield lambda total: progress.update(task, total=total)
+            finally:
+                self._task = None
+
+
+meter = Meter()
+
+
+def opened(store: str, cache_dir: Path | None = None) -> Store:
+    """Open a store whose transfers the meter shows. `cache_dir` holds for whatever is started, too."""
+    if cache_dir is not None:
+        os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
+    return open_store(store, replace(StoreOptions.from_deployment(), report=meter.moved))
+
+
+def plain(text: str) -> str:
+    """Text that rich must not read as markup."""
+    return text.replace("[", "\\[")

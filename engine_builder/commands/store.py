@@ -1,0 +1,176 @@
+"""The `preheat` commands that work on releases and their stores: keygen, publish, releases, verify, copy, gc."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
+from model.errors import CorruptBlob, UntrustedRelease
+from model.store import Store
+from model.store.manifest import Blob, Manifest
+from model.store.signature import check_signature, configured_keys
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(help="Where to write the private key; a file that is there is left alone.")],
+) -> None:
+    """Make a key to sign releases with. Prints the public half, the line for a deployment's config."""
+    from engine_builder.releases.signing import write_key
+
+    key = write_key(file)
+    console.print(f"Wrote the private key {key.key_id} to {file}: keep it secret, and keep a copy.", soft_wrap=True)
+    console.print("For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:", soft_wrap=True)
+    console.print(f"public_key: {key}", soft_wrap=True)
+
+
+def publish(
+    name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
+    store: StoreOption = DEFAULT_STORE,
+    sign: Annotated[Path | None, typer.Option(help="Private key file, of `preheat keygen`.")] = None,
+) -> None:
+    """Make a release of what was built: one manifest, written once."""
+    run_publish(opened(store), name, sign)
+
+
+def run_publish(store: Store, name: str, key_file: Path | None = None) -> Manifest:
+    """Publish and say what happened."""
+    from engine_builder.releases.publish import publish as publish_drafts
+    from engine_builder.releases.signing import read_key
+
+    manifest, new = publish_drafts(store, name, read_key(key_file) if key_file else None)
+    size = total_bytes(manifest)
+    said = "Published" if new else "Unchanged since"
+    console.print(
+        f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
+        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}"
+    )
+    return manifest
+
+
+def _signer(manifest: Manifest) -> str:
+    return f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"
+
+
+def releases(store: StoreOption = DEFAULT_STORE) -> None:
+    """List the releases of a store."""
+    holder = opened(store)
+    names = holder.releases()
+    table = Table("release", "targets", "components", "precision", "created", "MiB", "signed by")
+    for name in names:
+        manifest = holder.read_release(name)
+        size = total_bytes(manifest)
+        table.add_row(
+            name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
+            manifest.created, f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
+        )  # fmt: skip
+    console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
+
+
+def _precisions(manifest: Manifest) -> str:
+    """ "fp16, VAE fp32": of the engines of the UNet and, where it differs, of the VAE decoder."""
+    unet, vae = (
+        " ".join(sorted({engine.precision for engine in manifest.engines if engine.component == component}))
+        for component in ("unet", "vae_decoder")
+    )
+    return unet if vae == unet else f"{unet}, VAE {vae}"
+
+
+def verify(
+    release: Annotated[str | None, typer.Argument(help="MODEL/VERSION; default: every release.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    public_key: Annotated[
+        str | None,
+        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Check signatures, too; several keys with commas between them."),
+    ] = None,
+) -> None:
+    """Hash every blob that a release names, where it lies, and check who signed it. Exit status 1 where anything is
+    damaged, or not signed by --public-key where that is given."""
+    keys = configured_keys({"public_key": public_key})
+    holder = opened(store)
+    names = [release] if release else holder.releases()
+    manifests = [holder.read_release(name) for name in names]
+    blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
+    untrusted = 0
+    for manifest in manifests:
+        try:
+            check_signature(manifest, keys)
+            unchecked = ", which --public-key would check" if manifest.signature and not keys else ""
+            console.print(f"{manifest.name} is {_signer(manifest)}{unchecked}", soft_wrap=True)
+        except UntrustedRelease as error:
+            untrusted += 1
+            console.print(f"[red]untrusted[/] {plain(str(error))}", soft_wrap=True)
+
+    def check(blob: Blob) -> str | None:
+        try:
+            holder.check(blob.sha256, blob.bytes)
+        except CorruptBlob as error:
+            return str(error)
+        return None
+
+    with Progress(console=console, transient=True) as progress, ThreadPoolExecutor(4) as pool:
+        damaged = []
+        for message in progress.track(pool.map(check, blobs.values()), total=len(blobs), description="Hashing"):
+            damaged += [message] if message else []
+    for message in damaged:
+        console.print(f"[red]damaged[/] {plain(message)}")
+    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
+    if damaged or untrusted:
+        raise typer.Exit(1)
+
+
+def copy(
+    release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
+    source: Annotated[str, typer.Option("--from", help="The store that has it.")] = DEFAULT_STORE,
+    store: StoreOption = DEFAULT_STORE,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Copy a release to another store, for example from this machine's folder to s3://bucket."""
+    from engine_builder.releases.mirror import copy_release
+
+    stores = opened(source, cache_dir), opened(store, cache_dir)
+    if stores[0].url == stores[1].url:
+        raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
+    remote = sum(holder.url.startswith("s3:") for holder in stores)
+    began = time.perf_counter()
+    with meter.show(f"Copying {release}") as expect:
+        manifest, new = copy_release(*stores, release, lambda found: expect(remote * total_bytes(found)))
+    if new:
+        seconds = time.perf_counter() - began
+        size = total_bytes(manifest) / 2**20
+        console.print(f"Copied [bold]{release}[/] to {stores[1].url}: {size:.0f} MiB in {seconds:.1f} s")
+    else:
+        console.print(f"[bold]{release}[/] is in {stores[1].url} already.")
+
+
+def total_bytes(manifest: Manifest) -> int:
+    """Of all blobs that a release names."""
+    return sum(blob.bytes for blob in manifest.blobs().values())
+
+
+def gc(
+    store: StoreOption = DEFAULT_STORE,
+    older_than: Annotated[
+        str, typer.Option(help="Keep what was put since, for it may be of a publish that is going on: 24h, 7d.")
+    ] = "24h",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it nothing is changed.")] = False,
+) -> None:
+    """Delete the blobs that no release, draft or engine record names. Shows them unless --delete is given."""
+    from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
+
+    holder = opened(store)
+    with console.status(f"Looking through {holder.url}"):
+        garbage = find_garbage(holder, read_age(older_than))
+    for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
+        console.print(f"{digest}  {size / 2**20:10.2f} MiB")
+    said = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are named by nothing"
+    left = f"{garbage.kept} are in use and {garbage.young} younger than {older_than}"
+    if not delete:
+        console.print(f"{said} ({left}). Nothing was deleted: add --delete.")
+        return
+    freed = delete_garbage(holder, garbage)
+    console.print(f"{said} ({left}); {freed / 2**20:.1f} MiB freed in {holder.url}.")

@@ -1,0 +1,1 @@
+"""Model folders in diffusers' layout: found, read, and made up for benchmarks."""

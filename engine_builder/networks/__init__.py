@@ -1,0 +1,272 @@
+"""The networks of a diffusers-layout folder, wrapped so that flat named tensors go in and come out.
+
+A folder is a full SDXL checkout, plain or with `variant="fp16"` or sharded weights, or `data/tiny-sdxl`. The wrappers
+change no arithmetic: they only drop dictionaries and outputs that nobody reads.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork, text_width, time_width
+from engine_builder.networks.vae import VaeDecoderNetwork
+from model import components
+from model.components import PRECISIONS, Widths
+from model.errors import PreheatError
+from model.layout import LAYOUTS, Layout
+from model.store.manifest import Precision, Signature
+
+
+class ModelFolderError(PreheatError):
+    """The folder is not a diffusers checkout that Preheat can build from."""
+
+
+# What makes a UNet SDXL's: sizes beside the text, and blocks of the kinds that `unet` computes. A key that a config
+# leaves out has diffusers' default.
+_SDXL_UNET: dict[str, tuple[Any, Any]] = {  # key -> wanted, diffusers' default
+    "addition_embed_type": ("text_time", None),
+    "use_linear_projection": (True, False),
+    "act_fn": ("silu", "silu"),
+    "resnet_time_scale_shift": ("default", "default"),
+    "only_cross_attention": (False, False),
+    "dual_cross_attention": (False, False),
+    "class_embed_type": (None, None),
+    "encoder_hid_dim_type": (None, None),
+    "time_embedding_act_fn": (None, None),
+    "cross_attention_norm": (None, None),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2DCrossAttn"),
+    "attention_type": ("default", "default"),
+}
+_SDXL_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
+
+
+class TextNetwork(nn.Module):
+    """CLIP without projection: input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width]."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
+        return (output.hidden_states[-2],)
+
+
+class PooledTextNetwork(TextNetwork):
+    """CLIP with projection: also the pooled projection of the first end-of-text token, [rows, pooled width]."""
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
+        return output.hidden_states[-2], output.text_embeds
+
+
+@dataclass(frozen=True)
+class Network:
+    """A component ready to export. `multiple`: sizes (pixels) must be multiples of it, None for text encoders."""
+
+    component: str
+    module: nn.Module
+    signature: Signature
+    architecture: dict[str, Any]
+    precision: Precision
+    layout: Layout
+    multiple: int | None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every parameter and buffer by its public name (the checkpoint's, without the wrapper's prefix)."""
+        named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {public_name(name): tensor.detach() for name, tensor in named.items()}
+
+
+def public_name(name: str) -> str:
+    """The checkpoint's name of a wrapper's parameter."""
+    return name.removeprefix("network.")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A diffusers checkout on disk."""
+
+    root: Path
+
+    def config(self, part: str, file: str = "config.json") -> dict[str, Any]:
+        """A part's JSON settings. Raises ModelFolderError where the file is missing or is not JSON."""
+        path = self.root / part / file
+        try:
+            config: dict[str, Any] = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ModelFolderError(
+                f"{self.root} has no {part}/{file}: give a folder in diffusers' layout, for example data/tiny-sdxl."
+            ) from error
+        except ValueError as error:
+            raise ModelFolderError(f"{path} is not JSON: {error}.") from error
+        return config
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """model_index.json."""
+        return self.config(".", "model_index.json")
+
+    def widths(self) -> Widths:
+        """The numbers that shapes depend on. Raises ModelFolderError where these are no networks of an SDXL."""
+        network = self.config("unet")
+        vae, second = self.config("vae"), self.config("text_encoder_2")
+        for part, config, settings in (("unet", network, _SDXL_UNET), ("vae", vae, _SDXL_VAE)):
+            for key, (wanted, default) in settings.items():
+                if config.get(key, default) != wanted:
+                    raise ModelFolderError(
+                        f"{self.root}/{part} is not SDXL's: its {key} is {config.get(key, default)!r}, not {wanted!r}, "
+                        "and only that is served."
+                    )
+        if network["in_channels"] != vae["latent_channels"]:
+            raise ModelFolderError(
+                f"{self.root}/unet takes {network['in_channels']} channels and the VAE gives {vae['latent_channels']}: "
+                "a UNet for inpainting or editing is not served."
+            )
+        has_first = (self.root / "text_encoder").is_dir()
+        embedded = network["projection_class_embeddings_input_dim"] - second["projection_dim"]
+        return Widths(
+            tokens=second["max_position_embeddings"],
+            text_width=self.config("text_encoder")["hidden_size"] if has_first else 0,
+            text_width_2=second["hidden_size"],
+            pooled_width=second["projection_dim"],
+            latent_channels=network["in_channels"],
+            time_ids=embedded // network["addition_time_embed_dim"],
+            vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
+            timestep_cond=network.get("time_cond_proj_dim") or 0,
+        )
+
+
+# Keys that say where a config came from, not what is computed.
+_PROVENANCE = (
+    "_name_or_path",
+    "_diffusers_version",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "architectures",
+)
+
+_OUTSIDE = ("scaling_factor", "force_upcast")
+
+
+def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
+    """The part of a config.json that decides which code is compiled; names and versions of its writer are left out, and
+    what is applied outside of an engine.
+
+    Embedding guidance is the time network's alone: a UNet distilled to that runs on the engines of the one it was
+    distilled from.
+    """
+    decides = {key: value for key, value in config.items() if key not in _PROVENANCE + _OUTSIDE}
+    if "time_cond_proj_dim" in decides and component not in (components.UNET_TIME, components.REFINER_UNET_TIME):
+        decides["time_cond_proj_dim"] = None
+    return decides
+
+
+class Reader:
+    """Reads a part of a checkout and remembers it until another is asked for: a UNet's three components read it once.
+
+    What it gives has modules of its own, to be changed, and shares their tensors.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[object, nn.Module] | None = None
+
+    def read(self, library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+        """The network of class `name` of `library` in `folder`/`part`. Raises ModelFolderError."""
+        asked = (folder.root, part, dtype)
+        if self._last is None or self._last[0] != asked:
+            self._last = None  # not held beside the next
+            self._last = (asked, _load(library, name, folder, part, dtype))
+        network = self._last[1]
+        tensors = [*network.parameters(), *network.buffers()]
+        return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})
+
+
+def load_network(
+    folder: ModelFolder, component: str, precision: Precision, device: str = "cpu", reader: Reader | None = None
+) -> Network:
+    """One component of a checkout in `precision`, in eval mode on `device`; on "meta" its shapes alone, which takes no
+    weights.
+
+    `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout, by
+    `reader` where several are loaded in turn. Raises ModelFolderError where the folder lacks it or it is no SDXL
+    network.
+    """
+    dtype_name = PRECISIONS[precision]
+    dtype = components.DTYPES[dtype_name]
+    widths = folder.widths()
+    part = {
+        components.REFINER_TEXT_ENCODER_2: "text_encoder_2",
+        components.UNET_TEXT: "unet",
+        components.UNET_TIME: "unet",
+        components.REFINER_UNET_TEXT: "unet",
+        components.REFINER_UNET_TIME: "unet",
+        components.REFINER_UNET: "unet",
+        components.VAE_DECODER: "vae",
+    }.get(component, component)
+    config = folder.config(part)
+    multiple: int | None = None
+    module: nn.Module
+    load = _load_shapes if device == "meta" else (reader or Reader()).read
+    if part == "text_encoder":
+        module = TextNetwork(load("transformers", "CLIPTextModel", folder, part, dtype))
+        signature = components.text_signature(widths.text_width, widths.tokens, dtype_name, None)
+    elif part == "text_encoder_2":
+        module = PooledTextNetwork(load("transformers", "CLIPTextModelWithProjection", folder, part, dtype))
+        signature = components.text_signature(widths.text_width_2, widths.tokens, dtype_name, widths.pooled_width)
+    elif part == "unet":
+        network = load("diffusers", "UNet2DConditionModel", folder, part, dtype)
+        time, text = time_width(network), text_width(network)
+        if component in (components.UNET_TEXT, components.REFINER_UNET_TEXT):
+            module = UnetTextNetwork(network)
+            signature = components.unet_text_signature(widths.tokens, config["cross_attention_dim"], text, dtype_name)
+        elif component in (components.UNET_TIME, components.REFINER_UNET_TIME):
+            module = UnetTimeNetwork(network)
+            signature = components.unet_time_signature(widths, time, dtype_name)
+        else:
+            module = UnetNetwork(network)
+            signature = components.unet_signature(widths, time, text, dtype_name)
+            multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
+    else:
+        module = VaeDecoderNetwork(load("diffusers", "AutoencoderKL", folder, part, dtype))
+        signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)
+        multiple = widths.vae_scale
+    module = module.to(device).eval().requires_grad_(False)
+    layout = LAYOUTS.get(torch.device(device).type, "plain")
+    if layout == "channels_last":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return Network(component, module, signature, architecture(config, component), precision, layout, multiple)
+
+
+def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+    import importlib
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the build has a bar of its own
+    files = list((folder.root / part).glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")
+    variant = "fp16" if all(".fp16" in file.name for file in files) else None
+    cls = getattr(importlib.import_module(library), name)
+    kind = "torch_dtype" if library == "diffusers" else "dtype"
+    network: nn.Module = cls.from_pretrained(folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype})
+    return network
+
+
+def _load_shapes(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
+    import importlib
+
+    cls = getattr(importlib.import_module(library), name)
+    with torch.device("meta"):
+        if library == "diffusers":
+            network: nn.Module = cls.from_config(folder.config(part))
+        else:
+            network = cls(cls.config_class.from_dict(folder.config(part)))
+    return nn.Module.to(network, dtype)  # diffusers' own `to` warns of what from_pretrained does

@@ -1,0 +1,182 @@
+"""SDXL's UNet in three networks: what is computed once a text, once a request, and once a step.
+
+`UnetTextNetwork` makes the keys and values of every cross-attention from the text, `UnetTimeNetwork` every ResNet
+block's bias from the timestep and the sizes, and `UnetNetwork` does the rest. Together they compute what diffusers'
+`UNet2DConditionModel` computes, from the same checkpoint; each keeps only the parameters it reads.
+
+Activations are [rows, channels, height, width] between blocks and [rows, height * width, channels] inside a
+transformer. Where weights are channels_last the two are the same memory, and no copy is made between them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_builder.networks.blocks import attend, attend_to_text, group_norm, resnet, upsample
+
+_TIME = ("time_embedding.", "add_embedding.")  # and every `time_emb_proj`
+_TEXT = (".attn2.to_k.", ".attn2.to_v.")
+
+
+def is_time(name: str) -> bool:
+    """Whether a parameter of that name is the time network's."""
+    return name.startswith(_TIME) or ".time_emb_proj." in name
+
+
+def is_text(name: str) -> bool:
+    """Whether a parameter of that name is the text network's."""
+    return any(part in name for part in _TEXT)
+
+
+class UnetTextNetwork(nn.Module):
+    """encoder_hidden_states [rows, tokens, width] -> keys_values [rows, tokens, 2 * channels of all cross-attentions].
+
+    Keys, then values, of each cross-attention in the order of `transformer_blocks`.
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        keep_parameters(network, is_text)
+
+    def forward(self, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
+        parts = []
+        for block in transformer_blocks(self.network):
+            parts += [block.attn2.to_k(encoder_hidden_states), block.attn2.to_v(encoder_hidden_states)]
+        return (torch.cat(parts, dim=-1),)
+
+
+class UnetTimeNetwork(nn.Module):
+    """timestep [rows], text_embeds [rows, pooled], time_ids [rows, 5 or 6] -> time_embeds [rows, channels of all
+    ResNet blocks]: each block's projection of the embedded time, in the order of `resnets`.
+
+    A UNet distilled to embed guidance also takes timestep_cond [rows, time_cond_proj_dim].
+    """
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        keep_parameters(network, is_time)
+
+    def forward(
+        self, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor, timestep_cond: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        network, dtype = self.network, text_embeds.dtype
+        embedded = network.time_embedding(network.time_proj(timestep).to(dtype), timestep_cond)
+        sizes = network.add_time_proj(time_ids.flatten()).reshape(time_ids.shape[0], -1).to(dtype)
+        embedded = F.silu(embedded + network.add_embedding(torch.cat([text_embeds, sizes], dim=-1)))
+        return (torch.cat([block.time_emb_proj(embedded) for block in resnets(network)], dim=-1),)
+
+
+class UnetNetwork(nn.Module):
+    """sample [rows, channels, height/8, width/8], time_embeds and keys_values of each row -> predicted noise."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        self._time = [block.time_emb_proj.out_features for block in resnets(network)]
+        self._text = [block.attn2.to_k.out_features for block in transformer_blocks(network)]
+        for block in transformer_blocks(network):
+            _fuse_queries_keys_values(block.attn1)
+        keep_parameters(network, lambda name: not is_time(name) and not is_text(name))
+
+    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        network = self.network
+        biases = iter(torch.split(time_embeds, self._time, dim=-1))
+        texts = iter(torch.split(keys_values, [width for width in self._text for _ in ("keys", "values")], dim=-1))
+        hidden = network.conv_in(sample)
+        skips = [hidden]
+        for block in network.down_blocks:
+            for layer, transformer in _layers(block):
+                hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), texts)
+                skips.append(hidden)
+            for downsampler in block.downsamplers or ():
+                hidden = downsampler.conv(hidden)
+                skips.append(hidden)
+        middle = network.mid_block
+        hidden = resnet(middle.resnets[0], hidden, next(biases))
+        for layer, transformer in zip(middle.resnets[1:], middle.attentions, strict=True):
+            hidden = resnet(layer, _transformer(transformer, hidden, texts), next(biases))
+        for block in network.up_blocks:
+            for layer, transformer in _layers(block):
+                hidden = resnet(layer, torch.cat([hidden, skips.pop()], dim=1), next(biases))
+                hidden = _transformer(transformer, hidden, texts)
+            for upsampler in block.upsamplers or ():
+                hidden = upsample(upsampler, hidden)
+        return (network.conv_out(F.silu(group_norm(network.conv_norm_out, hidden))),)
+
+
+def time_width(network: Any) -> int:
+    """The width of `time_embeds`."""
+    return sum(int(block.time_emb_proj.out_features) for block in resnets(network))
+
+
+def text_width(network: Any) -> int:
+    """The width of `keys_values`."""
+    return 2 * sum(int(block.attn2.to_k.out_features) for block in transformer_blocks(network))
+
+
+def resnets(network: Any) -> Iterator[Any]:
+    """Every ResNet block in the order of the forward pass."""
+    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
+        yield from block.resnets
+
+
+def transformer_blocks(network: Any) -> Iterator[Any]:
+    """Every transformer block in the order of the forward pass."""
+    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
+        for transformer in getattr(block, "attentions", None) or ():
+            yield from transformer.transformer_blocks
+
+
+def keep_parameters(network: nn.Module, wanted: Callable[[str], bool]) -> None:
+    """Drop every parameter whose name `wanted(name)` refuses: an engine has a constant for each one that is left."""
+    for name, _ in list(network.named_parameters()):
+        if not wanted(name):
+            path, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(path), leaf, None)
+
+
+def _layers(block: Any) -> Iterable[tuple[Any, Any]]:
+    transformers = getattr(block, "attentions", None) or [None] * len(block.resnets)
+    return zip(block.resnets, transformers, strict=True)
+
+
+def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> Tensor:
+    if transformer is None:
+        return hidden
+    rows, channels, height, width = hidden.shape
+    tokens = group_norm(transformer.norm, hidden).permute(0, 2, 3, 1).reshape(rows, height * width, channels)
+    tokens = transformer.proj_in(tokens)
+    for block in transformer.transformer_blocks:
+        tokens = tokens + _self_attention(block.attn1, block.norm1(tokens))
+        tokens = tokens + _cross_attention(block.attn2, block.norm2(tokens), next(texts), next(texts))
+        widened, gate = block.ff.net[0].proj(block.norm3(tokens)).chunk(2, dim=-1)
+        tokens = tokens + block.ff.net[2](widened * F.gelu(gate))
+    out: Tensor = transformer.proj_out(tokens)
+    return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
+
+
+def _self_attention(attention: Any, tokens: Tensor) -> Tensor:
+    queries, keys, values = attention.to_qkv(tokens).chunk(3, dim=-1)
+    out: Tensor = attention.to_out[0](attend(queries, keys, values, attention.heads))
+    return out
+
+
+def _cross_attention(attention: Any, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    mixed = attend_to_text(attention.to_q(tokens), keys, values, attention.heads)
+    out: Tensor = attention.to_out[0](mixed)
+    return out
+
+
+def _fuse_queries_keys_values(attention: Any) -> None:
+    """`to_q`, `to_k` and `to_v` of a self-attention become one `to_qkv`: one large product instead of three."""
+    parts = [attention.to_q, attention.to_k, attention.to_v]
+    weight = torch.cat([part.weight for part in parts])
+    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    fused.weight = nn.Parameter(weight, requires_grad=False)
+    attention.to_qkv = fused
+    attention.to_q = attention.to_k = attention.to_v = None

@@ -1,0 +1,47 @@
+"""SDXL's VAE decoder as one network: latents in, pixels out, with the arithmetic of diffusers' `AutoencoderKL`."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_builder.networks.blocks import group_norm, resnet, upsample
+
+
+class VaeDecoderNetwork(nn.Module):
+    """Latents already divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.decoder: Any = vae.decoder
+        self.post_quant_conv: nn.Module = getattr(vae, "post_quant_conv", None) or nn.Identity()
+
+    def forward(self, latents: Tensor) -> tuple[Tensor, ...]:
+        decoder = self.decoder
+        hidden = decoder.conv_in(self.post_quant_conv(latents))
+        middle = decoder.mid_block
+        hidden = resnet(middle.resnets[0], hidden)
+        for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+            hidden = resnet(block, _attention(attention, hidden))
+        for up in decoder.up_blocks:
+            for block in up.resnets:
+                hidden = resnet(block, hidden)
+            for upsampler in up.upsamplers or ():
+                hidden = upsample(upsampler, hidden)
+        return (decoder.conv_out(F.silu(group_norm(decoder.conv_norm_out, hidden))),)
+
+
+def _attention(attention: Any, hidden: Tensor) -> Tensor:
+    """Every pixel of the latent attends to every other, in one head as wide as the channels (512).
+
+    On a GPU no fused attention takes so wide a head well: two plain products with a softmax between them are faster.
+    """
+    rows, channels, height, width = hidden.shape
+    tokens = group_norm(attention.group_norm, hidden).permute(0, 2, 3, 1).reshape(rows, height * width, channels)
+    queries, keys, values = attention.to_q(tokens), attention.to_k(tokens), attention.to_v(tokens)
+    if hidden.device.type == "cuda":
+        mixed = ((queries * channels**-0.5) @ keys.transpose(1, 2)).softmax(-1) @ values
+    else:
+        mixed = F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None])[:, 0]
+    out: Tensor = attention.to_out[0](mixed)
+    return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden

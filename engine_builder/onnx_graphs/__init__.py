@@ -1,0 +1,1 @@
+"""The networks as ONNX graphs: exported, checked, kept."""

@@ -1,0 +1,1 @@
+"""What is done with releases: publish, sign, copy, collect what nothing names."""

@@ -1,0 +1,100 @@
+"""Drafts of one model, of any number of targets -> one release. Nothing is compiled or changed here."""
+
+from datetime import UTC, datetime
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from engine_builder.releases.signing import public_key, sign
+from model.errors import ManifestError, PreheatError, UntrustedRelease
+from model.store import Store
+from model.store.manifest import Manifest, split_name
+from model.store.signature import check_signature
+
+
+class NothingToPublish(PreheatError):
+    """No draft of the model is in the store, or the drafts do not belong together."""
+
+
+def publish(store: Store, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
+    """Publish the drafts of `name` ("model/version", or "model": the next whole number), signed where there is a `key`.
+
+    Returns the manifest and whether it is new: with no version given, drafts equal to the newest release make none,
+    unless that lacks the signature asked for.
+    Raises NothingToPublish, ReleaseExists, CorruptBlob.
+    """
+    model, _, version = name.partition("/")
+    split_name(f"{model}/{version or '1'}")
+    drafts = read_drafts(store, model)
+    merged = merge(drafts)
+    if not version:
+        numbers = sorted(int(v) for m, v in map(split_name, store.releases()) if m == model and v.isdigit())
+        if numbers:
+            newest = store.read_release(f"{model}/{numbers[-1]}")
+            if _content(newest) == _content(merged) and _is_signed(newest, key):
+                return newest, False
+        version = str(numbers[-1] + 1 if numbers else 1)
+    manifest = merged.model_copy(
+        update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
+    )
+    if key is not None:
+        manifest = sign(manifest, key)
+    store.write_release(manifest)
+    return manifest, True
+
+
+def read_drafts(store: Store, model: str) -> list[Manifest]:
+    """The model's drafts, newest first, of the newest's source: older weights of other targets are left out."""
+    drafts = []
+    for record in store.records("drafts"):
+        data = store.read_record("drafts", record)
+        try:
+            draft = Manifest.model_validate_json(data or b"")
+        except ValueError as error:
+            raise ManifestError(f"The draft {record} in {store.url} is damaged: run `preheat build` again.") from error
+        if draft.model == model:
+            drafts.append(draft)
+    if not drafts:
+        raise NothingToPublish(f"{store.url} has no build of {model}: run `preheat build` first.")
+    drafts.sort(key=lambda draft: draft.created, reverse=True)
+    return [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
+
+
+def merge(drafts: list[Manifest]) -> Manifest:
+    """One manifest with the engines and weights of all drafts (same source, so the rest agrees).
+
+    Its order does not tell which draft was built last, so building one of them again makes no new release.
+    """
+    newest = drafts[0]
+    engines = {(e.component, e.key): e for draft in reversed(drafts) for e in draft.engines}
+    weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
+    return newest.model_copy(
+        update={
+            "builder": {key: value for key, value in newest.builder.items() if key != "tensorrt"},
+            "engines": tuple(engine for _, engine in sorted(engines.items(), key=lambda item: item[0])),
+            "weights": tuple(record for _, record in sorted(weights.items(), key=lambda item: item[0])),
+        }
+    )
+
+
+def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
+    """Whether a release has the signature that is asked for; no key asks for none."""
+    if key is None:
+        return True
+    try:
+        check_signature(manifest, [public_key(key)])
+    except UntrustedRelease:
+        return False
+    return True
+
+
+def _content(manifest: Manifest) -> object:
+    """What makes two releases the same, whenever they were made."""
+    return manifest.model_dump(
+        mode="json",
+        exclude={
+            "version": True,
+            "created": True,
+            "signature": True,
+            "engines": {"__all__": {"accuracy", "build_seconds"}},
+        },
+    )

@@ -1,0 +1,1 @@
+"""The real server on this machine, and its client."""

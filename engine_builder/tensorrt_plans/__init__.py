@@ -1,0 +1,1 @@
+"""ONNX graphs to TensorRT plans. Not executed where this was written; see docs/tensorrt.md."""
