@@ -79,22 +79,23 @@ def _counts(unet: EngineSet, height: int, width: int, capacity: int) -> list[int
 
 
 def _step_seconds(model: LoadedModel, loop: Loop, row: Row, images: int) -> float:
-    """The faster of two steps of so many copies of `row`: the first one also waits for what was queued before it."""
+    """One step of so many copies of `row`. One is enough for what hangs on it, and a start waits for it."""
     for _ in range(images):
         loop.join(_again(row))
+    _synchronize(model)
+    began = time.perf_counter()
     try:
-        return min(_one_step(model, loop) for _ in range(2))
+        loop.step()
+        _synchronize(model)
+        return time.perf_counter() - began
     finally:
         for left in list(loop.rows):
             loop.leave(left)
 
 
-def _one_step(model: LoadedModel, loop: Loop) -> float:
-    began = time.perf_counter()
-    loop.step()
+def _synchronize(model: LoadedModel) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-    return time.perf_counter() - began
 
 
 def _again(row: Row) -> Row:
