@@ -83,7 +83,7 @@ def main() -> None:
     os.dup2(2, 1)  # what is printed by anything imported is none of the bytes that the parent reads
     import model.store.s3_bucket  # noqa: F401  takes long, so before it is known what to ask
     from model.prefetch import bring
-    from model.store.manifest import parse_manifest
+    from model.store.parsing import parse_manifest
     from model.store.s3 import S3Store
 
     line = _read_line()

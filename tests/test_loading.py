@@ -35,7 +35,8 @@ from model.loading import Loaded, ServedBucket, check_memory, choose_engines, lo
 from model.request import SizeList, SizeRange
 from model.schedule import MAX_STEPS
 from model.store.local import LocalStore
-from model.store.manifest import Bucket, Span, parse_manifest
+from model.store.manifest import Bucket, Span
+from model.store.parsing import parse_manifest
 from model.target import Target
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep

@@ -15,17 +15,8 @@ from model.engines.tensorrt_api import TensorRTUnavailable
 from model.errors import EngineError, ManifestError, NoEngineForTarget
 from model.runtimes import check_installed, check_refit, fastest_first, read_choice, request_time, targets_of
 from model.store.local import LocalStore
-from model.store.manifest import (
-    Benchmark,
-    Blob,
-    Bucket,
-    EngineRecord,
-    Manifest,
-    Span,
-    TensorRTPlan,
-    WeightsRecord,
-    parse_manifest,
-)
+from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
+from model.store.parsing import parse_manifest
 from model.target import Target
 from tests.conftest import REPOSITORY
 from tests.stand_ins import releases

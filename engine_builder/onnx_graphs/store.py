@@ -21,7 +21,8 @@ from engine_builder.onnx_graphs.export import OnnxGraph, export_graph, graph_key
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.errors import CorruptBlob
 from model.store import Store
-from model.store.manifest import Blob, Precision, WeightsRecord, parse_constants
+from model.store.manifest import Blob, Precision, WeightsRecord
+from model.store.parsing import parse_constants
 
 # What a graph may differ from eager PyTorch in ONNX Runtime: fp32 absolutely, fp16 relatively (by norm).
 ABSOLUTE = {"fp32": 1e-4}

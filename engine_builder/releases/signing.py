@@ -8,7 +8,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from model.errors import PreheatError
-from model.store.manifest import Manifest, ReleaseSignature, parse_manifest
+from model.store.manifest import Manifest, ReleaseSignature
+from model.store.parsing import parse_manifest
 from model.store.signature import PublicKey
 
 

@@ -6,7 +6,7 @@ import torch
 
 from model.components import DTYPES, dtype_name
 from model.errors import EngineError, ManifestError
-from model.store.manifest import parse_constants
+from model.store.parsing import parse_constants
 
 
 def map_constants(

@@ -22,8 +22,9 @@ from model.errors import ManifestError, ReleaseExists, StoreError
 from model.store.cache import BlobCache, Partial
 from model.store.keys import BLOBS, RELEASES, is_digest, is_release_name, record_key, release_key, release_not_found
 from model.store.local import REFRESH_AGE
-from model.store.manifest import Blob, Manifest, parse_manifest
+from model.store.manifest import Blob, Manifest
 from model.store.options import StoreOptions
+from model.store.parsing import parse_manifest
 from model.store.sink import Nobody, Sink
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from model.coldstart import ColdStart
 from model.errors import CorruptBlob, PreheatError
 from model.loading import Loaded, load_release
 from model.store.local import LocalStore
-from model.store.manifest import Manifest, parse_manifest
+from model.store.manifest import Manifest
+from model.store.parsing import parse_manifest
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey
 from tests.attacks.conftest import Victim

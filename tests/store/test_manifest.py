@@ -9,17 +9,8 @@ import pytest
 
 from model.errors import ManifestError
 from model.store import open_store
-from model.store.manifest import (
-    BLOB_LIMIT,
-    MANIFEST_LIMIT,
-    SMALL_BLOB_LIMIT,
-    Bucket,
-    Manifest,
-    Span,
-    parse_constants,
-    parse_manifest,
-    split_name,
-)
+from model.store.manifest import BLOB_LIMIT, MANIFEST_LIMIT, SMALL_BLOB_LIMIT, Bucket, Manifest, Span
+from model.store.parsing import parse_constants, parse_manifest, split_name
 from tests.stand_ins import releases
 
 Entries = dict[str, Any]
