@@ -166,20 +166,25 @@ class Server:
         """
         log = self._read_log()
         end = time.monotonic() + timeout
+
+        def tell() -> None:
+            for message in log.new_messages():
+                if progress is not None:
+                    progress(message)
+
         # Not through a proxy, whatever the environment says: this is our own machine.
         with httpx.Client(trust_env=False, timeout=5.0) as client:
             while True:
                 # First whether it lives, then what it said, so that a dead process's last words are read.
                 exit_code = self._exit_code()
-                for message in log.new_messages():
-                    if progress is not None:
-                        progress(message)
+                tell()
                 if exit_code is not None:
                     raise self._failed(f"The server ended before it was ready ({_how(exit_code)}).")
                 if time.monotonic() > end:
                     raise self._failed(f"The server was not ready after {timeout:g} s.")
                 try:
                     if client.get(f"{self.url}/v1/models/model").status_code == 200:
+                        tell()  # what was logged since, "Completed" last of all
                         return
                 except httpx.TransportError:
                     pass  # not listening yet, or ending: the process's state says which
