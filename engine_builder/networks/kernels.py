@@ -7,8 +7,7 @@ They become part of the compiled engine; a server needs neither this module nor 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
-from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch import Tensor, library
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -31,7 +30,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + place, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
-@triton_op("preheat::attend_to_text", mutates_args={})
+@library.triton_op("preheat::attend_to_text", mutates_args={})
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Cross-attention to a text of at most 128 tokens: softmax(q k / sqrt(width)) v for each of `heads`.
 
@@ -42,7 +41,7 @@ def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) ->
     texts = keys.shape[1]
     out = torch.empty_like(queries)
     block = 64 if rows * tokens <= 4096 else 128  # as measured on an H200
-    wrap_triton(_attend_kernel)[(-(-tokens // block), rows * heads)](
+    library.wrap_triton(_attend_kernel)[(-(-tokens // block), rows * heads)](
         queries, keys, values, out, tokens, texts, keys.stride(1), channels, heads, (channels // heads) ** -0.5,
         TOKENS=block, TEXTS=128, WIDTH=64, num_warps=4, num_stages=1,
     )  # fmt: skip
