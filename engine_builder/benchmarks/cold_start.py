@@ -8,6 +8,7 @@ nothing is done with them, for that is the network's part.
 import importlib.util
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,10 @@ class Start:
     """From the process's start to its first finished picture, as the server itself measured it."""
     phases: dict[str, float]
     """What of that went where, in order; what is left over is the server's own."""
+    ready: float
+    """From the process's start to the answer that it is ready, as its caller saw it."""
+    stages: dict[str, float]
+    """Milliseconds of the first request, by stage."""
     bytes: int
     """Fetched into the cache folder."""
 
@@ -64,23 +69,25 @@ def start_once(layout: Layout, place: Place, release: str, request: dict[str, An
             "PREHEAT_RELEASE": release,
             "PREHEAT_CACHE_DIR": str(cache),
         }
+        began = time.perf_counter()
         with Server(layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT)
+            ready = time.perf_counter() - began
             answer = generate(server.url, request, _TIMEOUT)
             measured = cold_start_phases(server.url)
         size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-        return _start(measured, answer, size)
+        return _start(measured, answer, ready, size)
     finally:
         shutil.rmtree(cache, ignore_errors=True)
 
 
-def _start(measured: dict[str, float], answer: dict[str, Any], size: int) -> Start:
+def _start(measured: dict[str, float], answer: dict[str, Any], ready: float, size: int) -> Start:
     """Phases up to the first request, the request itself, and what is left: HTTP, Truss, waiting for the request."""
     first = measured.pop(FIRST_IMAGE)
     phases = {name: seconds for name, seconds in measured.items() if name not in _OVERLAPPING}
     phases["first request"] = float(answer["time"])
     phases["other"] = max(0.0, first - sum(phases.values()))
-    return Start(first, phases, size)
+    return Start(first, phases, ready, answer["timings"], size)
 
 
 def bench_places(
@@ -114,8 +121,13 @@ def starts_row(place: Place, release: str, starts: Sequence[Start], precision: s
         steps,
         1,
         digits=3,
+        stages=medians([start.stages for start in starts]),
         phases=medians([start.phases for start in starts], 3),
-        extra={"best": round(min(start.first_image for start in starts), 3)} | _fetched(starts),
+        extra={
+            "best": round(min(start.first_image for start in starts), 3),
+            "ready": round(statistics.median(start.ready for start in starts), 3),
+        }
+        | _fetched(starts),
     )
 
 

@@ -13,7 +13,16 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from engine_builder.benchmarks.rows import Row, append_rows
-from engine_builder.commands.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    ROOT,
+    CacheOption,
+    StoreOption,
+    bucket_of,
+    console,
+    opened,
+    sides,
+)
 from model.store.signature import configured_keys
 
 
@@ -87,13 +96,18 @@ def cold_start(
     / "configs"
     / "cpu-demo.yaml",
     prompt: str = "a large red circle on a blue background",
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of it; default: the release's own.")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of the first picture.")] = 30,
+    bucket: Annotated[
+        list[str] | None,
+        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: served in place of the config's buckets."),
+    ] = None,
     runs: int = 5,
     out: OutOption = None,
 ) -> None:
     """Start of the real server's process to its first picture, by phase. The last line is JSON."""
     from engine_builder.benchmarks import cold_start as cold
-    from engine_builder.serving.server import build_context, lay_out
+    from engine_builder.serving.server import build_context, lay_out, with_metadata
     from model.components import PRECISIONS
     from model.prefetch import guess
     from model.store import StoreOptions
@@ -101,18 +115,25 @@ def cold_start(
 
     holder = opened(store)
     manifest = holder.read_release(release)
-    served = manifest.engines[0].precision
+    served = next(engine.precision for engine in manifest.engines if engine.component == "unet")
     precision = PRECISIONS.get(served, served)  # as the latency's rows have it
-    request = {"prompt": prompt, "seed": 1, "num_inference_steps": steps, "output_format": "png"}
+    request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
+    if size is not None:
+        request["width"], request["height"] = sides(size)
+    served_buckets = [_bucket_entry(text) for text in bucket or []]
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
         with console.status("Laying out the server image"):
             layout = lay_out(build_context(ROOT, config, work / "build"), work / "image")
-        buckets = layout.config["model_metadata"]["preheat"].get("buckets") or []
+        settings = dict(layout.config["model_metadata"]["preheat"])
+        if served_buckets:
+            settings["buckets"] = served_buckets
+            layout = with_metadata(layout, {**layout.config["model_metadata"], "preheat": settings})
+        buckets = settings.get("buckets") or []
 
         def say(place: cold.Place, number: int, start: cold.Start) -> None:
             counted = f"run {number} of {runs}" if number else "not counted"
-            console.print(f"{place.name}: {start.first_image:.2f} s ({counted})")
+            console.print(f"{place.name}: ready {start.ready:.2f} s, first image {start.first_image:.2f} s ({counted})")
 
         def measure(*places: cold.Place) -> list[Row]:
             measured = cold.bench_places(layout, places, release, request, runs, work, say)
@@ -131,6 +152,12 @@ def cold_start(
                 rows = measure(here, there)
                 rows.insert(1, _alone(release, alone, sum(blob.bytes for blob in blobs), precision, steps))
     _finish(rows, "phases", "s", out)
+
+
+def _bucket_entry(text: str) -> dict[str, int]:
+    """ "1024x768@2" as the config has it."""
+    rows, height, width = bucket_of(text, "--bucket")
+    return {"height": height, "width": width, "rows": rows}
 
 
 @contextmanager

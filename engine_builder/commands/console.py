@@ -60,6 +60,23 @@ def opened(store: str, cache_dir: Path | None = None) -> Store:
     return open_store(store, replace(StoreOptions.from_deployment(), report=meter.moved))
 
 
+def sides(size: str, option: str = "--size") -> tuple[int, int]:
+    """ "1024x768" -> (width, height) in pixels."""
+    width, _, height = size.partition("x")
+    if not (width.isdigit() and height.isdigit()):
+        raise typer.BadParameter(f"{size!r} is not WIDTHxHEIGHT, for example 1024x1024", param_hint=option)
+    return int(width), int(height)
+
+
+def bucket_of(text: str, option: str = "--size") -> tuple[int, int, int]:
+    """ "1024x768@2" (width x height @ rows; without rows: 2) -> (rows, height, width)."""
+    size, _, rows = text.partition("@")
+    width, _, height = size.partition("x")
+    if not (width.isdigit() and height.isdigit() and (rows or "2").isdigit()):
+        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@ROWS, for example 1024x1024@2", param_hint=option)
+    return int(rows or 2), int(height), int(width)
+
+
 def plain(text: str) -> str:
     """Text that rich must not read as markup."""
     return text.replace("[", "\\[")

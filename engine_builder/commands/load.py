@@ -9,7 +9,7 @@ from rich.table import Column, Table
 
 from engine_builder.benchmarks.load import Outcome, closed_loop, open_loop, plot, rows, run
 from engine_builder.benchmarks.rows import append_rows, percentile
-from engine_builder.commands.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened
+from engine_builder.commands.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened, sides
 from engine_builder.serving import demo
 
 _SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached
@@ -32,7 +32,7 @@ def load(
     holder = opened(store, cache_dir)
     manifest = holder.read_release(release)
     settings = manifest.settings
-    width, height = _sides(size) if size else (settings.native_width, settings.native_height)
+    width, height = sides(size) if size else (settings.native_width, settings.native_height)
     precision = next(engine.precision for engine in manifest.engines if engine.component == "unet")
 
     def ask(number: int) -> dict[str, object]:
@@ -80,10 +80,3 @@ def load(
         out.unlink(missing_ok=True)
         append_rows(out, kept)
     print(json.dumps([row.to_dict() for row in kept]))
-
-
-def _sides(size: str) -> tuple[int, int]:
-    width, _, height = size.partition("x")
-    if not (width.isdigit() and height.isdigit()):
-        raise typer.BadParameter(f"{size!r} is not WIDTHxHEIGHT, for example 1024x1024", param_hint="--size")
-    return int(width), int(height)

@@ -21,7 +21,16 @@ from rich.progress import (
 from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
-from engine_builder.commands.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened, plain
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    ROOT,
+    CacheOption,
+    StoreOption,
+    bucket_of,
+    console,
+    opened,
+    plain,
+)
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import copy, gc, keygen, publish, releases, run_publish, verify
@@ -152,7 +161,7 @@ def run_build(
         refiner=refiner_folder,
         target=target,
         precision=cast(Precision, chosen),
-        sizes=tuple(_size(text) for text in sizes),
+        sizes=tuple(bucket_of(text) for text in sizes),
         tensorrt=choices,
         vae_precision=cast(Precision | None, vae_precision),
     )
@@ -373,15 +382,6 @@ def _progress() -> Iterator[Any]:
             progress.update(task, description=f"{component}: {doing}", completed=done, total=steps)
 
         yield show
-
-
-def _size(text: str) -> tuple[int, int, int]:
-    """ "1024x768@2" (width x height @ rows) -> (rows, height, width)."""
-    sides, _, rows = text.partition("@")
-    width, _, height = sides.partition("x")
-    if not (width.isdigit() and height.isdigit() and (rows or "2").isdigit()):
-        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@ROWS, for example 1024x1024@2", param_hint="--size")
-    return int(rows or 2), int(height), int(width)
 
 
 def _format_of(out: Path) -> str:

@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -92,6 +92,13 @@ def lay_out(context: Path, fs_root: Path) -> Layout:
         docker_build_emulator.DockerBuildEmulator(context / "Dockerfile", context).run(fs_root)
         config = TrussConfig.from_yaml(app / "config.yaml").to_dict()
     return Layout(root=fs_root, app=app, packages=packages, config=config)
+
+
+def with_metadata(layout: Layout, metadata: Mapping[str, Any]) -> Layout:
+    """The layout with `metadata` for its config's model_metadata, written into its config.yaml."""
+    config = {**layout.config, "model_metadata": dict(metadata)}
+    (layout.app / "config.yaml").write_text(json.dumps(config, indent=1) + "\n")  # JSON is YAML
+    return replace(layout, config=config)
 
 
 class Server:
