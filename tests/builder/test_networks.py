@@ -1,5 +1,6 @@
 """Reading checkouts: as they are published, in any of their forms, and what is refused."""
 
+import copy
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from engine_builder import networks
 from engine_builder.building.build import BuildPlan, build
 from engine_builder.building.compile import dynamic_bucket, engine_key
 from engine_builder.networks import ModelFolder, ModelFolderError, Reader, load_network
-from engine_builder.networks.blocks import channels_last_group_norm
+from engine_builder.networks.blocks import channels_last_group_norm, upsample_in_phases
 from model.components import BASE_COMPONENTS
 from model.store import Store
 from model.target import Target
@@ -137,6 +138,52 @@ def test_the_fast_form_of_group_norm_is_group_norm() -> None:
     for height, width in ((8, 8), (24, 16), (256, 256)):
         hidden = 3 * torch.randn(2, 64, height, width, generator=torch.Generator().manual_seed(0)) + 50
         torch.testing.assert_close(channels_last_group_norm(norm, hidden), norm(hidden), rtol=1e-4, atol=1e-4)
+
+
+def upsampled(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = conv(torch.nn.functional.interpolate(hidden, scale_factor=2.0, mode="nearest"))
+    return out
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows, height, width", [(1, 8, 8), (3, 7, 5), (2, 1, 6), (2, 16, 9)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_upsampling_in_phases_is_a_convolution_of_twice_the_picture(
+    layout: torch.memory_format, rows: int, height: int, width: int
+) -> None:
+    torch.manual_seed(0)
+    conv: Any = torch.nn.Conv2d(6, 10, 3, padding=1, dtype=torch.float64)
+    conv = conv.to(memory_format=layout)
+    hidden = torch.randn(rows, 6, height, width, dtype=torch.float64).to(memory_format=layout)
+    got = upsample_in_phases(conv, hidden)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(got, upsampled(conv, hidden), rtol=1e-12, atol=1e-12)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_upsampling_in_phases_rounds_as_little_as_the_convolution(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(128, 128, 3, padding=1, dtype=torch.float64).to(dtype)
+    hidden = torch.randn(2, 128, 16, 16).to(dtype)
+    # What half precision rounds after the convolution, before its bias, is the CPU's and not the weights'.
+    torch.nn.init.zeros_(conv.bias)
+    exact = upsampled(copy.deepcopy(conv).double(), hidden.double())
+
+    def error(out: torch.Tensor) -> float:
+        return float((out.double() - exact).norm() / exact.norm())
+
+    plain, phases = error(upsampled(conv, hidden)), error(upsample_in_phases(conv, hidden))
+    assert 0 < phases < 1.5 * plain
+
+
+@pytest.mark.parametrize("device, convolutions", [("cpu", 0), ("meta", 1)])
+def test_only_an_onnx_graph_upsamples_before_it_convolves(device: str, convolutions: int, toy_folder: Path) -> None:
+    network = load_network(ModelFolder(toy_folder), "vae_decoder", "fp32", device)
+    latents = torch.randn(1, 4, 8, 8, device=device)
+    graph = torch.export.export(network.module, (latents,), strict=False).graph
+    nearest = [node for node in graph.nodes if "upsample_nearest" in str(node.target)]
+    assert len(nearest) == convolutions * len(list(network.module.decoder.up_blocks)[1:])
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
