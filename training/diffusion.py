@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
@@ -269,9 +269,26 @@ def edges(latents: Tensor) -> Tensor:
     return 1 + EDGES * (F.max_pool2d(down + across, 3, stride=1, padding=1) > STEP).float()
 
 
+@torch.no_grad()
+def start_from_base(refiner: UNet2DConditionModel, base: UNet2DConditionModel) -> None:
+    """Gives the refiner those of the base's weights that are of one shape in both: the level of the finest latents,
+    which is where the two do the same, and the embedding of the time. The embedding of text and sizes is the base's for
+    what both are told; the aesthetic score, which takes a size's place, begins as nothing."""
+    known = dict(base.named_parameters())
+    for name, weight in refiner.named_parameters():
+        if known[name].shape == weight.shape:
+            weight.copy_(known[name])
+    told = architecture.WIDTH_2 + 4 * architecture.TIME_WIDTH  # the pooled text; height, width, top and left
+    embedding, source = refiner.add_embedding.linear_1.weight, base.add_embedding.linear_1.weight
+    if embedding.shape[0] == source.shape[0]:
+        embedding.zero_()
+        embedding[:, :told].copy_(source[:, :told])
+
+
 def train_refiner(run: Run, networks: Networks) -> float:
     """The base, as it will be served, teaches it: networks.unet and the text encoders stay as they are."""
     settings = run.settings.refiner
+    start_from_base(networks.refiner_unet, networks.unet)
     modules = nn.ModuleDict({"unet": networks.refiner_unet})
     modules.to(run.device, memory_format=torch.channels_last).train()
     served = torch.float16 if run.device.type == "cuda" else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
+from diffusers import UNet2DConditionModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from training import architecture, export, settings, vae  # noqa: E402
+from training import architecture, diffusion, export, settings, vae  # noqa: E402
 from training.data import Workers  # noqa: E402
 from training.learner import Learner  # noqa: E402
 from training.run import PausedError, Run  # noqa: E402
@@ -163,6 +165,7 @@ def test_the_refiner_learns_what_the_base_predicts(
 ) -> None:
     torch.set_num_threads(1)
     monkeypatch.setattr(vae, "SIDE", 64)
+    monkeypatch.setattr(diffusion, "start_from_base", lambda refiner, base: None)  # nearer already, and slower to learn
     none = replace(toy, decoder=replace(toy.decoder, steps=0), base=replace(toy.base, steps=0))
 
     def apart(steps: int) -> float:
@@ -182,3 +185,27 @@ def test_the_refiner_learns_what_the_base_predicts(
         return float((predicted[0] - predicted[1]).square().mean())
 
     assert apart(25) < 0.6 * apart(0)
+
+
+def test_the_refiner_starts_with_what_it_shares_with_the_base() -> None:
+    networks = export.random_networks(4)
+    refiner, base = networks.refiner_unet, networks.unet
+    alone = copy.deepcopy(refiner)
+    diffusion.start_from_base(refiner, base)
+    before, after, source = alone.state_dict(), refiner.state_dict(), base.state_dict()
+    finest = [name for name in after if name.startswith(("conv_in", "down_blocks.0", "time_embedding", "conv_out"))]
+    assert finest and all(torch.equal(after[name], source[name]) for name in finest)
+    narrower = "mid_block.resnets.0.conv1.weight"
+    assert after[narrower].shape != source[narrower].shape and torch.equal(after[narrower], before[narrower])
+
+    def embedded(network: UNet2DConditionModel, *sizes: float) -> torch.Tensor:
+        told = network.add_time_proj(torch.tensor(sizes)).flatten()
+        pooled = torch.linspace(-1, 1, architecture.WIDTH_2)
+        return network.add_embedding.linear_1(torch.cat([pooled, told])[None])
+
+    both = embedded(refiner, 256, 256, 0, 0, 6), embedded(refiner, 256, 256, 0, 0, 2)
+    assert torch.equal(*both)  # whatever the aesthetic score is
+    silent = copy.deepcopy(base)
+    with torch.no_grad():
+        silent.add_embedding.linear_1.weight[:, -2 * architecture.TIME_WIDTH :] = 0  # the target's height and width
+    assert torch.allclose(both[0], embedded(silent, 256, 256, 0, 0, 256, 256), atol=1e-6)
