@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from model import torch_libraries  # noqa: F401  first, for it starts to load them
 from model.coldstart import ColdStart, seconds_since_process_start
 from model.errors import ManifestError
 from model.prefetch import Prefetch
@@ -47,6 +48,13 @@ class Model:
         """Find this device's engines in the release, map the weights, warm up. Truss calls it again after a failure."""
         if self._service is not None:
             return
+        gc.disable()  # importing makes many objects and little garbage; to look for that takes a tenth of the time
+        try:
+            self._load()
+        finally:
+            gc.enable()
+
+    def _load(self) -> None:
         # Here and not above, for these import torch.
         from model import metrics
         from model.job import Limits

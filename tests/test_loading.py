@@ -5,6 +5,7 @@ Engines and weights are real ones of a small linear network; the refusals are me
 """
 
 import copy
+import gc
 import json
 import shutil
 import subprocess
@@ -542,6 +543,51 @@ def test_importing_the_model_leaves_torch_for_later() -> None:
     modules, third_party = imported("import model.model")
     assert not heavy(modules) and "torch" not in modules
     assert third_party <= THIRD_PARTY - {"torch", "tokenizers", "PIL"}, third_party
+
+
+def test_importing_the_model_starts_to_load_torch_s_libraries() -> None:
+    script = """
+        import model.model
+
+        sys.modules["model.torch_libraries"].loading.join()
+        assert "/torch/lib/libtorch_cpu.so" in open("/proc/self/maps").read()
+    """
+    modules, _ = imported(script)
+    assert "torch" not in modules
+
+
+def test_libraries_that_are_not_there_are_left_for_torch_to_miss(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    script = """
+        import importlib.util
+        from model import torch_libraries
+
+        torch_libraries.loading.join()
+        sys.path.insert(0, sys.argv[1])
+        assert importlib.util.find_spec("torch").origin.startswith(sys.argv[1])
+        torch_libraries.load()
+        sys.path[:] = []
+        assert importlib.util.find_spec("torch") is None
+        torch_libraries.load()
+    """
+    modules, _ = imported(script, tmp_path)
+    assert "torch" not in modules
+
+
+def test_the_collector_rests_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.model import Model
+
+    found: list[bool] = []
+
+    def load(self: Model) -> None:
+        found.append(gc.isenabled())
+        raise StoreError("gone")
+
+    monkeypatch.setattr(Model, "_load", load)
+    with pytest.raises(StoreError):
+        Model(config={}).load()
+    assert found == [False] and gc.isenabled()
 
 
 def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
