@@ -34,12 +34,25 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     spreads = (parts - means[:, :, None]).square().mean(2)
     grouped = means.reshape(rows, -1, groups, channels // groups)
     mean = grouped.mean((1, 3))  # [rows, groups]
-    between = (grouped - mean[:, None, :, None]).square().mean((1, 3))
-    variance = spreads.reshape(grouped.shape).mean((1, 3)) + between
-    scale = (variance + norm.eps).rsqrt().repeat_interleave(channels // groups, 1) * norm.weight.float()
-    shift = norm.bias.float() - mean.repeat_interleave(channels // groups, 1) * scale
+    between = (grouped - mean[:, None, :, None]).square()
+    variance = (spreads.reshape(grouped.shape) + between).mean((1, 3))
+    scale, shift = _scale_and_shift(norm, mean, variance)
     normed: Tensor = last.float() * scale[:, None, None] + shift[:, None, None]
     return normed.to(hidden.dtype).permute(0, 3, 1, 2)
+
+
+def _scale_and_shift(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each channel, [rows, channels], from mean and variance of each group, [rows, groups].
+
+    Spread from groups to channels as sums over all groups, of which one is not zero: the compiler keeps what it sums,
+    and would work anything else out again for each pixel.
+    """
+    channels, groups = norm.weight.shape[0], mean.shape[1]
+    group = torch.arange(groups, device=mean.device)
+    others = group != (torch.arange(channels, device=mean.device) // (channels // groups))[:, None]
+    scales = (variance + norm.eps).rsqrt()[:, None] * norm.weight.float()[:, None]  # [rows, channels, groups]
+    shifts = norm.bias.float()[:, None] - mean[:, None] * scales
+    return scales.masked_fill(others, 0).sum(2), shifts.masked_fill(others, 0).sum(2)
 
 
 def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
