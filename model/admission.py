@@ -1,4 +1,5 @@
-"""How many images a loop lets in at once. Knows of a device only how long its steps take.
+"""How many images a loop lets in at once, counted in the rows that they take: two while an image is guided, else one.
+Knows of a device only how long its steps take.
 
 Where two images take twice as long as one, both in the loop are done when the second would have been, and the first
 waited for nothing. So few are let in while few are here; once there are as many as fit, all of them: throughput is what
@@ -25,7 +26,13 @@ def efficient_images(step_seconds: Iterable[tuple[int, float]]) -> int:
     return efficient
 
 
-def may_join(under_way: int, waiting: int, efficient: int, capacity: int) -> bool:
-    """Whether one of the images `waiting` may join a loop that has a place for it. `under_way`: those of its size that
-    are in the loop, or have gone on from it to the refiner's."""
-    return under_way < efficient or under_way + waiting >= capacity
+def may_join(under_way: int, waiting: int, needed: int, efficient: int, capacity: int) -> bool:
+    """Whether an image that takes `needed` of the rows that wait may join a loop that has room for it. All are rows.
+    `under_way`: of the images of its size that are in the loop, or have gone on from it to the refiner's."""
+    return fits(under_way, needed, efficient) or under_way + waiting >= capacity
+
+
+def fits(taken: int, needed: int, most: int) -> bool:
+    """Whether `needed` rows go with those `taken`. Where none are, any do: an image may take more than there are, and
+    then its step runs in several calls."""
+    return not taken or taken + needed <= most

@@ -16,7 +16,7 @@ import torch
 from model.components import DTYPES
 from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
-from model.loop import Conditioning, Row, draw_noise
+from model.loop import Conditioning, Row, draw_noise, has_room
 from model.schedule import COLUMNS, MAX_STEPS, stack
 from model.streams import to_device
 
@@ -25,18 +25,20 @@ _COPIED = Conditioning(torch.empty(0), torch.empty(0))
 
 
 class GraphLoop:
-    """Runs one UNet at one size. A slot holds an image and both of its texts, the unconditional one first."""
+    """Runs one UNet at one size. A slot holds an image, a place one of its texts: two while it is guided, then one. So
+    there are as many of either as rows fit."""
 
     def __init__(self, unet: EngineSet, height: int, width: int, device: torch.device) -> None:
         """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
         # Rows of a step -> the engine that runs them, smallest first; the largest takes a guided image in any case.
         self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}
         self._engines.setdefault(max(2, *self._engines), self._engines[max(self._engines)])
-        self.capacity = self.efficient = max(1, unet.most_rows(height, width) // 2)
+        self.capacity = self.efficient = unet.most_rows(height, width)
         self.rows: list[Row] = []
         self._slots: dict[Row, int] = {}
+        self._places: dict[Row, list[int]] = {}  # the unconditional text's first
         self._device = device
-        slots, texts = self.capacity, 2 * self.capacity
+        slots, places = self.capacity, max(self._engines)
         inputs = {spec.name: spec for spec in unet.signature.inputs}
         self._dtype = DTYPES[inputs["sample"].dtype]
         _, channels, *sides = inputs["sample"].shape
@@ -54,12 +56,13 @@ class GraphLoop:
             self._guidance = buffer(slots, MAX_STEPS)
             self._at = buffer(slots, dtype=torch.int64)  # the step each slot is at
             self._every = torch.arange(slots, device=device)
-            self._time_embeds = buffer(texts, MAX_STEPS, time_width, dtype=self._dtype)
-            self._keys_values = buffer(texts, tokens, text_width, dtype=self._dtype)
-            # Row of a bucket -> text; slot -> the rows that predict it (the same one twice where it is not guided).
-            self._map = buffer(max(self._engines) + 2 * slots, dtype=torch.int64)
-            self._texts, self._conditional, self._unconditional = torch.split(
-                self._map, [max(self._engines), slots, slots]
+            self._time_embeds = buffer(places, MAX_STEPS, time_width, dtype=self._dtype)
+            self._keys_values = buffer(places, tokens, text_width, dtype=self._dtype)
+            # Row of a bucket -> place and slot; slot -> the rows that predict it (the same one twice where it is not
+            # guided).
+            self._map = buffer(2 * (places + slots), dtype=torch.int64)
+            self._row_places, self._row_slots, self._conditional, self._unconditional = torch.split(
+                self._map, [places, places, slots, slots]
             )
             # All now, so that no request waits for a capture or finds the memory full.
             self._replays = {rows: self._replay_of(rows) for rows in self._engines}
@@ -76,8 +79,10 @@ class GraphLoop:
 
     @torch.inference_mode()
     def join(self, row: Row) -> None:
-        assert row.step == 0 and row.table.steps and len(self.rows) < self.capacity
-        slot = min(set(range(self.capacity)) - set(self._slots.values()))
+        assert row.step == 0 and row.table.steps and has_room(self, row.unet_rows)
+        slot = min(set(range(len(self._every))) - set(self._slots.values()))
+        taken = {place for other in self.rows for place in self._read(other)}
+        places = sorted(set(range(len(self._keys_values))) - taken)[: row.unet_rows]
         steps = row.table.steps
         coefficients = stack([row.table], MAX_STEPS)[1][0]
         guidance = np.ones(MAX_STEPS, np.float32)
@@ -88,18 +93,18 @@ class GraphLoop:
         self._at[slot].zero_()
         self._latents[slot].copy_(row.latents[0])
         self._previous[slot].zero_()
-        for text, told in ((2 * slot, row.unconditional), (2 * slot + 1, row.conditional)):
-            if told is not None:
-                self._keys_values[text].copy_(told.keys_values[0])
-                self._time_embeds[text, :steps].copy_(told.time_embeds[:steps])
+        texts = [text for text in (row.unconditional, row.conditional) if text is not None]
+        for place, text in zip(places, texts[-row.unet_rows :], strict=True):
+            self._keys_values[place].copy_(text.keys_values[0])
+            self._time_embeds[place, :steps].copy_(text.time_embeds[:steps])
         # Tens of megabytes of text that a row would keep for as long as it runs.
         row.conditional, row.unconditional = _COPIED, row.unconditional and _COPIED
-        self._slots[row] = slot
+        self._slots[row], self._places[row] = slot, places
         self.rows.append(row)
 
     def leave(self, row: Row) -> None:
         self.rows.remove(row)
-        del self._slots[row]
+        del self._slots[row], self._places[row]
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
@@ -121,22 +126,24 @@ class GraphLoop:
         slot = self._slots[row]
         return self._previous[slot : slot + 1].clone()
 
+    def _read(self, row: Row) -> list[int]:
+        """The places of the texts that its next step reads. Where guidance has ended the other is any newcomer's."""
+        return self._places[row][-row.unet_rows :]
+
     def _map_rows(self) -> int:
         """Tell the device which rows there are and their noise. Returns the smallest bucket's rows that hold them."""
-        texts: list[int] = []
+        places: list[int] = []
+        slots: list[int] = []
         conditional, unconditional = [0] * len(self._every), [0] * len(self._every)
         for row in self.rows:
             slot = self._slots[row]
-            if row.guided:
-                unconditional[slot] = len(texts)
-                texts.append(2 * slot)
-            conditional[slot] = len(texts)
-            if not row.guided:
-                unconditional[slot] = len(texts)
-            texts.append(2 * slot + 1)
-        bucket = next(rows for rows in self._engines if rows >= len(texts))
-        texts += [texts[-1]] * (len(self._texts) - len(texts))
-        mapped = [*texts, *conditional, *unconditional]
+            unconditional[slot] = len(places)
+            places += self._read(row)
+            slots += [slot] * row.unet_rows
+            conditional[slot] = len(places) - 1
+        bucket = next(rows for rows in self._engines if rows >= len(places))
+        padding = len(self._row_places) - len(places)
+        mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *conditional, *unconditional]
         if mapped != self._mapped:
             self._mapped = mapped
             self._map.copy_(to_device(torch.tensor(mapped), self._device))
@@ -145,7 +152,8 @@ class GraphLoop:
             staged = self._staging[self._steps % len(self._staging)]  # the device is done with it: see _keep_pace
             for row in drawing:
                 staged[self._slots[row]] = draw_noise([row], staged[:1])[0]
-            self._noise.copy_(staged, non_blocking=True)
+            drawn = 1 + max(self._slots[row] for row in drawing)
+            self._noise[:drawn].copy_(staged[:drawn], non_blocking=True)
         return bucket
 
     def _keep_pace(self) -> None:
@@ -169,8 +177,9 @@ class GraphLoop:
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
         model_input = (c_in * self._latents).to(self._dtype)
         engine = self._engines[rows]
-        calls = torch.split(self._texts[:rows], engine.bucket.rows.max)
-        eps = torch.cat([self._predict(engine, model_input, texts) for texts in calls]).float()
+        places, slots = (torch.split(of[:rows], engine.bucket.rows.max) for of in (self._row_places, self._row_slots))
+        calls = zip(places, slots, strict=True)
+        eps = torch.cat([self._predict(engine, model_input, *call) for call in calls]).float()
         unconditional, conditional = eps[self._unconditional], eps[self._conditional]
         scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
         eps = unconditional + scale * (conditional - unconditional)
@@ -181,12 +190,13 @@ class GraphLoop:
         self._previous.copy_(denoised)
         self._at.add_(1).clamp_(max=MAX_STEPS - 1)
 
-    def _predict(self, engine: Engine, model_input: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-        slots = texts // 2
+    def _predict(
+        self, engine: Engine, model_input: torch.Tensor, places: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
         return engine.run(
             {
                 "sample": model_input[slots],
-                "time_embeds": self._time_embeds[texts, self._at[slots]],
-                "keys_values": self._keys_values[texts],
+                "time_embeds": self._time_embeds[places, self._at[slots]],
+                "keys_values": self._keys_values[places],
             }
         )["noise"]

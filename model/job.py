@@ -9,7 +9,7 @@ from typing import Any
 
 from model.errors import ManifestError
 from model.loop import Conditioning, Row
-from model.pipeline import LoadedModel, request_tables, request_warnings
+from model.pipeline import LoadedModel, is_guided, request_tables, request_warnings
 from model.request import MAX_IMAGES, GenerationSettings
 
 _STAGES = ("queue", "text", "denoise", "refine", "decode", "encode")
@@ -90,6 +90,7 @@ class Job:
         self.listener = listener
         self.preview_every = preview_every
         self.tables = request_tables(model, settings)
+        self.unet_rows = 2 if is_guided(model, settings, False) else 1  # of each of its images, at first
         self.warnings = request_warnings(model, settings, self.tables[1])
         self.rows: list[Row] = []  # of the base, from text encoding on
         self.refiner_text: tuple[Conditioning, Conditioning | None] | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model.admission import fits
 from model.components import DTYPES
 from model.engines import EngineSet
 from model.schedule import Table, stack
@@ -28,7 +29,8 @@ class Conditioning:
 
 @dataclass(eq=False)
 class Row:
-    """One image on its way through a loop. `guidance` [steps]: 1 where the step is unguided; `step`: steps done.
+    """One image on its way through a loop. `guidance` [steps]: 1 where the step is unguided, as all after it then are;
+    `step`: steps done.
 
     latents: float32 [1, channels, height/8, width/8], what the row starts from, and once it has finished its result.
     The generator is that of the image's seed and is drawn from exactly as diffusers does: the first latents, then each
@@ -48,6 +50,11 @@ class Row:
         """Whether the next step is guided, and so takes two rows of the UNet."""
         return self.unconditional is not None and bool(self.guidance[self.step] > 1)
 
+    @property
+    def unet_rows(self) -> int:
+        """Rows of the UNet that the next step takes; never more than the one before."""
+        return 2 if self.guided else 1
+
 
 class Loop(Protocol):
     """Rows of one size on one UNet on their way; they join and leave between steps.
@@ -56,15 +63,15 @@ class Loop(Protocol):
     """
 
     capacity: int
-    """Images with guidance that fit at once; may be lowered while the loop is empty."""
+    """Rows of the UNet that its images may take at once; may be lowered while the loop is empty."""
     efficient: int
     """How many of them it takes for more to hardly pay (`model.admission`); as many as fit, until that is measured."""
     rows: list[Row]
     """The active rows, in order of joining."""
 
     def join(self, row: Row) -> None:
-        """Take in a row whose step is 0 and whose table has steps; copies its state into the loop, and may take its
-        conditioning from it."""
+        """Take in a row whose step is 0 and whose table has steps, and for which there is room (`has_room`); copies its
+        state into the loop, and may take its conditioning from it."""
 
     def leave(self, row: Row) -> None:
         """Free a row that is not wanted any more, before the next step. Its companions do not feel it."""
@@ -81,6 +88,16 @@ class Loop(Protocol):
         step. For previews."""
 
 
+def unet_rows(rows: Sequence[Row]) -> int:
+    """Rows of the UNet that the next step of these takes."""
+    return sum(row.unet_rows for row in rows)
+
+
+def has_room(loop: Loop, needed: int) -> bool:
+    """Whether an image that takes `needed` rows of the UNet may join. What has joined never takes more than it did."""
+    return fits(unet_rows(loop.rows), needed, loop.capacity)
+
+
 class StepLoop:
     """Runs the engines of one UNet op by op, in the smallest bucket that holds the active rows. For any device.
 
@@ -92,14 +109,14 @@ class StepLoop:
 
     def __init__(self, unet: EngineSet, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
-        self.capacity = self.efficient = max(1, unet.most_rows(height, width) // 2)
+        self.capacity = self.efficient = unet.most_rows(height, width)
         self.rows: list[Row] = []
         self._unet = unet
         self._height, self._width = height, width
         self._states: dict[Row, _State] = {}
 
     def join(self, row: Row) -> None:
-        assert row.step == 0 and row.table.steps and len(self.rows) < self.capacity
+        assert row.step == 0 and row.table.steps and has_room(self, row.unet_rows)
         coefficients = stack([row.table], row.table.steps)[1][0]
         self._states[row] = _State(row.latents.clone(), torch.zeros_like(row.latents), coefficients)
         self.rows.append(row)

@@ -18,7 +18,7 @@ from model.components import DTYPES
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
 from model.image import Pixels, to_levels, to_uint8
-from model.loop import Conditioning, Loop, Row, StepLoop
+from model.loop import Conditioning, Loop, Row, StepLoop, has_room
 from model.request import GenerationSettings
 from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
@@ -40,7 +40,7 @@ class LoadedModel:
     shares_text_encoder_2: bool = False
     loops: dict[tuple[str, int, int], Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
-    """Of the images of one step, where the loops of sizes that nobody measured are to take them for `efficient`."""
+    """Of the rows of one step, where the loops of sizes that nobody measured are to take them for `efficient`."""
     text_stream: SideStream = field(init=False)
     decode_stream: SideStream = field(init=False)
     """Where text is read and latents are decoded, beside the loops: never engines of one of the three on another."""
@@ -116,7 +116,7 @@ def denoise(loop: Loop, rows: Sequence[Row]) -> None:
     waiting = [row for row in rows if row.table.steps]
     try:
         while waiting or loop.rows:
-            while waiting and len(loop.rows) < loop.capacity:
+            while waiting and has_room(loop, waiting[0].unet_rows):
                 loop.join(waiting.pop(0))
             loop.step()
     finally:
@@ -185,6 +185,11 @@ def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
     return components.timestep_cond_width(time.signature) > 0
 
 
+def is_guided(model: LoadedModel, request: GenerationSettings, refiner: bool) -> bool:
+    """Whether a UNet takes two rows for each image of a request, as long as its guidance lasts."""
+    return bool((guidance_by_step(request) > 1).any()) and not embeds_guidance(model, refiner)
+
+
 def _read_beside(
     model: LoadedModel,
     request: GenerationSettings,
@@ -220,7 +225,7 @@ def encode_prompt(
     else:
         zeros = model.settings.force_zeros_for_empty_prompt
     scales = _scale_by_step(request)[request.num_inference_steps - steps.steps if refiner else 0 :]
-    guided = bool((guidance_by_step(request) > 1).any()) and not embeds_guidance(model, refiner)
+    guided = is_guided(model, request, refiner)
     zero_negative = request.negative_prompt is None and zeros
     texts = [request.prompt]
     if guided and not zero_negative:

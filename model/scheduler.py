@@ -27,7 +27,7 @@ from model.admission import may_join
 from model.encoding import Encoders
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
 from model.job import Finished, Job, Limits, Stepped
-from model.loop import Row
+from model.loop import Row, has_room, unet_rows
 from model.pipeline import Decoding, LoadedModel, base_rows, refiner_row, refiner_text
 from model.preview import Preview, PreviewMap
 from model.request import GenerationSettings
@@ -199,7 +199,7 @@ class Scheduler:
         """Let images into the loops: those handed over first, for their way is half done, then in order of arrival."""
         for key, handed in self._handed_over.items():
             loop = self.model.loop(*key)
-            while handed and len(loop.rows) < loop.capacity:
+            while handed and has_room(loop, handed[0][1].unet_rows):
                 self._enter(key, *handed.popleft())
         ahead, full = 0, set()
         for job in list(self._waiting):
@@ -242,10 +242,11 @@ class Scheduler:
         is never held back there, for it has waited once. Nor are a request's further images once its first has joined:
         it is answered when all are done, and together they are done sooner."""
         loop = self.model.loop(*key)
-        under_way = sum(_base_key(image.job) == key for image in self._images.values())
-        waiting = sum(job.settings.num_images - job.joined for job in self._waiting if _base_key(job) == key)
-        welcome = job.joined > 0 or may_join(under_way, waiting, loop.efficient, loop.capacity)
-        return welcome and len(loop.rows) < loop.capacity
+        under_way = unet_rows([row for row, image in self._images.items() if _base_key(image.job) == key])
+        of_size = [other for other in self._waiting if _base_key(other) == key]
+        waiting = sum(other.unet_rows * (other.settings.num_images - other.joined) for other in of_size)
+        welcome = job.joined > 0 or may_join(under_way, waiting, job.unet_rows, loop.efficient, loop.capacity)
+        return welcome and has_room(loop, job.unet_rows)
 
     def _enter(self, key: _Key, image: _Image, row: Row) -> None:
         self.model.loop(*key).join(row)

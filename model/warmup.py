@@ -2,7 +2,7 @@
 
 Every loop that requests can ask for is made, and with it the graphs of all of its buckets, and a picture is drawn and
 decoded at every size: the most device memory that serving takes has then been taken once. On the way each size's loop
-is asked how many images it runs efficiently.
+is asked how many rows it runs efficiently.
 """
 
 import time
@@ -54,7 +54,7 @@ def warm_up(loaded: Loaded) -> PreviewMap:
 
 
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:
-    """WIDTHxHEIGHT -> how many images the base's loop of that size runs efficiently, for those made so far."""
+    """WIDTHxHEIGHT -> how many rows the base's loop of that size runs efficiently, for those made so far."""
     bases = {key: loop for key, loop in model.loops.items() if key[0] == components.UNET}
     return {f"{width}x{height}": loop.efficient for (_, height, width), loop in bases.items()}
 
@@ -63,18 +63,19 @@ def _find_efficient(model: LoadedModel, settings: GenerationSettings) -> None:
     """Measure the base's loop of this size with copies of one image. The refiner's need not know: see `Scheduler`."""
     height, width = settings.height, settings.width
     loop = model.loop(components.UNET, height, width)
-    counts = _counts(model.engines[components.UNET], height, width, loop.capacity)
-    if len(counts) == 1:
-        loop.efficient = counts[0]
-        return
     [row] = base_rows(model, settings, request_tables(model, settings)[0])
-    loop.efficient = efficient_images((images, _step_seconds(model, loop, row, images)) for images in counts)
+    buckets = _buckets(model.engines[components.UNET], height, width, loop.capacity)
+    counts = sorted({max(1, rows // row.unet_rows) for rows in buckets})
+    if len(counts) == 1:
+        return  # fewer would cost as much
+    seconds = ((images, _step_seconds(model, loop, row, images)) for images in counts)
+    loop.efficient = row.unet_rows * efficient_images(seconds)
 
 
-def _counts(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
-    """How many guided images fill each static bucket; for a dynamic engine 1, 2, 4 and so on."""
+def _buckets(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
+    """The rows of each static bucket; for a dynamic engine 1, 2, 4 and so on."""
     if unet.is_static(height, width):
-        return sorted({max(1, engine.bucket.rows.max // 2) for engine in unet.serving(height, width)})
+        return [engine.bucket.rows.max for engine in unet.serving(height, width)]
     return [2**power for power in range(capacity.bit_length())]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.admission import efficient_images, may_join
+from model.admission import efficient_images, fits, may_join
 
 H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # seconds a step at 1024x1024
 
@@ -39,17 +39,26 @@ def test_nothing_is_measured_past_what_does_not_pay() -> None:
 
 
 @pytest.mark.parametrize(
-    "under_way, waiting, joins",
+    "under_way, waiting, needed, joins",
     [
-        (0, 1, True),
-        (1, 1, True),  # two run efficiently
-        (2, 1, False),
-        (2, 5, False),
-        (2, 6, True),  # eight are here, and eight fit
-        (7, 1, True),
-        (6, 1, False),  # a loop that was full runs empty where few are left
-        (9, 1, True),
+        (0, 2, 2, True),
+        (2, 2, 2, True),  # four rows run efficiently
+        (4, 2, 2, False),
+        (4, 10, 2, False),
+        (4, 12, 2, True),  # sixteen are here, and sixteen fit
+        (14, 2, 2, True),
+        (12, 2, 2, False),  # a loop that was full runs empty where few are left
+        (18, 2, 2, True),
+        (3, 1, 1, True),
+        (3, 2, 2, False),  # it would be five
+        (3, 13, 2, True),
     ],
 )
-def test_few_join_until_as_many_are_here_as_fit(under_way: int, waiting: int, joins: bool) -> None:
-    assert may_join(under_way, waiting, efficient=2, capacity=8) is joins
+def test_few_join_until_as_many_are_here_as_fit(under_way: int, waiting: int, needed: int, joins: bool) -> None:
+    assert may_join(under_way, waiting, needed, efficient=4, capacity=16) is joins
+
+
+@pytest.mark.parametrize("taken, needed, fit", [(0, 2, True), (1, 1, True), (1, 2, False), (2, 1, False)])
+def test_rows_are_filled_to_the_last_and_an_image_alone_always_fits(taken: int, needed: int, fit: bool) -> None:
+    assert fits(taken, needed, most=2) is fit
+    assert fits(taken, needed, most=1) is not taken

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from model import components
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
-from model.loop import Loop, Row, StepLoop
+from model.loop import Loop, Row, StepLoop, has_room, unet_rows
 from model.pipeline import LoadedModel, base_rows, denoise, request_tables
 from model.schedule import MAX_STEPS, SAMPLERS
 from model.store.manifest import Bucket, Span
@@ -54,8 +55,9 @@ def drawn(loop: Loop, model: LoadedModel, mix: list[tuple[dict[str, object], int
     waiting.sort()
     step = 0
     while waiting or loop.rows:
-        while waiting and waiting[0][0] <= step and len(loop.rows) < loop.capacity:
+        while waiting and waiting[0][0] <= step and has_room(loop, rows[waiting[0][1]].unet_rows):
             loop.join(rows[waiting.pop(0)[1]])
+        assert unet_rows(loop.rows) <= max(2, loop.capacity)
         if loop.rows:
             loop.step()
         step += 1
@@ -75,11 +77,16 @@ requests = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(mix=st.lists(st.tuples(requests, st.integers(0, 6)), min_size=1, max_size=6))
-def test_any_mix_comes_to_what_the_plain_loop_draws(mix: list[tuple[dict[str, object], int]]) -> None:
+@settings(max_examples=100, deadline=None)
+@given(
+    mix=st.lists(st.tuples(requests, st.integers(0, 6)), min_size=1, max_size=8),
+    buckets=st.sampled_from([(1, 2, 4, 8), (2, 5), (3,), (2,), (1,)]),
+)
+def test_any_mix_comes_to_what_the_plain_loop_draws(
+    mix: list[tuple[dict[str, object], int]], buckets: tuple[int, ...]
+) -> None:
     model = line_model()
-    got = drawn(graph_loop(model, 1, 2, 4, 8), model, mix)
+    got = drawn(graph_loop(model, *buckets), model, mix)
     for (asked, _), latents in zip(mix, got, strict=True):
         [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
         torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
@@ -88,7 +95,7 @@ def test_any_mix_comes_to_what_the_plain_loop_draws(mix: list[tuple[dict[str, ob
 def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> None:
     unet = bucketed(model, 1, 2, 6)
     loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
-    assert loop.capacity == 3
+    assert loop.capacity == 6
     guided = row_of(model, num_inference_steps=3, end_cfg_frac=0.67)
     plain = row_of(model, guidance_scale=1.0, num_inference_steps=1)
     loop.join(guided)
@@ -112,12 +119,45 @@ def test_a_guided_image_is_drawn_also_where_the_largest_bucket_has_one_row(model
 
 def test_fewer_may_be_let_in_than_fit(model: LoadedModel) -> None:
     loop = graph_loop(model, 2, 8)
-    loop.capacity = 2
+    loop.capacity = 4
     rows = [row_of(model, seed=seed) for seed in range(3)]
     denoise(loop, rows)
+    engine = loop._engines[8]
+    assert {len(inputs["sample"][:4].unique(dim=0)) for inputs in engine.seen} == {2}  # type: ignore[attr-defined]
     for seed, row in enumerate(rows):
         [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
         torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("guided, plain", [(4, 0), (3, 2), (1, 6), (0, 8)])
+def test_guided_images_and_others_fill_a_bucket_to_the_last_row(guided: int, plain: int, model: LoadedModel) -> None:
+    unet = bucketed(model, 8)
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
+    asked: list[dict[str, object]] = [{"prompt": "sixsix", "negative_prompt": "four", "seed": n} for n in range(guided)]
+    asked += [{"guidance_scale": 1.0, "scheduler": "LCM", "seed": n} for n in range(guided, guided + plain)]
+    rows = [row_of(model, **each) for each in asked]
+    for row in rows:
+        assert has_room(loop, row.unet_rows)
+        loop.join(row)
+    assert not has_room(loop, 1)
+    while loop.rows:
+        loop.step()
+    [first, *_] = unet.engines[0].seen  # type: ignore[attr-defined]
+    assert len(torch.cat([first["sample"].flatten(1), first["keys_values"].flatten(1)], 1).unique(dim=0)) == 8
+    for row, each in zip(rows, asked, strict=True):
+        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(each, 0)])
+        torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_never_guided_reads_its_own_text_though_it_has_two(model: LoadedModel) -> None:
+    """As at the refiner after the guidance has ended with the base."""
+    rows = []
+    for _ in range(2):
+        rows.append(row_of(model, negative_prompt="four"))
+        rows[-1].guidance = np.ones_like(rows[-1].guidance)
+    denoise(graph_loop(model, 2), rows[:1])
+    denoise(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), rows[1:])
+    torch.testing.assert_close(rows[0].latents, rows[1].latents, rtol=1e-4, atol=1e-4)
 
 
 def test_what_its_buffers_take_is_known_without_a_device(model: LoadedModel) -> None:

@@ -13,7 +13,7 @@ from model import components
 from model.engines import EngineSet
 from model.errors import EngineError
 from model.loading import Loaded
-from model.loop import Row, StepLoop
+from model.loop import Row, StepLoop, has_room, unet_rows
 from model.pipeline import LoadedModel, base_rows, decode, denoise, generate, make_loop, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.schedule import SAMPLERS
@@ -119,8 +119,8 @@ def test_joining_copies(model: LoadedModel, loop: StepLoop) -> None:
     torch.testing.assert_close(row.latents, expected)
 
 
-@pytest.mark.parametrize("rows, capacity", [((2,), 1), ((2, 8), 4), ((1,), 1)])
-def test_the_largest_bucket_says_how_many_images_fit(model: LoadedModel, rows: tuple[int, ...], capacity: int) -> None:
+@pytest.mark.parametrize("rows", [(2,), (2, 8), (1,)])
+def test_the_largest_bucket_says_how_many_rows_fit(model: LoadedModel, rows: tuple[int, ...]) -> None:
     engine = stub(model, components.UNET)
     engines = []
     for count in rows:
@@ -128,18 +128,42 @@ def test_the_largest_bucket_says_how_many_images_fit(model: LoadedModel, rows: t
         engines.append(replace(engine))
         engines[-1].bucket = Bucket(rows=Span(min=count, max=count), height=sized[0], width=sized[1])
     unet = EngineSet(engines)
-    assert StepLoop(unet, HEIGHT, WIDTH).capacity == capacity
+    assert StepLoop(unet, HEIGHT, WIDTH).capacity == max(rows)
     with pytest.raises(EngineError, match="No loaded unet engine serves 64x64"):
         StepLoop(unet, 64, 64)
 
 
 def test_more_rows_than_fit_take_turns(model: LoadedModel, loop: StepLoop) -> None:
-    loop.capacity = 2
+    loop.capacity = 4
     rows = [row_of(model, seed=seed, num_inference_steps=2 + seed) for seed in range(5)]
     denoise(loop, rows)
     assert loop.rows == []
     for seed, row in enumerate(rows):
         torch.testing.assert_close(row.latents, alone(model, seed=seed, num_inference_steps=2 + seed))
+
+
+def test_an_image_whose_guidance_ends_makes_room_for_one_more(model: LoadedModel, loop: StepLoop) -> None:
+    loop.capacity = 4
+    first, second = (row_of(model, seed=seed, end_cfg_frac=0.5) for seed in (1, 2))
+    plain = [row_of(model, seed=seed, guidance_scale=1.0) for seed in (3, 4)]
+    loop.join(first)
+    loop.join(second)
+    assert unet_rows(loop.rows) == 4 and not has_room(loop, 1)
+    loop.step()
+    assert not has_room(loop, 1)
+    loop.step()
+    assert has_room(loop, 2) and not has_room(loop, 3)
+    for row in plain:
+        loop.join(row)
+    assert unet_rows(loop.rows) == 4 and not has_room(loop, 1)
+    with pytest.raises(AssertionError):
+        loop.join(row_of(model, guidance_scale=1.0))
+    while loop.rows:
+        loop.step()
+    for seed, row in ((1, first), (2, second)):
+        torch.testing.assert_close(row.latents, alone(model, seed=seed, end_cfg_frac=0.5))
+    for seed, row in ((3, plain[0]), (4, plain[1])):
+        torch.testing.assert_close(row.latents, alone(model, seed=seed, guidance_scale=1.0))
 
 
 def test_a_loop_that_failed_is_empty(model: LoadedModel, loop: StepLoop) -> None:
@@ -194,7 +218,7 @@ def _drawn_in_a_mix(
     waiting = sorted(zip(joins, range(len(rows)), rows, strict=True))
     step = 0
     while waiting or loop.rows:
-        while waiting and waiting[0][0] <= step and len(loop.rows) < loop.capacity:
+        while waiting and waiting[0][0] <= step and has_room(loop, waiting[0][2].unet_rows):
             loop.join(waiting.pop(0)[2])
         if loop.rows:
             loop.step()

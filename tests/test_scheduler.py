@@ -57,7 +57,7 @@ class Gate:
                 model.loops[key].efficient = self.efficient
             return model.loops[key]  # type: ignore[return-value]
 
-        self.capacity = self.efficient = 2
+        self.capacity = self.efficient = 4  # rows: two images with guidance
         model.loop = loop  # type: ignore[method-assign]
 
     def let(self, steps: int) -> None:
@@ -151,8 +151,36 @@ def test_images_come_first_come_first_served_and_split_freely(gate: Gate, schedu
     assert max(len(seeds) for _, _, seeds in gate.steps) == 2
 
 
+def test_rows_are_filled_by_images_with_and_without_guidance(gate: Gate, scheduler: Scheduler) -> None:
+    changes: list[dict[str, object]] = [{"guidance_scale": 1.0}, {}, {"guidance_scale": 1.0}, {"guidance_scale": 1.0}]
+    jobs = [scheduler.submit(asked(seed, **each)) for seed, each in enumerate(changes)]
+    gate.let(1)
+    eventually(lambda: len(gate.steps) == 1)
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    assert gate.steps[1][2] == [0, 1, 2]  # four rows; the fourth image waits for the first to be done
+    assert [seeds for _, _, seeds in gate.steps].count([0, 1, 2]) >= 3
+    assert all(len(seeds) <= 3 for _, _, seeds in gate.steps)
+
+
+def test_none_is_overtaken_by_one_that_takes_less(gate: Gate, scheduler: Scheduler) -> None:
+    """An image whose guidance ends after its second step leaves a row, and the next in the queue needs two."""
+    gate.capacity = gate.efficient = 3
+    blocked = threading.Event()
+    scheduler.call(lambda: blocked.wait(SECONDS))
+    first = scheduler.submit(asked(0, end_cfg_frac=0.5))
+    others = [scheduler.submit(asked(1)), scheduler.submit(asked(2, guidance_scale=1.0))]
+    blocked.set()
+    gate.open()
+    for job in (first, *others):
+        job.result.result(SECONDS)
+    steps = [seeds for _, _, seeds in gate.steps]
+    assert steps == [[0], [0], [0, 1], [0, 1], [1, 2], [1, 2], [2], [2]]
+
+
 def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 4, 1
+    gate.capacity, gate.efficient = 8, 2
     jobs = [scheduler.submit(asked(seed)) for seed in (0, 10, 20)]
     gate.open()
     for job in jobs:
@@ -161,7 +189,7 @@ def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Schedul
 
 
 def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 4, 1
+    gate.capacity, gate.efficient = 8, 2
     jobs = [scheduler.submit(asked(0)), scheduler.submit(asked(10, num_images=2))]
     gate.open()
     for job in jobs:
@@ -170,7 +198,7 @@ def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler
 
 
 def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 4, 1
+    gate.capacity, gate.efficient = 8, 2
     jobs = [scheduler.submit(asked(seed)) for seed in range(3)]
     gate.let(1)
     eventually(lambda: len(gate.steps) == 1)
@@ -188,7 +216,7 @@ def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler)
 
 
 def test_an_image_at_the_refiner_counts_and_is_not_held_back_there(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 4, 1
+    gate.capacity, gate.efficient = 8, 2
     few = [scheduler.submit(asked(seed, use_refiner=True)) for seed in (0, 1)]
     gate.open()
     for job in few:
@@ -201,8 +229,19 @@ def test_an_image_at_the_refiner_counts_and_is_not_held_back_there(gate: Gate, s
     assert [seeds for _, _, seeds in gate.steps] == [[4, 5, 6, 7]] * 4
 
 
+def test_a_refiner_that_is_full_is_waited_for(gate: Gate, scheduler: Scheduler) -> None:
+    """One step of the base and three of the refiner: two images are in it when the next two come from the base."""
+    jobs = [scheduler.submit(asked(seed, use_refiner=True, denoising_frac=0.25)) for seed in range(4)]
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    refined = [seeds for name, _, seeds in gate.steps if name == components.REFINER_UNET]
+    assert max(len(seeds) for seeds in refined) == 2
+    assert list(dict.fromkeys(seed for seeds in refined for seed in seeds)) == [0, 1, 2, 3]
+
+
 def test_each_size_has_its_own_few(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 4, 1
+    gate.capacity, gate.efficient = 8, 2
     jobs = [scheduler.submit(asked(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96))]
     gate.open()
     for job in jobs:

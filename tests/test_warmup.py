@@ -90,9 +90,19 @@ def test_each_listed_size_finds_out_how_many_images_pay(
     seen = clocked(seconds)
     with torch.inference_mode():
         warm_up(loaded)
-    assert efficient_by_size(loaded.model) == {"64x64": efficient, "96x64": efficient}
+    assert efficient_by_size(loaded.model) == {"64x64": 2 * efficient, "96x64": 2 * efficient}  # rows
     assert list(dict.fromkeys(seen)) == [(width, images) for width in (64, 96) for images in tried]
     assert loaded.model.efficient_pixels is None
+
+
+def test_a_release_without_guidance_is_asked_how_many_of_its_own_images_pay(loaded: Loaded, clocked: Clocked) -> None:
+    """Each takes one row: eight of them fill the largest bucket."""
+    seen = clocked({1: 0.050, 2: 0.080, 4: 0.140, 8: 0.290})
+    served = replace(loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": 1.0}))
+    with torch.inference_mode():
+        warm_up(replace(loaded, served=served))
+    assert efficient_by_size(loaded.model) == {"64x64": 4, "96x64": 4}
+    assert [images for width, images in seen if width == 64] == [2, 4, 8]
 
 
 def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
@@ -103,7 +113,7 @@ def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
         loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.rows.max == 8])
     with torch.inference_mode():
         warm_up(loaded)
-    assert efficient_by_size(loaded.model) == {"64x64": 4, "96x64": 4} and not seen
+    assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not seen
 
 
 def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clocked: Clocked) -> None:
@@ -115,9 +125,9 @@ def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clo
     clocked({1: 0.080, 2: 0.140, 4: 0.240, 8: 0.480})
     with torch.inference_mode():
         warm_up(replace(loaded, model=model, served=served))
-    assert efficient_by_size(model) == {"64x64": 4}
-    for (height, width), images in {(64, 128): 2, (128, 128): 1, (1024, 1024): 1, (32, 64): 8, (16, 16): 8}.items():
-        assert model.loop(components.UNET, height, width).efficient == images
+    assert efficient_by_size(model) == {"64x64": 8}
+    for (height, width), rows in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
+        assert model.loop(components.UNET, height, width).efficient == rows
 
 
 def test_a_gpu_that_is_too_small_is_said_at_load(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ from model.coldstart import ColdStart
 from model.image import encode_base64
 from model.job import Limits
 from model.loading import Loaded, ServedBucket, load_release
-from model.pipeline import generate
+from model.pipeline import generate, is_guided
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.schedule import SAMPLERS
 from model.scheduler import Scheduler
@@ -210,14 +210,16 @@ def measure(
     that arrive by chance, default the request's own; their rate is that of as many steps a second."""
     settings = resolve(request, loaded.served)
     loop = loaded.model.loop(components.UNET, settings.height, settings.width)
-    most = min(images or loop.capacity, loop.capacity)
-    loop.capacity = most
+    each = 2 if is_guided(loaded.model, settings, False) else 1
+    fit = max(1, loop.capacity // each)
+    most = min(images or fit, fit)
+    loop.capacity = each * most
     limits = Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9)
     precision = loaded.model.engines[components.UNET].signature.outputs[0].dtype
     where = f"{settings.width}x{settings.height}"
     steps = settings.num_inference_steps
 
-    efficient = min(loop.efficient, most)
+    efficient = min(max(1, loop.efficient // each), most)
 
     def row(case: str, values: Sequence[float], unit: str, **extra: object) -> Row:
         return make_row(f"{case} {where}", values, unit, precision, steps, most, digits=3, extra=extra)

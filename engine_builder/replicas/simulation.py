@@ -123,7 +123,7 @@ class _Replica:
     def _join(self) -> None:
         capacity = self.server.capacity
         while self.queue and len(self.active) < capacity:
-            if not may_join(len(self.active), len(self.queue), self._efficient, capacity):
+            if not may_join(len(self.active), len(self.queue), 1, self._efficient, capacity):
                 break
             arrived, steps = self.queue.popleft()
             self.result.waits.append(self.env.now - arrived)

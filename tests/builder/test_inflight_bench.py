@@ -35,5 +35,5 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
     assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
     assert rows[2].runs == rows[3].runs > 0 and rows[2].extra["mix"] == [1, 3]
-    assert rows[1].extra["efficient"] == rows[2].extra["efficient"] == min(2, loop.efficient)
+    assert rows[1].extra["efficient"] == rows[2].extra["efficient"] == min(2, loop.efficient // 2)
     assert rows[4].extra["largest"] <= 1 and rows[4].extra["worst"] > 40
