@@ -1,5 +1,6 @@
 """The loop whose steps are replayed: held, without a GPU, against the one that runs them op by op."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -158,6 +159,34 @@ def test_what_is_never_guided_reads_its_own_text_though_it_has_two(model: Loaded
     denoise(graph_loop(model, 2), rows[:1])
     denoise(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), rows[1:])
     torch.testing.assert_close(rows[0].latents, rows[1].latents, rtol=1e-4, atol=1e-4)
+
+
+def test_company_is_felt_through_the_bucket_alone(model: LoadedModel) -> None:
+    """On a GPU in fp16 each bucket rounds in its own way, and so draws a picture that is its own to the last bit."""
+
+    class Rounding(Stub):
+        def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"noise": super().run(inputs)["noise"] * (1 + self.bucket.rows.max * 2**-10)}
+
+    unet = bucketed(model, 1, 2, 4, 8)
+    for engine in unet.engines:
+        engine.__class__ = Rounding
+    asked: list[dict[str, object]] = [
+        {"seed": 1, "end_cfg_frac": 0.5}, {"seed": 2, "guidance_scale": 1.0, "scheduler": "Euler a"},
+        {"seed": 3, "negative_prompt": "four", "scheduler": "DPM++ 2M"},
+    ]  # fmt: skip
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
+    alone = [drawn(loop, model, [(each, 0)])[0] for each in asked]
+    together = drawn(loop, model, [(each, 0) for each in asked])
+    assert not any(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    loop.capacity = 1
+    one_by_one = drawn(loop, model, [(each, 0) for each in asked])
+    assert all(torch.equal(one, other) for one, other in zip(one_by_one, alone, strict=True))
+    of_eight = [GraphLoop(EngineSet(unet.engines[3:]), HEIGHT, WIDTH, model.device) for _ in range(2)]
+    assert all(
+        torch.equal(one, drawn(of_eight[1], model, [(each, 0)])[0])
+        for one, each in zip(drawn(of_eight[0], model, [(each, 0) for each in asked]), asked, strict=True)
+    )
 
 
 def test_what_its_buffers_take_is_known_without_a_device(model: LoadedModel) -> None:
