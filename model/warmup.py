@@ -16,7 +16,7 @@ from model.engines import EngineSet
 from model.errors import NoEngineForTarget
 from model.loading import Loaded
 from model.loop import Loop, Row
-from model.pipeline import LoadedModel, base_rows, generate, request_tables
+from model.pipeline import LoadedModel, base_rows, generate, is_guided, request_tables
 from model.preview import PreviewMap, fit_preview_map
 from model.request import GenerationRequest, GenerationSettings, SizeList, resolve
 
@@ -63,13 +63,14 @@ def _find_efficient(model: LoadedModel, settings: GenerationSettings) -> None:
     """Measure the base's loop of this size with copies of one image. The refiner's need not know: see `Scheduler`."""
     height, width = settings.height, settings.width
     loop = model.loop(components.UNET, height, width)
-    [row] = base_rows(model, settings, request_tables(model, settings)[0])
+    each = 2 if is_guided(model, settings, False) else 1
     buckets = _buckets(model.engines[components.UNET], height, width, loop.capacity)
-    counts = sorted({max(1, rows // row.unet_rows) for rows in buckets})
+    counts = sorted({max(1, rows // each) for rows in buckets})
     if len(counts) == 1:
         return  # fewer would cost as much
+    [row] = base_rows(model, settings, request_tables(model, settings)[0])
     seconds = ((images, _step_seconds(model, loop, row, images)) for images in counts)
-    loop.efficient = row.unet_rows * efficient_images(seconds)
+    loop.efficient = each * efficient_images(seconds)
 
 
 def _buckets(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
