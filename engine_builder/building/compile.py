@@ -22,7 +22,7 @@ from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
 # Raised whenever the wrappers, the export or the compile settings change what comes out.
-RECIPE = 4
+RECIPE = 5
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 
@@ -112,7 +112,7 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
     example = example_of(network, bucket, device)
-    with quiet(), _attention_kernels(device), _reductions(device):
+    with quiet(), _attention_kernels(device), _reductions(device), _descriptors(device):
         exported = torch.export.export(
             network.module,
             tuple(example.values()),
@@ -228,3 +228,32 @@ class _Reductions(InductorChoices):
 def _reductions(device: str) -> AbstractContextManager[None]:
     context: AbstractContextManager[None] = V.set_choices_handler(_Reductions()) if device == "cuda" else nullcontext()
     return context
+
+
+_PROGRAMS = 1024  # of one kernel that makes descriptors, at most: as many as a GPU has multiprocessors
+
+
+@contextmanager
+def _descriptors(device: str) -> Iterator[None]:
+    """Room for the tensor descriptors of every program of a kernel. torch 2.11's generated code makes room for one
+    program's, and Triton writes each program's behind the last one's; torch 2.13's makes room for all."""
+    if device != "cuda":
+        yield
+        return
+    from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+
+    generator: Any = CUDADeviceOpOverrides
+    one = generator.cpp_scratch
+
+    def cpp_scratch(self: Any, index: int, workspace: Any, prefix: str | None = None) -> Any:
+        made = one(self, index, workspace, prefix)
+        if workspace.size > 0 and not any("grid_0" in line for line in made[0]):
+            workspace.size *= _PROGRAMS
+            made = one(self, index, workspace, prefix)
+        return made
+
+    generator.cpp_scratch = cpp_scratch
+    try:
+        yield
+    finally:
+        generator.cpp_scratch = one

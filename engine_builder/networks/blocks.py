@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 _PIXELS = 64  # of one partial statistic; every side of a latent is a multiple of 8
 _LARGE, _PIXELS_LARGE = 2**16, 256
+_FEW = 1024  # tokens of one row, up to which our own self-attention is faster than cuDNN's
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -65,46 +66,48 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
-    """Twice the height and width by nearest neighbours, then a 3x3 convolution."""
-    if hidden.is_meta:  # an ONNX graph, whose runtimes have kernels for these two
-        out: Tensor = upsampler.conv(F.interpolate(hidden, scale_factor=2.0, mode="nearest"))
-        return out
-    return upsample_in_phases(upsampler.conv, hidden)
+def split_into_phases(upsampler: Any) -> None:
+    """`conv`, 3x3, becomes `phases`, which `upsample` applies to the picture as it was.
 
-
-def upsample_in_phases(conv: Any, hidden: Tensor) -> Tensor:
-    """`conv` of twice the picture, [rows, channels, height, width] -> [rows, channels out, 2 height, 2 width].
-
-    Of the nine pixels that a 3x3 kernel reads after the upsampling only 2x2 differ; which of its weights meet in one is
-    decided by the parity of the pixel's row and column, its phase. So one 2x2 convolution of the picture as it was
-    gives the channels of all four phases, in 16 products where there were 36 (Aitken et al., "Checkerboard artifact
-    free sub-pixel convolution", 2017).
+    Of the nine pixels that a 3x3 kernel reads after an upsampling by nearest neighbours only 2x2 differ; which of its
+    weights meet in one is decided by the parity of the pixel's row and column, its phase. So one 2x2 convolution gives
+    the channels of all four phases, in 16 products where there were 36 (Aitken et al., "Checkerboard artifact free
+    sub-pixel convolution", 2017).
     """
-    rows, _, height, width = hidden.shape
-    phases = F.conv2d(hidden, phase_weights(conv.weight), padding=1)  # [rows, 4 out, height + 1, width + 1]
-    last = phases.permute(0, 2, 3, 1).reshape(rows, height + 1, width + 1, 2, 2, -1)
-    # The phase of odd rows starts one row further down, that of odd columns one column to the right: views, which the
-    # compiler reads through.
-    windows = last.unfold(1, 2, 1).unfold(2, 2, 1)  # [rows, height, width, a, b, out, a, b]
-    pixels = windows.diagonal(0, 3, 6).diagonal(0, 3, 5)  # [rows, height, width, out, a, b]
-    joined = pixels.permute(0, 1, 4, 2, 5, 3).reshape(rows, 2 * height, 2 * width, -1)
-    out: Tensor = joined + conv.bias
-    return out.permute(0, 3, 1, 2)
+    conv = upsampler.conv
+    phases = nn.Conv2d(conv.in_channels, 4 * conv.out_channels, 2, padding=1, device="meta")
+    phases.weight = nn.Parameter(phase_weights(conv.weight), requires_grad=False)
+    phases.bias = nn.Parameter(conv.bias.repeat(4), requires_grad=False)
+    upsampler.phases, upsampler.conv = phases, None
 
 
 def phase_weights(weight: Tensor) -> Tensor:
-    """Weights of a convolution [out, in, 3, 3] -> those of `upsample_in_phases`, [4 out, in, 2, 2], channels_last.
+    """Weights of a convolution [out, in, 3, 3] -> those of its phases, [4 out, in, 2, 2]: even rows and even columns
+    first, then odd columns, then odd rows. Added in fp32 or what is wider, and rounded once.
 
-    Of an even row's kernel the second and third row meet in one row of pixels, of an odd row's the first and second;
-    columns alike. Added in fp32 and rounded once.
+    In an even row the kernel's second and third row meet in one row of pixels, in an odd one its first and second;
+    columns alike.
     """
-    kernel = weight.permute(0, 2, 3, 1).to(torch.promote_types(weight.dtype, torch.float32))  # [out, 3, 3, in]
-    places = torch.arange(2, device=weight.device)
-    middle = (places[:, None] != places).to(kernel.dtype)  # [phase, tap]: where the kernel's middle is added
-    kernel = kernel[:, ::2] + middle.reshape(2, 1, 2, 1, 1) * kernel[:, 1:2]  # [a, out, 2, 3, in]
-    kernel = kernel[..., ::2, :] + middle.reshape(2, 1, 1, 1, 2, 1) * kernel[..., 1:2, :]  # [b, a, out, 2, 2, in]
-    return kernel.transpose(0, 1).flatten(0, 2).to(weight.dtype).permute(0, 3, 1, 2)
+    kernel = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    rows = [torch.stack(pair, 2) for pair in _meeting(*kernel.unbind(2))]
+    phases = [torch.stack(pair, 3) for row in rows for pair in _meeting(*row.unbind(3))]
+    return torch.cat(phases).to(weight.dtype)
+
+
+def _meeting(first: Tensor, second: Tensor, third: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Two taps of the even phase, and two of the odd one."""
+    return (first, second + third), (first + second, third)
+
+
+def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
+    """Twice the height and width by nearest neighbours, then a 3x3 convolution: see `split_into_phases`."""
+    rows, _, height, width = hidden.shape
+    phases = upsampler.phases(hidden).permute(0, 2, 3, 1).chunk(4, dim=-1)  # each [rows, height + 1, width + 1, out]
+    # The phase of odd rows starts one row further down, that of odd columns one column to the right.
+    windows = [phase[:, i // 2 : height + i // 2, i % 2 : width + i % 2] for i, phase in enumerate(phases)]
+    even, odd = torch.stack(windows[:2], 3), torch.stack(windows[2:], 3)  # [rows, height, width, 2, out]
+    out = torch.stack([even, odd], 2).reshape(rows, 2 * height, 2 * width, -1)
+    return out.permute(0, 3, 1, 2)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
@@ -117,6 +120,19 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
+def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
+    """`attend` of [rows, n, queries, keys and values beside each other], in the form that is fast on its device."""
+    halves = fused.dtype in (torch.float16, torch.bfloat16)
+    if fused.is_cuda and halves and fused.shape[-1] == 3 * 64 * heads and fused.shape[1] % 128 == 0:
+        if fused.shape[0] * fused.shape[1] <= _FEW:
+            from engine_builder.networks import kernels
+
+            mixed: Tensor = kernels.attend_to_itself(fused, heads)
+            return mixed
+    queries, keys, values = fused.chunk(3, dim=-1)
+    return attend(queries, keys, values, heads)
+
+
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """`attend` to the few tokens of a text, in the form that is fast on the tensors' device."""
     halves = queries.dtype in (torch.float16, torch.bfloat16)
@@ -126,3 +142,20 @@ def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) ->
         mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads)
         return mixed
     return attend(queries, keys, values, heads)
+
+
+def geglu(projection: Any, tokens: Tensor) -> Tensor:
+    """values * gelu(gates), which alternate in `projection(tokens)`, in the form that is fast on their device."""
+    rows, count, inner = tokens.shape
+    width = projection.out_features // 2
+    halves = tokens.dtype in (torch.float16, torch.bfloat16)
+    if tokens.is_cuda and halves and rows * count % 128 == 0 and width % 128 == 0 and inner % 64 == 0:
+        # Smaller products leave multiprocessors without a tile, and cuBLAS splits them better.
+        if rows * count >= 1024 and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
+            from engine_builder.networks import kernels
+
+            gated: Tensor = kernels.geglu(tokens, projection.weight, projection.bias)
+            return gated
+    values, gates = projection(tokens).unflatten(-1, (-1, 2)).unbind(-1)
+    product: Tensor = values * F.gelu(gates)
+    return product

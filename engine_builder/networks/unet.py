@@ -15,7 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import attend, attend_to_text, group_norm, resnet, upsample
+from engine_builder.networks.blocks import (
+    attend_to_itself,
+    attend_to_text,
+    geglu,
+    group_norm,
+    resnet,
+    split_into_phases,
+    upsample,
+)
 
 _TIME = ("time_embedding.", "add_embedding.")  # and every `time_emb_proj`
 _TEXT = (".attn2.to_k.", ".attn2.to_v.")
@@ -81,6 +89,10 @@ class UnetNetwork(nn.Module):
         self._text = [block.attn2.to_k.out_features for block in transformer_blocks(network)]
         for block in transformer_blocks(network):
             _fuse_queries_keys_values(block.attn1)
+            _interleave_gates(block.ff.net[0])
+        for block in network.up_blocks:
+            for upsampler in block.upsamplers or ():
+                split_into_phases(upsampler)
         keep_parameters(network, lambda name: not is_time(name) and not is_text(name))
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
@@ -154,15 +166,13 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
     for block in transformer.transformer_blocks:
         tokens = tokens + _self_attention(block.attn1, block.norm1(tokens))
         tokens = tokens + _cross_attention(block.attn2, block.norm2(tokens), next(texts), next(texts))
-        widened, gate = block.ff.net[0].proj(block.norm3(tokens)).chunk(2, dim=-1)
-        tokens = tokens + block.ff.net[2](widened * F.gelu(gate))
+        tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].interleaved, block.norm3(tokens)))
     out: Tensor = transformer.proj_out(tokens)
     return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
 
 
 def _self_attention(attention: Any, tokens: Tensor) -> Tensor:
-    queries, keys, values = attention.to_qkv(tokens).chunk(3, dim=-1)
-    out: Tensor = attention.to_out[0](attend(queries, keys, values, attention.heads))
+    out: Tensor = attention.to_out[0](attend_to_itself(attention.to_qkv(tokens), attention.heads))
     return out
 
 
@@ -180,3 +190,12 @@ def _fuse_queries_keys_values(attention: Any) -> None:
     fused.weight = nn.Parameter(weight, requires_grad=False)
     attention.to_qkv = fused
     attention.to_q = attention.to_k = attention.to_v = None
+
+
+def _interleave_gates(widening: Any) -> None:
+    """`proj`, values and then gates, becomes `interleaved`: each value beside its gate, as one kernel needs them."""
+    widening.interleaved = nn.Linear(widening.proj.in_features, widening.proj.out_features, device="meta")
+    for name in ("weight", "bias"):
+        alternating = getattr(widening.proj, name).unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()
+        setattr(widening.interleaved, name, nn.Parameter(alternating, requires_grad=False))
+    widening.proj = None

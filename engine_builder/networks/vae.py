@@ -5,7 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import group_norm, resnet, upsample
+from engine_builder.networks.blocks import group_norm, resnet, split_into_phases, upsample
 
 
 class VaeDecoderNetwork(nn.Module):
@@ -15,6 +15,9 @@ class VaeDecoderNetwork(nn.Module):
         super().__init__()
         self.decoder: Any = vae.decoder
         self.post_quant_conv: nn.Module = getattr(vae, "post_quant_conv", None) or nn.Identity()
+        for block in self.decoder.up_blocks:
+            for upsampler in block.upsamplers or ():
+                split_into_phases(upsampler)
 
     def forward(self, latents: Tensor) -> tuple[Tensor, ...]:
         decoder = self.decoder
