@@ -102,4 +102,4 @@ def unet() -> UNet2DConditionModel:
 
 def refiner_unet() -> UNet2DConditionModel:
     """time_ids: original height and width, crop top and left, aesthetic score."""
-    return _unet((64, 64, 48), heads=(2, 2, 2), layers=(1, 1, 1), text=WIDTH_2, ids=5)
+    return _unet((64, 72, 48), heads=(2, 2, 2), layers=(1, 1, 1), text=WIDTH_2, ids=5)
