@@ -150,8 +150,10 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
     width = projection.out_features // 2
     halves = tokens.dtype in (torch.float16, torch.bfloat16)
     if tokens.is_cuda and halves and rows * count % 128 == 0 and width % 128 == 0 and inner % 64 == 0:
-        # Smaller products leave multiprocessors without a tile, and cuBLAS splits them better.
-        if rows * count >= 1024 and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
+        # Where it was seen to win on an H200: smaller products leave multiprocessors without a tile, and cuBLAS splits
+        # them better; of narrower ones see docs/log.md.
+        large = rows * count >= 1024 and inner >= 1280
+        if large and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
             from engine_builder.networks import kernels
 
             gated: Tensor = kernels.geglu(tokens, projection.weight, projection.bias)

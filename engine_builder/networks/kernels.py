@@ -97,6 +97,8 @@ def geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     out = x.new_empty(rows, tokens, width)
     tiles = rows * tokens // _TILE_ROWS * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
+    # Its descriptors lie in memory that Triton asks for here; a compiled engine has its own.
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
     library.wrap_triton(_geglu_kernel)[(programs,)](
         x, weight, bias, out, ROWS=rows * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
         TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, TILE_DEPTH=_TILE_DEPTH, GROUP=_GROUP,
