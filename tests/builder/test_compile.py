@@ -3,11 +3,14 @@
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine_builder.building import compile as compiler
 from engine_builder.building.compile import example_inputs
+from engine_builder.building.validate import tolerance
 from engine_builder.networks import ModelFolder, Network, load_network
 from model.components import BASE_COMPONENTS
 from model.engines.aot_inductor import AotInductorEngine
@@ -129,3 +132,36 @@ def test_what_is_outside_of_the_bucket_is_refused(
     network = load_network(ModelFolder(toy_folder), "unet", "fp32")
     with pytest.raises(EngineError, match="no bucket for"):
         open_with(toy_store, network).run(example_inputs(network.signature, rows, height, width, "cpu"))
+
+
+def test_fp32_on_a_gpu_may_be_off_by_what_tf32_rounds() -> None:
+    assert tolerance("fp32", "cpu") < tolerance("fp32", "cuda") == tolerance("fp16", "cuda")
+    assert tolerance("bf16", "cuda") == tolerance("bf16", "cpu")
+
+
+def test_a_kernel_s_descriptors_have_room_for_each_of_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's generated code makes the room since 2.13; before that it is asked for more."""
+    from torch._inductor.codegen.common import TritonScratchWorkspace
+    from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
+
+    def room(bytes_each: int) -> str:
+        workspace = TritonScratchWorkspace(bytes_each, lambda: "cached_torch_dtype_uint8")
+        return CUDADeviceOpOverrides().cpp_scratch(0, workspace)[0][0]
+
+    whole = room(384)
+    with compiler._descriptors("cuda"):
+        assert room(384) == whole and "grid_0" in whole
+    one = CUDADeviceOpOverrides.cpp_scratch
+
+    def as_in_2_11(self: Any, index: int, workspace: Any, prefix: Any = None) -> Any:
+        return [f"int64_t size[] = {{{workspace.size}}};"], "scratch"
+
+    monkeypatch.setattr(CUDADeviceOpOverrides, "cpp_scratch", as_in_2_11)
+    with compiler._descriptors("cuda"):
+        assert room(384) == f"int64_t size[] = {{{384 * compiler._PROGRAMS}}};"
+        assert room(0) == "int64_t size[] = {0};"
+    assert CUDADeviceOpOverrides.cpp_scratch is as_in_2_11
+    with compiler._descriptors("cpu"):
+        assert CUDADeviceOpOverrides.cpp_scratch is as_in_2_11
+    monkeypatch.undo()
+    assert CUDADeviceOpOverrides.cpp_scratch is one
