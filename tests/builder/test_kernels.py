@@ -1,0 +1,72 @@
+"""Our Triton kernels against PyTorch, in Triton's interpreter: what they compute, not how fast, and without a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A folder with Triton in it, for environments without: `pip install --no-deps --target FOLDER triton`. Torch's builds
+# for CUDA bring it.
+FOLDER = os.environ.get("PREHEAT_TRITON", "")
+NO_TRITON = not FOLDER and importlib.util.find_spec("triton") is None
+
+SCRIPT = """
+import json
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from engine_builder.networks import blocks, kernels
+
+torch.manual_seed(0)
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
+errors = {}
+
+
+def compare(name, got, wanted):
+    errors[name] = float((got - wanted).norm() / wanted.norm())
+
+
+for tokens in (96, 128):  # the first leaves a block half empty
+    queries, keys, values = torch.randn(2, tokens, 128), torch.randn(2, 77, 128), torch.randn(2, 77, 128)
+    wanted = blocks.attend(queries, keys, values, 2)
+    compare(f"text, {tokens}", kernels.attend_to_text(queries, keys, values, 2), wanted)
+both = torch.randn(2, 77, 256)
+keys, values = both.chunk(2, -1)  # as the UNet has them: slices of what was computed for all layers at once
+compare("text, slices", kernels.attend_to_text(queries, keys, values, 2), blocks.attend(queries, keys, values, 2))
+for tokens in (128, 256):
+    fused = 3 * torch.randn(2, tokens, 3 * 128)
+    compare(f"self, {tokens}", kernels.attend_to_itself(fused, 2), blocks.attend(*fused.chunk(3, -1), 2))
+for rows, width in ((1, 128), (2, 256), (9, 128)):  # fewer tiles than programs, and several for each
+    tokens, projection = torch.randn(rows, 128, 128), torch.nn.Linear(128, 2 * width)
+    with torch.no_grad():
+        projection.weight *= 8  # gates far out, too
+        got = kernels.geglu(tokens, projection.weight, projection.bias)
+        compare(f"geglu, {rows} x {width}", got, blocks.geglu(projection, tokens))
+print(json.dumps(errors))
+"""
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, float]:
+    """Relative errors by norm. In a process of its own, for Triton reads its environment when it is imported."""
+    path = os.pathsep.join([str(ROOT), *([FOLDER] if FOLDER else [])])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, float] = json.loads(run.stdout)
+    return found
+
+
+@pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
+@pytest.mark.parametrize("kernel", ["text", "self", "geglu"])
+def test_a_kernel_computes_what_pytorch_does(kernel: str, errors: dict[str, float]) -> None:
+    found = {name: error for name, error in errors.items() if name.startswith(f"{kernel},")}
+    assert len(found) >= 2 and max(found.values()) < 1e-5, found
