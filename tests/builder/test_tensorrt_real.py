@@ -17,7 +17,7 @@ import torch
 
 from engine_builder.building.build import BuildPlan, build
 from engine_builder.building.compile import build_target, example_inputs
-from engine_builder.building.validate import TOLERANCE
+from engine_builder.building.validate import tolerance
 from engine_builder.networks import ModelFolder, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.tensorrt_plans.choices import Choices
@@ -77,7 +77,7 @@ def test_every_engine_is_eager_pytorch(built: tuple[Store, Manifest], say: Calla
     for engine in built[1].engines:
         assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version()
         assert engine.benchmark is not None and engine.tensorrt is not None
-        assert 0.0 < engine.accuracy.relative <= TOLERANCE["fp16"]
+        assert 0.0 < engine.accuracy.relative <= tolerance("fp16", "cuda")
         say(
             f"{engine.component} {engine.bucket.rows.max} rows: relative error {engine.accuracy.relative:.1e}, "
             f"{engine.benchmark.median:.2f} ms, workspace {engine.tensorrt.workspace_bytes / 2**20:.1f} MiB, "
