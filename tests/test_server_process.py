@@ -183,6 +183,32 @@ def test_a_server_that_cannot_start_is_answered_with_the_reason(layout: Layout, 
         server.wait_ready(TIMEOUT)
 
 
+def test_what_a_server_says_while_it_shuts_down_does_not_hide_what_it_failed_at(tmp_path: Path) -> None:
+    failing = stub_truss.laid_out(tmp_path, CURIOUS)
+    (failing.app / "main.py").write_text(
+        textwrap.dedent("""
+            import json
+
+            def log(level, message, **more):
+                print(json.dumps({"levelname": level, "message": message, **more}))
+
+            log("INFO", "Executing model.load()...")
+            trace = "Traceback (most recent call last):\\n  File 'model.py'\\nOSError: the disk is full"
+            log("ERROR", "Exception while loading model", exc_info=trace)
+            for step in range(20):
+                log("INFO", f"Shutting down, step {step}")
+        """)
+    )
+    with Server(failing) as server, pytest.raises(ServerFailed) as failure:
+        server.wait_ready(TIMEOUT)
+    assert str(failure.value).splitlines() == [
+        "OSError: the disk is full",
+        "The server ended before it was ready (exit code 0).",
+        "  Executing model.load()...",
+        "  Exception while loading model",
+    ]
+
+
 SLOW = """
     import time
 

@@ -265,7 +265,7 @@ class Server:
         self._end(grace=1.0)
         log.new_messages()  # before stop removes a log that nobody asked to keep
         self.stop()
-        said = [f"  {message}" for message in log.messages[-_LAST_LINES:]]
+        said = [f"  {message}" for message in log.until_the_failure()[-_LAST_LINES:]]
         kept = [f"The whole log: {self._kept_log}"] if self._kept_log is not None else []
         return ServerFailed("\n".join([*filter(None, [log.reason()]), what, *said, *kept]))
 
@@ -313,13 +313,19 @@ class _Log:
         self.messages: list[str] = []
         self._trace = ""
         self._error = ""
+        self._failed_at: int | None = None  # how many messages there were, that of the last exception included
         self._offset = 0
 
     def new_messages(self) -> list[str]:
         """The messages of the complete lines written since the last call. Keeps them."""
-        new = [message for line in self._new_lines() for message in self._read(line)]
-        self.messages.extend(new)
-        return new
+        known = len(self.messages)
+        for line in self._new_lines():
+            self._read(line)
+        return self.messages[known:]
+
+    def until_the_failure(self) -> list[str]:
+        """The messages up to the last exception that was logged: a server that shuts down says more after it."""
+        return self.messages[: self._failed_at]
 
     def reason(self) -> str:
         """The words of the last exception logged or printed, else of the last error logged, else ""."""
@@ -340,18 +346,19 @@ class _Log:
         except FileNotFoundError:
             return
 
-    def _read(self, line: str) -> Iterator[str]:
+    def _read(self, line: str) -> None:
         try:
             record = json.loads(line)
             level, message = record["levelname"], record["message"]
         except (ValueError, KeyError, TypeError):
             if line:
-                yield line
+                self.messages.append(line)
             return
-        self._trace = record.get("exc_info") or self._trace
+        self.messages.append(message)
         if level in ("ERROR", "CRITICAL"):
             self._error = message
-        yield message
+        if record.get("exc_info"):
+            self._trace, self._failed_at = record["exc_info"], len(self.messages)
 
 
 def exception_sentence(trace: str) -> str:
