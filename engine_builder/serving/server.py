@@ -74,7 +74,8 @@ def build_context(root: Path, config: Path, out: Path) -> Path:
 
         with archive_dir(root, config_yaml_override=config.read_bytes()) as archive:
             with tarfile.open(archive.name) as tar:
-                tar.extractall(upload, filter="data")
+                # Our own archive: no filter, which Debian 12's Python 3.11.2 does not have.
+                tar.extractall(upload)
         load(upload).docker_build_setup(context)
     return context
 
