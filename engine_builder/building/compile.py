@@ -15,13 +15,13 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_builder.networks import Network, public_name
+from engine_builder.networks import FORM, Network, public_name
 from model.components import DTYPES, dtype_name
 from model.errors import PreheatError
 from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
-# Raised whenever the wrappers, the export or the compile settings change what comes out.
+# Raised whenever the export or the compile settings change what comes out of one network.
 RECIPE = 5
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
@@ -60,6 +60,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """SHA-256 over all that decides the compiled code, which the weights do not."""
     recipe = {
         "recipe": RECIPE,
+        "form": FORM,
         "component": type(network.module).__name__,
         "architecture": network.architecture,
         "signature": network.signature.model_dump(mode="json"),

@@ -21,6 +21,9 @@ from model.errors import PreheatError
 from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
+# Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
+FORM = 1
+
 
 class ModelFolderError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""

@@ -8,7 +8,7 @@ Activations are [rows, channels, height, width] between blocks and [rows, height
 transformer. Where weights are channels_last the two are the same memory, and no copy is made between them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,36 +25,23 @@ from engine_builder.networks.blocks import (
     upsample,
 )
 
-_TIME = ("time_embedding.", "add_embedding.")  # and every `time_emb_proj`
-_TEXT = (".attn2.to_k.", ".attn2.to_v.")
-
-
-def is_time(name: str) -> bool:
-    """Whether a parameter of that name is the time network's."""
-    return name.startswith(_TIME) or ".time_emb_proj." in name
-
-
-def is_text(name: str) -> bool:
-    """Whether a parameter of that name is the text network's."""
-    return any(part in name for part in _TEXT)
+_EMBEDDINGS = ("time_embedding.", "add_embedding.")
+_ELSEWHERE = (".time_emb_proj.", ".attn2.to_k.", ".attn2.to_v.")  # what else a step does not read
 
 
 class UnetTextNetwork(nn.Module):
     """encoder_hidden_states [rows, tokens, width] -> keys_values [rows, tokens, 2 * channels of all cross-attentions].
 
-    Keys, then values, of each cross-attention in the order of `transformer_blocks`.
+    Keys, then values, of each cross-attention in the order of `transformer_blocks`, as one product.
     """
 
     def __init__(self, network: Any) -> None:
         super().__init__()
-        self.network = network
-        keep_parameters(network, is_text)
+        attentions = [block.attn2 for block in transformer_blocks(network)]
+        self.keys_values = _beside([part for attention in attentions for part in (attention.to_k, attention.to_v)])
 
     def forward(self, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
-        parts = []
-        for block in transformer_blocks(self.network):
-            parts += [block.attn2.to_k(encoder_hidden_states), block.attn2.to_v(encoder_hidden_states)]
-        return (torch.cat(parts, dim=-1),)
+        return (self.keys_values(encoder_hidden_states),)
 
 
 class UnetTimeNetwork(nn.Module):
@@ -67,7 +54,8 @@ class UnetTimeNetwork(nn.Module):
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
-        keep_parameters(network, is_time)
+        self.biases = _beside([block.time_emb_proj for block in resnets(network)])
+        keep_parameters(network, lambda name: name.startswith(_EMBEDDINGS))
 
     def forward(
         self, timestep: Tensor, text_embeds: Tensor, time_ids: Tensor, timestep_cond: Tensor | None = None
@@ -76,7 +64,7 @@ class UnetTimeNetwork(nn.Module):
         embedded = network.time_embedding(network.time_proj(timestep).to(dtype), timestep_cond)
         sizes = network.add_time_proj(time_ids.flatten()).reshape(time_ids.shape[0], -1).to(dtype)
         embedded = F.silu(embedded + network.add_embedding(torch.cat([text_embeds, sizes], dim=-1)))
-        return (torch.cat([block.time_emb_proj(embedded) for block in resnets(network)], dim=-1),)
+        return (self.biases(embedded),)
 
 
 class UnetNetwork(nn.Module):
@@ -93,7 +81,7 @@ class UnetNetwork(nn.Module):
         for block in network.up_blocks:
             for upsampler in block.upsamplers or ():
                 split_into_phases(upsampler)
-        keep_parameters(network, lambda name: not is_time(name) and not is_text(name))
+        keep_parameters(network, _is_read_each_step)
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
         network = self.network
@@ -119,6 +107,10 @@ class UnetNetwork(nn.Module):
             for upsampler in block.upsamplers or ():
                 hidden = upsample(upsampler, hidden)
         return (network.conv_out(F.silu(group_norm(network.conv_norm_out, hidden))),)
+
+
+def _is_read_each_step(name: str) -> bool:
+    return not name.startswith(_EMBEDDINGS) and not any(part in name for part in _ELSEWHERE)
 
 
 def time_width(network: Any) -> int:
@@ -183,13 +175,21 @@ def _cross_attention(attention: Any, tokens: Tensor, keys: Tensor, values: Tenso
 
 
 def _fuse_queries_keys_values(attention: Any) -> None:
-    """`to_q`, `to_k` and `to_v` of a self-attention become one `to_qkv`: one large product instead of three."""
-    parts = [attention.to_q, attention.to_k, attention.to_v]
-    weight = torch.cat([part.weight for part in parts])
-    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    fused.weight = nn.Parameter(weight, requires_grad=False)
-    attention.to_qkv = fused
+    """`to_q`, `to_k` and `to_v` of a self-attention become one `to_qkv`."""
+    attention.to_qkv = _beside([attention.to_q, attention.to_k, attention.to_v])
     attention.to_q = attention.to_k = attention.to_v = None
+
+
+def _beside(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One large product instead of several of the same input: what they give, beside each other."""
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    width = sum(linear.out_features for linear in linears)
+    fused = nn.Linear(linears[0].in_features, width, bias=bool(biases), device="meta")
+    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    if biases:
+        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return fused
 
 
 def _interleave_gates(widening: Any) -> None:

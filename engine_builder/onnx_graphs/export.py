@@ -27,7 +27,7 @@ from onnx import TensorProto
 from torch import nn
 
 from engine_builder.building.compile import CompileError, dynamic_bucket, dynamic_shapes, example_of, quiet
-from engine_builder.networks import Network, public_name
+from engine_builder.networks import FORM, Network, public_name
 from model.components import dtype_name
 from model.store.manifest import Bucket, Signature
 
@@ -54,6 +54,7 @@ def graph_key(network: Network) -> str:
     """SHA-256 over all that decides the graph, which neither the weights nor the machine do."""
     recipe = {
         "recipe": RECIPE,
+        "form": FORM,
         "opset": OPSET,
         "component": type(network.module).__name__,
         "architecture": network.architecture,
