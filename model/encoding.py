@@ -1,5 +1,6 @@
 """A few threads beside the worker that make of pixels what is sent: previews, files as base64, a request's answer."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,7 +9,7 @@ from model.job import Drawn, Finished, Job, Stepped
 from model.pipeline import Decoding
 from model.preview import Preview
 
-_THREADS = 2
+THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # an image takes one some 10 ms; eight may end at once
 
 
 class Encoders:
@@ -18,7 +19,7 @@ class Encoders:
         """`drawn` is called after each picture, `failed` with what went wrong and whose it was; from these threads."""
         self._drawn = drawn
         self._failed = failed
-        self._threads = ThreadPoolExecutor(_THREADS, "preheat-encode")
+        self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
 
     def picture(self, job: Job, index: int, decoding: Decoding) -> None:
         """Wait for image `index` of a request and encode it; the last of its images answers the request."""

@@ -5,13 +5,15 @@ on the same weights, so that a ratio holds on a machine whose clocks drift.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
+from model.encoding import THREADS
 from model.image import encode_base64
 from model.loading import Loaded
 from model.pipeline import generate
@@ -45,6 +47,46 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     totals, stages = measure(work, warm_ups, runs)
     precision = loaded.model.engines["unet"].signature.outputs[0].dtype
     return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
+
+
+def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
+    """The request's images again and again, one request after the other; in milliseconds a request. See `offline`."""
+    settings = resolve(request, loaded.served)
+    if warm_ups:
+        offline(loaded, [settings], 0, warm_ups)
+    totals, stages = offline(loaded, [settings], 0, runs)
+    precision = loaded.model.engines["unet"].signature.outputs[0].dtype
+    return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
+
+
+def offline(
+    loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float, least: int = 1
+) -> tuple[list[float], dict[str, float]]:
+    """Milliseconds of each batch where there is always a next one, for about `seconds` and at least `least` times, and
+    the median milliseconds of each stage.
+
+    Pictures are encoded while the next batch is drawn, by as many threads as the server has. The time until the last
+    ones are encoded counts as the last batch's.
+    """
+    totals: list[float] = []
+    stages: list[dict[str, float]] = []
+    with ThreadPoolExecutor(THREADS) as encoders:
+        began = before = time.perf_counter()
+        while len(totals) < least or before - began < seconds:
+            pictures, timings, _ = generate(loaded.model, batch)
+            requests = [settings for settings in batch for _ in range(settings.num_images)]
+            encoding = [
+                encoders.submit(encode_base64, picture, settings.output_format, settings.quality)
+                for picture, settings in zip(pictures, requests, strict=True)
+            ]
+            now = time.perf_counter()
+            totals.append((now - before) * 1000)
+            stages.append(timings)
+            before = now
+        for one in encoding:
+            one.result()
+        totals[-1] += (time.perf_counter() - before) * 1000
+    return totals, medians(stages)
 
 
 def bench_diffusers(

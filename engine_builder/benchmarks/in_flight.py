@@ -31,9 +31,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from engine_builder.benchmarks.bench import offline
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
 from model.coldstart import ColdStart
+from model.encoding import THREADS
 from model.image import encode_base64
 from model.job import Limits
 from model.loading import Loaded, ServedBucket, load_release
@@ -57,7 +59,7 @@ class BatchAtATime:
         self._waiting: deque[tuple[GenerationSettings, Future[list[str]]]] = deque()
         self._news = threading.Condition()
         self._closed = False
-        self._encoders = ThreadPoolExecutor(2)
+        self._encoders = ThreadPoolExecutor(THREADS)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -91,21 +93,6 @@ class BatchAtATime:
     @staticmethod
     def _finish(settings: GenerationSettings, result: "Future[list[str]]", picture: Any) -> None:
         result.set_result([encode_base64(picture, settings.output_format, settings.quality)])
-
-
-def offline(loaded: Loaded, settings: GenerationSettings, images: int, seconds: float) -> list[float]:
-    """Images/s of each of several runs of `images` at once, for about `seconds`."""
-    rates: list[float] = []
-    with ThreadPoolExecutor(2) as encoders:
-        end = time.perf_counter() + seconds
-        while not rates or time.perf_counter() < end:
-            began = time.perf_counter()
-            batch = [replace(settings, seed=seed) for seed in range(images)]
-            pictures = generate(loaded.model, batch)[0]
-            for picture in pictures:
-                encoders.submit(encode_base64, picture, settings.output_format, settings.quality)
-            rates.append(images / (time.perf_counter() - began))
-    return rates
 
 
 def saturated(submit: Submit, settings: GenerationSettings, images: int, seconds: float) -> float:
@@ -225,8 +212,9 @@ def measure(
         return make_row(f"{case} {where}", values, unit, precision, steps, most, digits=3, extra=extra)
 
     with torch.inference_mode():
-        offline(loaded, settings, most, 0)
-        rates = offline(loaded, settings, most, seconds)
+        batch = [replace(settings, seed=seed) for seed in range(most)]
+        offline(loaded, batch, 0)
+        rates = [1000 * most / total for total in offline(loaded, batch, seconds)[0]]
     rows = [row("offline, full rows", rates, "images/s")]
     scheduler = Scheduler(loaded.model, limits, lambda: None)
 

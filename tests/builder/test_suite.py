@@ -1,17 +1,20 @@
 """The suite of benchmarks: each case becomes one row, what cannot be served is said, peers run on the same weights."""
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine_builder.benchmarks import suite
+from engine_builder.benchmarks import bench, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
 from engine_builder.model_folder import random_sdxl
 from engine_builder.networks import ModelFolder, load_network
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.image import Pixels
 from model.loading import Loaded
+from model.request import GenerationRequest, resolve
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -35,6 +38,26 @@ def test_each_case_is_a_row_and_what_is_not_served_is_said(
     ]
     assert [line.partition(":")[0] for line in told] == ["first", "few-step", "many", "too-large"]
     assert "left out" in told[3] and "4096" in told[3]
+
+
+def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[float] = []
+
+    def slowly(pixels: Pixels, *settings: object) -> str:
+        time.sleep(0.5)
+        encoded.append(time.perf_counter())
+        return ""
+
+    monkeypatch.setattr(bench, "encode_base64", slowly)
+    request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1, num_images=2)
+    began = time.perf_counter()
+    totals, stages = bench.offline(loaded, [resolve(request, loaded.served)], 0, least=3)
+    assert len(encoded) == 3 * 2 and len(totals) == 3
+    assert {"text", "denoise", "decode"} <= stages.keys()
+    # No speed is asserted, only that the times add up to the end of the last encoding.
+    assert sum(totals) / 1000 > max(encoded) - began - 0.1
 
 
 def test_images_a_second_are_those_of_the_batch() -> None:
