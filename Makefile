@@ -1,6 +1,6 @@
 # Two commands for a newcomer: `make demo` and `make test`. Every target sets .venv up by itself.
 #
-#   make demo PROMPT="two green squares on a white background" SEED=7 OUT=squares.png
+#   make demo PROMPT="two green squares on a white background" SEED=3 OUT=squares.png
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    # no NVIDIA GPU: torch without CUDA's gigabytes
 
 PYTHON ?= python3.11
