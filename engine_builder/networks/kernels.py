@@ -2,6 +2,9 @@
 lies on one.
 
 They become part of the compiled engine; a server needs neither this module nor Triton.
+
+What a kernel is given when it runs are tensors and whole numbers; a fraction is a tl.constexpr. The compiler passes
+Python's floats as doubles, and all that is computed with one is computed in fp64.
 """
 
 import math
@@ -14,8 +17,8 @@ from torch import Tensor, library
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, tokens, texts, text_stride, channels, heads, scale,
-    TOKENS: tl.constexpr, TEXTS: tl.constexpr, WIDTH: tl.constexpr,
+    queries, keys, values, out, tokens, texts, text_stride, channels, heads,
+    SCALE: tl.constexpr, TOKENS: tl.constexpr, TEXTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     # All keys fit beside each other: one product, one softmax, one product, and nothing to carry along.
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -26,7 +29,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     q = tl.load(queries + place, mask=(token < tokens)[:, None], other=0.0)
     key = tl.load(keys + told[None, :] + k[:, None], mask=(text < texts)[None, :], other=0.0)
     value = tl.load(values + told[:, None] + k[None, :], mask=(text < texts)[:, None], other=0.0)
-    scores = tl.where((text < texts)[None, :], tl.dot(q, key) * scale, -float("inf"))
+    scores = tl.where((text < texts)[None, :], tl.dot(q, key) * SCALE, -float("inf"))
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     mixed = tl.dot(weights.to(value.dtype), value) / tl.sum(weights, 1)[:, None]
     tl.store(out + place, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
@@ -44,8 +47,8 @@ def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) ->
     out = torch.empty_like(queries)
     block = 64 if rows * tokens <= 4096 else 128  # as measured on an H200
     library.wrap_triton(_attend_kernel)[(-(-tokens // block), rows * heads)](
-        queries, keys, values, out, tokens, texts, keys.stride(1), channels, heads, (channels // heads) ** -0.5,
-        TOKENS=block, TEXTS=128, WIDTH=64, num_warps=4, num_stages=1,
+        queries, keys, values, out, tokens, texts, keys.stride(1), channels, heads,
+        SCALE=(channels // heads) ** -0.5, TOKENS=block, TEXTS=128, WIDTH=64, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 

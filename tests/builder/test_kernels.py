@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,17 +17,40 @@ FOLDER = os.environ.get("PREHEAT_TRITON", "")
 NO_TRITON = not FOLDER and importlib.util.find_spec("triton") is None
 
 SCRIPT = """
+import inspect
 import json
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 from engine_builder.networks import blocks, kernels
 
 torch.manual_seed(0)
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
-errors = {}
+errors, told = {}, {}
+wrap = torch.library.wrap_triton
+
+
+class Recorder:
+    # Writes down of what types a kernel's arguments are when it runs: those that are no tl.constexpr.
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, **named):
+            parameters = inspect.signature(self.kernel.fn).parameters
+            arguments = dict(zip(parameters, given)) | named
+            running = [name for name, one in parameters.items() if "constexpr" not in str(one.annotation)]
+            values = [arguments[name] for name in running]
+            types = {"tensor" if torch.is_tensor(value) else type(value).__name__ for value in values}
+            told.setdefault(self.kernel.fn.__name__, set()).update(types)
+            return wrap(self.kernel)[grid](*given, **named)
+
+        return launch
+
+
+torch.library.wrap_triton = Recorder
 
 
 def compare(name, got, wanted):
@@ -49,24 +73,33 @@ for rows, width in ((1, 128), (2, 256), (9, 128)):  # fewer tiles than programs,
         projection.weight *= 8  # gates far out, too
         got = kernels.geglu(tokens, projection.weight, projection.bias)
         compare(f"geglu, {rows} x {width}", got, blocks.geglu(projection, tokens))
-print(json.dumps(errors))
+print(json.dumps({"errors": errors, "told": {name: sorted(types) for name, types in told.items()}}))
 """
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, float]:
-    """Relative errors by norm. In a process of its own, for Triton reads its environment when it is imported."""
+def found() -> dict[str, Any]:
+    """Relative errors by norm, and types of arguments. In a process of its own, for Triton reads its environment when
+    it is imported."""
     path = os.pathsep.join([str(ROOT), *([FOLDER] if FOLDER else [])])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    found: dict[str, float] = json.loads(run.stdout)
-    return found
+    measured: dict[str, Any] = json.loads(run.stdout)
+    return measured
 
 
 @pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
 @pytest.mark.parametrize("kernel", ["text", "self", "geglu"])
-def test_a_kernel_computes_what_pytorch_does(kernel: str, errors: dict[str, float]) -> None:
-    found = {name: error for name, error in errors.items() if name.startswith(f"{kernel},")}
-    assert len(found) >= 2 and max(found.values()) < 1e-5, found
+def test_a_kernel_computes_what_pytorch_does(kernel: str, found: dict[str, Any]) -> None:
+    errors = {name: error for name, error in found["errors"].items() if name.startswith(f"{kernel},")}
+    assert len(errors) >= 2 and max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
+def test_no_kernel_is_given_a_fraction_when_it_runs(found: dict[str, Any]) -> None:
+    """Compiled into an engine it would be a double, and everything computed with it would be in fp64."""
+    assert found["told"].keys() == {"_attend_kernel", "_attend_self_kernel", "_geglu_kernel"}
+    for kernel, types in found["told"].items():
+        assert set(types) <= {"tensor", "int"}, kernel
