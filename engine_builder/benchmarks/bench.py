@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
+from model import components
 from model.encoding import THREADS
 from model.image import encode_base64
 from model.loading import Loaded
@@ -44,9 +45,7 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
             encode_base64(picture, settings.output_format, settings.quality)
         return timings | {"encode": (time.perf_counter() - began) * 1000}
 
-    totals, stages = measure(work, warm_ups, runs)
-    precision = loaded.model.engines["unet"].signature.outputs[0].dtype
-    return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
+    return _release_row(loaded, settings, *measure(work, warm_ups, runs))
 
 
 def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
@@ -54,9 +53,7 @@ def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     settings = resolve(request, loaded.served)
     if warm_ups:
         offline(loaded, [settings], 0, warm_ups)
-    totals, stages = offline(loaded, [settings], 0, runs)
-    precision = loaded.model.engines["unet"].signature.outputs[0].dtype
-    return _row(f"{loaded.release} {settings.width}x{settings.height}", settings, precision, totals, stages)
+    return _release_row(loaded, settings, *offline(loaded, [settings], 0, runs))
 
 
 def offline(
@@ -128,6 +125,16 @@ def bench_diffusers(
     totals, stages = measure(work, warm_ups, runs)
     kind = "compiled" if compiled else "eager"
     return _row(f"diffusers {kind} {like.width}x{like.height}", like, precision, totals, stages)
+
+
+def precision_of(loaded: Loaded) -> str:
+    """The dtype that the base's UNet answers in, for a row."""
+    return loaded.model.engines[components.UNET].signature.outputs[0].dtype
+
+
+def _release_row(loaded: Loaded, settings: GenerationSettings, totals: list[float], stages: dict[str, float]) -> Row:
+    case = f"{loaded.release} {settings.width}x{settings.height}"
+    return _row(case, settings, precision_of(loaded), totals, stages)
 
 
 def _row(case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]) -> Row:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from engine_builder.benchmarks.bench import precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
 from model.coldstart import ColdStart
@@ -86,7 +87,7 @@ def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
         "span_ms": round(found[-1].span / 1000, 2),
         "activities_a_step": round(len(profiles[-1]) / settings.num_inference_steps, 1),
     }
-    precision = loaded.model.engines[components.UNET].signature.outputs[0].dtype
+    precision = precision_of(loaded)
     steps = settings.num_inference_steps
 
     def row(case: str, values: list[float]) -> Row:

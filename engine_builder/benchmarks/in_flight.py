@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engine_builder.benchmarks.bench import offline
+from engine_builder.benchmarks.bench import offline, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
 from model.coldstart import ColdStart
@@ -202,7 +202,7 @@ def measure(
     most = min(images or fit, fit)
     loop.capacity = each * most
     limits = Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9)
-    precision = loaded.model.engines[components.UNET].signature.outputs[0].dtype
+    precision = precision_of(loaded)
     where = f"{settings.width}x{settings.height}"
     steps = settings.num_inference_steps
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine_builder.benchmarks.bench import precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
 from model.coldstart import ColdStart
@@ -31,7 +32,7 @@ def measure(loaded: Loaded) -> Row:
     torch.cuda.synchronize()
     taken = gpu_memory(loaded.model.device)
     buckets = len(loaded.model.engines[components.UNET].engines)
-    precision = loaded.model.engines[components.UNET].signature.outputs[0].dtype
+    precision = precision_of(loaded)
     extra = {
         "weights_gib": round(loaded.weight_bytes / _GIB, 2),
         "torch_gib": round(taken["reserved"] / _GIB, 2),

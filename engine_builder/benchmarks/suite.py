@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_builder.benchmarks.bench import bench_diffusers, bench_offline, bench_release
+from engine_builder.benchmarks.bench import bench_diffusers, bench_offline, bench_release, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.coldstart import ColdStart
 from model.errors import RequestRefused
@@ -84,7 +84,7 @@ def run(loaded: Loaded, peer: Path | None, tell: Callable[[str], None]) -> Itera
         yield _told(_per_second(row) if case.throughput else row, tell)
     if peer is not None:
         like = resolve(CASES[0].request(), loaded.served)
-        precision = loaded.model.engines["unet"].signature.outputs[0].dtype
+        precision = precision_of(loaded)
         for compiled, runs in ((False, 6), (True, 10)):
             row = bench_diffusers(peer, like, precision, 2, runs, compiled)
             kind = "compiled" if compiled else "eager"

@@ -22,13 +22,14 @@ import json
 from types import SimpleNamespace
 
 import torch
+from torch import library
 
 from engine_builder.networks import blocks, kernels
 
 torch.manual_seed(0)
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
 errors, told = {}, {}
-wrap = torch.library.wrap_triton
+wrap = library.wrap_triton
 
 
 class Recorder:
@@ -50,7 +51,7 @@ class Recorder:
         return launch
 
 
-torch.library.wrap_triton = Recorder
+library.wrap_triton = Recorder
 
 
 def compare(name, got, wanted):

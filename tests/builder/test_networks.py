@@ -62,7 +62,8 @@ def test_every_form_of_a_checkout_gives_the_same_tensors(
     assert (len(files) > 1) == ("max_shard_size" in form)
 
     read = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
-    assert read.keys() == plain.keys() and read
+    # The text's is one product: see `UnetTextNetwork`.
+    assert read.keys() == plain.keys() and len(read) >= (1 if component == "unet_text" else 8)
     for name, tensor in plain.items():
         assert tensor.dtype == torch.float16 or not tensor.is_floating_point()
         assert torch.equal(read[name], tensor), name
