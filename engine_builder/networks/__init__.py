@@ -22,7 +22,7 @@ from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
-FORM = 1
+FORM = 2
 
 
 class ModelFolderError(PreheatError):

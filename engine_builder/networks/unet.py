@@ -24,7 +24,9 @@ from engine_builder.networks.blocks import (
     split_into_phases,
     upsample,
 )
+from model.store.manifest import BLOB_LIMIT
 
+_WEIGHTS = BLOB_LIMIT // 5  # of one product: 4 bytes each in fp32, and room for a blob's header
 _EMBEDDINGS = ("time_embedding.", "add_embedding.")
 _ELSEWHERE = (".time_emb_proj.", ".attn2.to_k.", ".attn2.to_v.")  # what else a step does not read
 
@@ -32,16 +34,17 @@ _ELSEWHERE = (".time_emb_proj.", ".attn2.to_k.", ".attn2.to_v.")  # what else a 
 class UnetTextNetwork(nn.Module):
     """encoder_hidden_states [rows, tokens, width] -> keys_values [rows, tokens, 2 * channels of all cross-attentions].
 
-    Keys, then values, of each cross-attention in the order of `transformer_blocks`, as one product.
+    Keys, then values, of each cross-attention in the order of `transformer_blocks`, as few products.
     """
 
     def __init__(self, network: Any) -> None:
         super().__init__()
         attentions = [block.attn2 for block in transformer_blocks(network)]
-        self.keys_values = _beside([part for attention in attentions for part in (attention.to_k, attention.to_v)])
+        linears = [part for attention in attentions for part in (attention.to_k, attention.to_v)]
+        self.keys_values = nn.ModuleList(_beside(part) for part in _parts(linears))
 
     def forward(self, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return (self.keys_values(encoder_hidden_states),)
+        return (torch.cat([product(encoder_hidden_states) for product in self.keys_values], dim=-1),)
 
 
 class UnetTimeNetwork(nn.Module):
@@ -178,6 +181,20 @@ def _fuse_queries_keys_values(attention: Any) -> None:
     """`to_q`, `to_k` and `to_v` of a self-attention become one `to_qkv`."""
     attention.to_qkv = _beside([attention.to_q, attention.to_k, attention.to_v])
     attention.to_q = attention.to_k = attention.to_v = None
+
+
+def _parts(linears: Iterable[nn.Linear]) -> Iterator[list[nn.Linear]]:
+    """`linears` in order, cut where their weights beside each other would be too large for a blob, in any precision."""
+    part: list[nn.Linear] = []
+    weights = 0
+    for linear in linears:
+        if part and weights + linear.weight.numel() > _WEIGHTS:
+            yield part
+            part, weights = [], 0
+        part.append(linear)
+        weights += linear.weight.numel()
+    if part:
+        yield part
 
 
 def _beside(linears: Sequence[nn.Linear]) -> nn.Linear:

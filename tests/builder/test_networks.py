@@ -96,7 +96,7 @@ def test_tensors_have_the_checkpoint_s_names(part: str, toy_folder: Path) -> Non
 def stored_as(name: str) -> str:
     """What a checkpoint's tensor is part of."""
     if ".attn2.to_k." in name or ".attn2.to_v." in name:
-        return "keys_values.weight"
+        return "keys_values.0.weight"
     if ".time_emb_proj." in name:
         return f"biases.{name.rpartition('.')[2]}"
     return (

@@ -1,12 +1,17 @@
 """Weights in blobs: cut as small as one likes, they are read back as they were."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from engine_builder.building.weights import cut, write_weights
+from engine_builder.model_folder import random_sdxl
 from engine_builder.networks import ModelFolder, load_network
+from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from model.errors import PreheatError
 from model.store import open_store
 from model.weights import WeightsCache
@@ -41,3 +46,12 @@ def test_groups_are_in_order_and_no_larger_than_the_limit() -> None:
     assert [list(group) for group in groups] == [["a", "b"], ["c", "d"]]
     with pytest.raises(PreheatError, match="d alone has 40 bytes; a weight blob holds at most 39"):
         list(cut({"d": torch.zeros(10)}, limit=39))
+
+
+@pytest.mark.parametrize("wrapper", [UnetTextNetwork, UnetTimeNetwork, UnetNetwork])
+@pytest.mark.parametrize("refiner", [False, True])
+def test_no_tensor_of_sdxl_is_too_large_for_a_blob(wrapper: Callable[[Any], nn.Module], refiner: bool) -> None:
+    with torch.device("meta"):
+        network = wrapper(random_sdxl.unet(refiner))  # in fp32: its tensors are never larger
+    tensors = dict(network.named_parameters())
+    assert sum(len(group) for group in cut(tensors)) == len(tensors)
