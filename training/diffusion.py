@@ -3,9 +3,7 @@
 Both learn on pools of encoded drawings that lie in device memory; every few steps some of them give way to fresh ones.
 The base learns to predict noise; the refiner to predict what the base does, at the timesteps where it takes over. There
 the noise itself is a poor teacher: what a caption changes in it is small beside what no one can foresee, and guidance
-multiplies the error. The base's prediction is what all that noise averages to. What is compared is the guided
-prediction, as it is served: where the predictions with a caption and without one err alike, that counts once, and
-several times where they do not.
+multiplies the error. The base's prediction is what all that noise averages to.
 """
 
 from __future__ import annotations
@@ -31,13 +29,14 @@ from training.settings import DiffusionSettings
 from training.tokenizer import END, LENGTH, START, vocabulary
 
 FRESH_EVERY = 4  # steps
-NOISES = 2  # rows of the base's batch that share one picture and caption, with a timestep and noise each
-DROPPED = 0.1  # share of captions dropped for guidance, half as zeros and half as the empty caption
+NOISES = 2  # rows of a batch that share one picture and caption, with a timestep and noise each
+# Share of captions dropped for guidance, half as zeros and half as the empty caption. Guidance multiplies what the two
+# predictions differ by, so the refiner's without a caption must be as well trained as the one with it.
+DROPPED, REFINER_DROPPED = 0.1, 0.4
 OFFSET = 0.1  # offset noise: standard deviation of what a whole channel is shifted by
 FIRST_TIMESTEP = 951  # of 20 steps; a sampler starts there from noise that holds nothing of a picture
 HEAVIEST = 50.0  # largest weight of a timestep in the loss
 REFINED_BELOW = 210  # the refiner's timesteps: it takes over at 200
-STRONGEST = 6.0  # guidance scale up to which the refiner learns
 EDGES = 10.0  # more weight in the refiner's loss near an edge: small figures' corners are few, and what goes wrong
 STEP = 1.5  # from one latent to the next: an edge, where the spread of all latents is 1
 SCORES = (2.0, 7.0)  # aesthetic scores; they tell nothing, for every drawing is as good as any other
@@ -150,9 +149,6 @@ class Feed:
         if step % FRESH_EVERY == 0:
             self._refresh(pool)
         return pool.take(self.settings.batch // NOISES, self.random), pool.size
-
-
-Taught = tuple[Tensor, Tensor, Tensor]  # what the base predicts; the second encoder's states and projection
 
 
 class Text:
@@ -289,12 +285,6 @@ def start_from_base(refiner: UNet2DConditionModel, base: UNet2DConditionModel) -
         embedding[:, :told].copy_(source[:, :told])
 
 
-def guided(rows: Tensor, scales: Tensor) -> Tensor:
-    """[2n, ...], first with captions and then without, and scales [n, 1, 1, 1] -> what is served of them, [n, ...]."""
-    told, untold = rows.chunk(2)
-    return untold + scales * (told - untold)
-
-
 def train_refiner(run: Run, networks: Networks) -> float:
     """The base, as it will be served, teaches it: networks.unet and the text encoders stay as they are."""
     settings = run.settings.refiner
@@ -311,42 +301,34 @@ def train_refiner(run: Run, networks: Networks) -> float:
     feed = Feed(run, networks.vae, settings, "refiner", learner.step)
     noise = Noise(run.device, REFINED_BELOW)
 
-    @torch.no_grad()
-    def teach(noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor) -> Taught:
-        """noised [2n, ...]: first with the captions of `ids` [n, 77]; then without one: zeros for the base,
-        zeros or the empty caption for the refiner."""
-        states_1, states_2, pooled = text(ids)
-        told = torch.cat([states_1, states_2], 2)
-        shown, embeds = torch.cat([told, torch.zeros_like(told)]), torch.cat([pooled, torch.zeros_like(pooled)])
-        added = {"text_embeds": embeds, "time_ids": time_ids}
-        predicted = teacher(noised.to(served), timesteps, shown, added_cond_kwargs=added, return_dict=False)[0]
-        _, empty, empty_pooled = text(text.empty[None])
-        second = torch.cat([states_2, empty * ~zeros[:, None, None]]).to(noised.dtype)
-        return predicted.float(), second, torch.cat([pooled, empty_pooled * ~zeros[:, None]]).to(noised.dtype)
+    def forward(
+        noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor, scored_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The refiner's prediction and the base's."""
+        with torch.no_grad():
+            states_1, states_2, pooled = text(ids)
+            shown = (torch.cat([states_1, states_2], 2) * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
+            embeds = (pooled * ~zeros[:, None]).repeat(NOISES, 1)
+            added = {"text_embeds": embeds, "time_ids": time_ids}
+            taught = teacher(noised.to(served), timesteps, shown, added_cond_kwargs=added, return_dict=False)[0]
+            second = shown[..., states_1.shape[-1] :].to(noised.dtype)
+        added = {"text_embeds": embeds.to(noised.dtype), "time_ids": scored_ids}
+        return networks.refiner_unet(noised, timesteps, second, added_cond_kwargs=added, return_dict=False)[0], taught
 
-    def predict(noised: Tensor, timesteps: Tensor, second: Tensor, embeds: Tensor, scored_ids: Tensor) -> Tensor:
-        added = {"text_embeds": embeds, "time_ids": scored_ids}
-        return networks.refiner_unet(noised, timesteps, second, added_cond_kwargs=added, return_dict=False)[0].float()
-
-    fast_teach, fast_predict = run.compiled(teach), run.compiled(predict)
+    fast = run.compiled(forward)
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
-        count = len(batch.latents)
-        zeros = torch.rand(count, generator=feed.random, device=run.device) < 0.5
-        scales = STRONGEST * torch.rand(count, 1, 1, 1, generator=feed.random, device=run.device)
-        noised, timesteps, _, _ = noise.add(batch.latents, feed.random)
-        noised = noised.to(precision(run.device)).repeat(2, 1, 1, 1).contiguous(memory_format=torch.channels_last)
-        timesteps = timesteps.repeat(2)
-        frame = batch.latents.new_tensor([*size, 0, 0]).expand(2 * count, -1)
+        ids, zeros = _drop(batch.ids, text.empty, REFINER_DROPPED, feed.random)
+        noised, timesteps, _, _ = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
+        frame = batch.latents.new_tensor([*size, 0, 0]).expand(len(noised), -1)
         time_ids = torch.cat([frame, frame[:, :2]], 1)
-        scored_ids = torch.cat([frame, batch.scores.repeat(2)[:, None]], 1)
+        scored_ids = torch.cat([frame, batch.scores.repeat(NOISES)[:, None]], 1)
         native = size == run.settings.sizes[0][:2]
-        taught, second, embeds = (fast_teach if native else teach)(noised, timesteps, batch.ids, zeros, time_ids)
-        predicted = (fast_predict if native else predict)(noised, timesteps, second, embeds, scored_ids)
-        wrong = guided(predicted - taught, scales).square().mean(1, keepdim=True)  # [count, 1, height/8, width/8]
-        wrong = wrong / (scales**2 + (1 - scales) ** 2)
-        near = edges(batch.latents)
+        noised = noised.to(precision(run.device), memory_format=torch.channels_last)
+        predicted, taught = (fast if native else forward)(noised, timesteps, ids, zeros, time_ids, scored_ids)
+        wrong = (predicted.float() - taught.float()).square().mean(1, keepdim=True)  # [rows, 1, height/8, width/8]
+        near = edges(batch.latents).repeat(NOISES, 1, 1, 1)
         return (wrong * near).sum() / near.sum()
 
     seconds = run.learn("refiner", learner, loss)
