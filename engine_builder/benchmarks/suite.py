@@ -61,6 +61,8 @@ CASES = (
     Case("sdxl-lcm-4-steps", 50, 4, "LCM", 1.0),
     Case("sdxl-turbo-4-steps-512", 50, 4, "Euler a", 1.0, side=512),
     Case("sdxl-20-steps-throughput", 5, 20, images=8, throughput=True),
+    Case("sdxl-20-steps-throughput-batch-2", 15, 20, images=2, throughput=True),
+    Case("sdxl-20-steps-throughput-batch-4", 8, 20, images=4, throughput=True),
     Case("sdxl-10-steps", 10, 10),
     Case("sdxl-20-steps", 10, 20),
     Case("sdxl-50-steps", 5, 50),
