@@ -5,7 +5,7 @@ error and never a black picture. Knows nothing of seeds, releases or engines.
 """
 
 import base64
-import io
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +63,13 @@ def encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
     `quality` is 1 to 100 for jpeg and webp (100 is still lossy); png is lossless and ignores it.
     jpeg is baseline, with colour at half resolution (4:2:0, as Pillow does unless told); png keeps all of it.
     """
-    file = io.BytesIO()
-    # A fresh Image each time: saving one Image from two threads mixes up their options.
-    Image.fromarray(pixels).save(file, format=format.upper(), **_options(format, quality))
-    return file.getvalue()
+    # A file of the system's that lies in memory, not io.BytesIO: Pillow gives other threads the interpreter while it
+    # writes to a file descriptor, and keeps it for all of a JPEG otherwise.
+    with open(os.memfd_create("picture"), "w+b", buffering=0) as file:
+        # A fresh Image each time: saving one Image from two threads mixes up their options.
+        Image.fromarray(pixels).save(file, format=format.upper(), **_options(format, quality))
+        file.seek(0)
+        return file.read()
 
 
 def encode_base64(pixels: Pixels, format: ImageFormat, quality: int) -> str:

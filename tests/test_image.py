@@ -3,6 +3,7 @@
 import base64
 import io
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,21 @@ def picture(height: int = 48, width: int = 80) -> Pixels:
     pixels = np.stack([40 + 2 * x, 200 - 3 * y, 90 + x + y // 2], axis=-1).clip(0, 255).astype(np.uint8)
     pixels[10:20, 30:40] = (255, 0, 0)
     return pixels
+
+
+@pytest.mark.parametrize("format", MAGIC)
+def test_pillow_writes_to_a_file_descriptor(format: ImageFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all else it keeps the interpreter to itself as long as it writes, and the server's threads wait."""
+    written: list[int] = []
+    save = Image.Image.save
+
+    def noting(image: Image.Image, file: Any, **options: Any) -> None:
+        written.append(file.fileno())
+        save(image, file, **options)
+
+    monkeypatch.setattr(Image.Image, "save", noting)
+    assert encode(picture(), format, 90).startswith(MAGIC[format])
+    assert len(written) == 1
 
 
 def opened(data: bytes) -> Image.Image:
