@@ -5,7 +5,7 @@ with denoising_end/denoising_start. Rows of one batch may differ in prompt, seed
 module knows nothing of HTTP, of stores, or of which runtime an engine is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -42,11 +42,14 @@ class LoadedModel:
     efficient_pixels: int | None = None
     """Of the rows of one step, where the loops of sizes that nobody measured are to take them for `efficient`."""
     text_stream: SideStream = field(init=False)
+    first_text_stream: SideStream = field(init=False)
     decode_stream: SideStream = field(init=False)
-    """Where text is read and latents are decoded, beside the loops: never engines of one of the three on another."""
+    """Where text is read (by the first text encoder beside all else) and latents are decoded, beside the loops: never
+    engines of one of them on another."""
 
     def __post_init__(self) -> None:
-        self.text_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
+        self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
+        self.decode_stream = SideStream(self.device)
 
     def loop(self, component: str, height: int, width: int) -> Loop:
         """The one loop of that UNet and size (pixels); it is made at first use and kept, for it may hold much."""
@@ -85,27 +88,40 @@ def generate(
         timings[stage] = timings.get(stage, 0.0) + (now - clock) * 1000
         clock = now
 
-    height, width = batch[0].height, batch[0].width
     steps = [request_tables(model, request) for request in batch]
     warnings = [
         text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
     ]
+    rows = draw(model, batch, steps, lap)
     with torch.inference_mode():
-        rows = [base_rows(model, request, base) for request, (base, _) in zip(batch, steps, strict=True)]
-        lap("text")
-        denoise(model.loop(components.UNET, height, width), [row for some in rows for row in some])
-        lap("denoise")
-        for index, (request, (_, rest)) in enumerate(zip(batch, steps, strict=True)):
-            if rest:
-                text = refiner_text(model, request, rest)
-                rows[index] = [refiner_row(request, rest, row, text) for row in rows[index]]
-        refined = [row for some, (_, rest) in zip(rows, steps, strict=True) if rest for row in some]
-        if refined:
-            denoise(model.loop(components.REFINER_UNET, height, width), refined)
-            lap("refine")
-        pixels = decode(model, [row.latents for some in rows for row in some])
+        pixels = decode(model, [row.latents for row in rows])
         lap("decode")
     return list(pixels), timings, warnings
+
+
+@torch.inference_mode()
+def draw(
+    model: LoadedModel,
+    batch: Sequence[GenerationSettings],
+    steps: Sequence[tuple[Table, Table | None]],
+    lap: Callable[[str], None],
+) -> list[Row]:
+    """All of `generate` but the decoding: a row for each image, its latents queued on the current stream. `steps`: the
+    `request_tables` of each request. `lap` is told of each stage once it is queued."""
+    height, width = batch[0].height, batch[0].width
+    rows = [base_rows(model, request, base) for request, (base, _) in zip(batch, steps, strict=True)]
+    lap("text")
+    denoise(model.loop(components.UNET, height, width), [row for some in rows for row in some])
+    lap("denoise")
+    for index, (request, (_, rest)) in enumerate(zip(batch, steps, strict=True)):
+        if rest:
+            text = refiner_text(model, request, rest)
+            rows[index] = [refiner_row(request, rest, row, text) for row in rows[index]]
+    refined = [row for some, (_, rest) in zip(rows, steps, strict=True) if rest for row in some]
+    if refined:
+        denoise(model.loop(components.REFINER_UNET, height, width), refined)
+        lap("refine")
+    return [row for some in rows for row in some]
 
 
 def denoise(loop: Loop, rows: Sequence[Row]) -> None:
@@ -233,10 +249,13 @@ def encode_prompt(
     second = components.TEXT_ENCODER_2
     if refiner and not model.shares_text_encoder_2:
         second = components.REFINER_TEXT_ENCODER_2
+    if not refiner:
+        with model.first_text_stream.beside():
+            first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
     encoded = _encode_texts(model, second, "tokenizer_2", texts)
     hidden, pooled = encoded["hidden_states"], encoded["pooled"]
     if not refiner:
-        first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
+        model.first_text_stream.hand_over([first])
         hidden = torch.cat([first.to(hidden.dtype), hidden], dim=-1)
     if guided and zero_negative:
         hidden = torch.cat([hidden, torch.zeros_like(hidden)])

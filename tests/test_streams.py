@@ -75,7 +75,12 @@ def test_what_is_served_is_right_and_raceless(
         drawn = [job.result.result(SECONDS).images for job in jobs]
     loops = {components.UNET: {"main"}, components.REFINER_UNET: {"main"}}
     texts = {name: {"text"} for name in model.engines.keys() - loops.keys() - {components.VAE_DECODER}}
-    assert ran_on == {**loops, **texts, components.VAE_DECODER: {"decode"}}
+    assert ran_on == {
+        **loops,
+        **texts,
+        components.TEXT_ENCODER: {"first_text"},
+        components.VAE_DECODER: {"decode"},
+    }
     for request, images in zip(MIX, drawn, strict=True):
         for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
             assert np.abs(pixels(data).astype(int) - picture.astype(int)).max() <= 1
@@ -108,12 +113,13 @@ def test_drawing_from_the_first_step_to_the_last_is_raceless(
 
 
 @pytest.mark.parametrize("left_out", ["wait", "record"])
-@pytest.mark.parametrize("reader", ["main", "decode"])
+@pytest.mark.parametrize("reader", ["main", "text", "decode"])
 def test_without_a_wait_or_a_record_there_is_a_race(
     left_out: str, reader: str, model: LoadedModel, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That these tests can tell."""
-    stream = streams.main if reader == "main" else stream_of(model.decode_stream)
+    by_name = {"text": model.text_stream, "decode": model.decode_stream}
+    stream = streams.main if reader == "main" else stream_of(by_name[reader])
     if left_out == "wait":
         monkeypatch.setattr(stream, "wait_stream", lambda _: None)
     else:

@@ -15,9 +15,9 @@ import torch
 from engine_builder.benchmarks.rows import Row, make_row, medians
 from model import components
 from model.encoding import THREADS
-from model.image import encode_base64
+from model.image import broken_image, encode_base64
 from model.loading import Loaded
-from model.pipeline import generate
+from model.pipeline import Decoding, draw, generate, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 
 
@@ -53,37 +53,40 @@ def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     settings = resolve(request, loaded.served)
     if warm_ups:
         offline(loaded, [settings], 0, warm_ups)
-    return _release_row(loaded, settings, *offline(loaded, [settings], 0, runs))
+    return _release_row(loaded, settings, offline(loaded, [settings], 0, runs), {})
 
 
-def offline(
-    loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float, least: int = 1
-) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds of each batch where there is always a next one, for about `seconds` and at least `least` times, and
-    the median milliseconds of each stage.
+def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float, least: int = 1) -> list[float]:
+    """Milliseconds of each batch where there is always a next one, for about `seconds` and at least `least` times.
 
-    Pictures are encoded while the next batch is drawn, by as many threads as the server has. The time until the last
-    ones are encoded counts as the last batch's.
+    As in the server, pictures are decoded and encoded while the next batch is drawn, by as many threads as it has, and
+    nothing waits for a stage to end. The time until the last ones are encoded counts as the last batch's.
     """
     totals: list[float] = []
-    stages: list[dict[str, float]] = []
-    with ThreadPoolExecutor(THREADS) as encoders:
+    requests = [settings for settings in batch for _ in range(settings.num_images)]
+
+    def encode(decoding: Decoding, settings: GenerationSettings) -> None:
+        pixels = decoding.wait()
+        if pixels is None:
+            raise broken_image([0], 1)
+        encode_base64(pixels, settings.output_format, settings.quality)
+
+    with ThreadPoolExecutor(THREADS) as encoders, torch.inference_mode():
         began = before = time.perf_counter()
         while len(totals) < least or before - began < seconds:
-            pictures, timings, _ = generate(loaded.model, batch)
-            requests = [settings for settings in batch for _ in range(settings.num_images)]
+            steps = [request_tables(loaded.model, settings) for settings in batch]
+            rows = draw(loaded.model, batch, steps, lambda stage: None)
             encoding = [
-                encoders.submit(encode_base64, picture, settings.output_format, settings.quality)
-                for picture, settings in zip(pictures, requests, strict=True)
+                encoders.submit(encode, Decoding(loaded.model, row.latents), settings)
+                for row, settings in zip(rows, requests, strict=True)
             ]
             now = time.perf_counter()
             totals.append((now - before) * 1000)
-            stages.append(timings)
             before = now
         for one in encoding:
             one.result()
         totals[-1] += (time.perf_counter() - before) * 1000
-    return totals, medians(stages)
+    return totals
 
 
 def bench_diffusers(

@@ -192,9 +192,11 @@ def measure(
     share: float,
     images: int | None,
     mix: Sequence[int] | None = None,
+    arriving: float | None = None,
 ) -> list[Row]:
     """All cases. `images`: how many at once, default as many as the loop takes. `mix`: numbers of steps of the requests
-    that arrive by chance, default the request's own; their rate is that of as many steps a second."""
+    that arrive by chance, default the request's own; their rate is that of as many steps a second. They arrive for
+    `arriving` seconds, default `seconds`."""
     settings = resolve(request, loaded.served)
     loop = loaded.model.loop(components.UNET, settings.height, settings.width)
     each = 2 if is_guided(loaded.model, settings, False) else 1
@@ -214,7 +216,7 @@ def measure(
     with torch.inference_mode():
         batch = [replace(settings, seed=seed) for seed in range(most)]
         offline(loaded, batch, 0)
-        rates = [1000 * most / total for total in offline(loaded, batch, seconds)[0]]
+        rates = [1000 * most / total for total in offline(loaded, batch, seconds)]
     rows = [row("offline, full rows", rates, "images/s")]
     scheduler = Scheduler(loaded.model, limits, lambda: None)
 
@@ -228,16 +230,16 @@ def measure(
     )
     mix = mix or (steps,)
     per_second = share * rate * steps * len(mix) / sum(mix)
-    moments = arrivals(per_second, seconds, seed=0)
+    moments = arrivals(per_second, arriving or seconds, seed=0)
     flying = latencies(in_flight, settings, moments, mix)
     decibels, largest = company(loaded, scheduler, settings, most)
     scheduler.close()
     batches = BatchAtATime(loaded, most)
     waiting = latencies(batches.submit, settings, moments, mix)
     batches.close()
-    arriving = {"arrivals_per_second": round(per_second, 4), "mix": list(mix)}
-    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **arriving, efficient=efficient))
-    rows.append(row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", **arriving))
+    load = {"arrivals_per_second": round(per_second, 4), "mix": list(mix)}
+    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **load, efficient=efficient))
+    rows.append(row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", **load))
     rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
 
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, as 4,20,30,50; default: --steps")
     parser.add_argument("--guidance-scale", type=float, default=7.5)
     parser.add_argument("--seconds", type=float, default=60, help="of each of the four measurements")
+    parser.add_argument("--arriving", type=float, help="seconds of each of the two with Poisson arrivals, if others")
     parser.add_argument("--share", type=float, default=0.7, help="of capacity, for the Poisson arrivals")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     given = parser.parse_args()
@@ -272,7 +275,7 @@ def main() -> None:
         num_images=1,
     )
     mix = [int(steps) for steps in given.mix.split(",")] if given.mix else None
-    rows = measure(loaded, request, given.seconds, given.share, given.images, mix)
+    rows = measure(loaded, request, given.seconds, given.share, given.images, mix, given.arriving)
     for row in rows:
         extra = ", ".join(f"{name} {value}" for name, value in row.extra.items())
         print(

@@ -53,9 +53,8 @@ def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(
     monkeypatch.setattr(bench, "encode_base64", slowly)
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1, num_images=2)
     began = time.perf_counter()
-    totals, stages = bench.offline(loaded, [resolve(request, loaded.served)], 0, least=3)
+    totals = bench.offline(loaded, [resolve(request, loaded.served)], 0, least=3)
     assert len(encoded) == 3 * 2 and len(totals) == 3
-    assert {"text", "denoise", "decode"} <= stages.keys()
     # No speed is asserted, only that the times add up to the end of the last encoding.
     assert sum(totals) / 1000 > max(encoded) - began - 0.1
 

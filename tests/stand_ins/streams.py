@@ -49,8 +49,10 @@ class Streams:
 
     def give(self, model: LoadedModel) -> None:
         """Let a model on the CPU have side streams as on a GPU."""
-        model.text_stream, model.decode_stream = (SideStream(torch.device("cuda")) for _ in range(2))
-        model.text_stream._stream.name, model.decode_stream._stream.name = "text", "decode"  # type: ignore[union-attr, attr-defined]
+        for name in ("text", "first_text", "decode"):
+            side = SideStream(torch.device("cuda"))
+            side._stream.name = name  # type: ignore[union-attr, attr-defined]
+            setattr(model, f"{name}_stream", side)
 
     @contextmanager
     def _stream(self, stream: Stream) -> Iterator[None]:
