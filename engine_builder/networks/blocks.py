@@ -1,12 +1,13 @@
 """Building blocks that the UNet and the VAE decoder share, written so that they compile to fast kernels."""
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_PIXELS = 64  # of one partial statistic; every side of a latent is a multiple of 8
+_PIXELS = 64  # of one partial statistic, at most
 _LARGE, _PIXELS_LARGE = 2**16, 256
 _FEW = 1024  # tokens of one row, up to which our own self-attention is faster than cuDNN's
 
@@ -18,7 +19,7 @@ def group_norm(norm: Any, hidden: Tensor) -> Tensor:
 
 
 def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
-    """Group norm of a channels_last tensor whose height and width are multiples of 8.
+    """Group norm of a channels_last tensor.
 
     Mean and variance are taken in two stages: over runs of pixels of each channel, which reads memory in order, then
     over the runs and the channels of a group (Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
@@ -27,7 +28,8 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     """
     rows, channels, height, width = hidden.shape
     pixels = height * width
-    run = _PIXELS_LARGE if pixels >= _LARGE else _PIXELS
+    # Not all sizes divide: 832x1216 has 26x38 latents at the UNet's lowest level.
+    run = math.gcd(_PIXELS_LARGE if pixels >= _LARGE else _PIXELS, pixels)
     groups = norm.num_groups
     last = hidden.permute(0, 2, 3, 1)
     parts = last.reshape(rows, pixels // run, run, channels).float()
