@@ -58,8 +58,9 @@ def compare(name, got, wanted):
     errors[name] = float((got - wanted).norm() / wanted.norm())
 
 
-for tokens in (96, 128):  # the first leaves a block half empty
-    queries, keys, values = torch.randn(2, tokens, 128), torch.randn(2, 77, 128), torch.randn(2, 77, 128)
+kernels._TEXT_PROGRAMS = 8
+for tokens, texts in ((96, 77), (128, 128), (300, 77), (320, 40)):  # of one block and of several, and half empty ones
+    queries, keys, values = torch.randn(2, tokens, 128), torch.randn(2, texts, 128), torch.randn(2, texts, 128)
     wanted = blocks.attend(queries, keys, values, 2)
     compare(f"text, {tokens}", kernels.attend_to_text(queries, keys, values, 2), wanted)
 both = torch.randn(2, 77, 256)
