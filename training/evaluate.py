@@ -15,7 +15,13 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
-from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLPipeline,
+)
 from PIL import Image
 
 from training.captions import Demand, parse
@@ -38,21 +44,46 @@ SHOWN = (
 )
 
 
+# Names of requests (model/schedule.py) -> diffusers' class and what is set of it.
+SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "Euler": (EulerDiscreteScheduler, {}),
+    "Euler a": (EulerAncestralDiscreteScheduler, {}),
+    "DPM++ 2M SDE Karras": (
+        DPMSolverMultistepScheduler,
+        {"algorithm_type": "sde-dpmsolver++", "use_karras_sigmas": True},
+    ),
+}
+
+
 class Painter:
     """A model folder's pipelines on one device."""
 
-    def __init__(self, folder: Path, device: str, refiner: bool, steps: int, guidance: float, batch: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        refiner: bool,
+        steps: int,
+        guidance: float,
+        batch: int,
+        scheduler: str,
+        frac: float,
+    ) -> None:
+        """`frac`: of the steps, after which the refiner takes over."""
         dtype = torch.float16 if device == "cuda" else torch.float32
-        self.steps, self.guidance, self.batch = steps, guidance, batch
+        self.steps, self.guidance, self.frac, self.batch = steps, guidance, frac, batch
         self.base = StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=dtype).to(device)
         self.base.set_progress_bar_config(disable=True)
+        kind, settings = SAMPLERS[scheduler]
+        self.base.scheduler = kind.from_config(self.base.scheduler.config, **settings)
         self.refiner = None
         if refiner:
             self.refiner = StableDiffusionXLImg2ImgPipeline.from_pretrained(folder / "refiner", torch_dtype=dtype)
             self.refiner.to(device).set_progress_bar_config(disable=True)
+            self.refiner.scheduler = kind.from_config(self.refiner.scheduler.config, **settings)
 
     def paint(self, prompts: list[str], seed: int, refined: bool, size: tuple[int, int]) -> list[Image.Image]:
-        """Picture i starts from noise of seed + i; the refiner takes over the last fifth of the steps."""
+        """Picture i starts from noise of seed + i."""
         pictures: list[Image.Image] = []
         common: dict[str, Any] = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
         for first in range(0, len(prompts), self.batch):
@@ -61,8 +92,8 @@ class Painter:
             common |= {"prompt": some, "generator": noise}
             shape = {"height": size[0], "width": size[1]}
             if refined and self.refiner is not None:
-                latents = self.base(**common, **shape, denoising_end=0.8, output_type="latent").images
-                pictures += self.refiner(**common, image=latents, denoising_start=0.8).images
+                latents = self.base(**common, **shape, denoising_end=self.frac, output_type="latent").images
+                pictures += self.refiner(**common, image=latents, denoising_start=self.frac).images
             else:
                 pictures += self.base(**common, **shape).images
         return pictures
@@ -87,7 +118,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder in diffusers' layout, with refiner/ in it")
     parser.add_argument("--refiner", action="store_true", help="score the refined pictures too")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--scheduler", choices=SAMPLERS, default="Euler")
     parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--denoising-frac", type=float, default=0.9, help="of the steps: the refiner's begin there")
     parser.add_argument("--count", type=int, default=200, help="captions in each half of the exam")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -98,7 +131,14 @@ def main() -> None:
     arguments = parser.parse_args()
     size = (arguments.size[0], arguments.size[1])
     painter = Painter(
-        arguments.model, arguments.device, arguments.refiner, arguments.steps, arguments.guidance, arguments.batch
+        arguments.model,
+        arguments.device,
+        arguments.refiner,
+        arguments.steps,
+        arguments.guidance,
+        arguments.batch,
+        arguments.scheduler,
+        arguments.denoising_frac,
     )
     began = time.monotonic()
     results: dict[str, dict[str, float]] = {}
@@ -134,9 +174,10 @@ def main() -> None:
         "device": name,
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "scheduler": "EulerDiscreteScheduler",
+        "scheduler": arguments.scheduler,
         "steps": arguments.steps,
         "guidance": arguments.guidance,
+        "denoising_frac": arguments.denoising_frac,
         "seed": arguments.seed,
         "size": list(size),
         "captions": arguments.count,
