@@ -11,12 +11,12 @@ from time import perf_counter
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from model import components
 from model.components import DTYPES
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
+from model.guidance import embed_guidance, guidance_by_step, scale_by_step
 from model.image import Pixels, to_levels, to_uint8
 from model.loop import Conditioning, Loop, Row, StepLoop, has_room
 from model.request import GenerationSettings
@@ -170,30 +170,6 @@ def base_rows(model: LoadedModel, request: GenerationSettings, steps: Table) -> 
     return rows
 
 
-def guidance_by_step(request: GenerationSettings) -> NDArray[np.float32]:
-    """Guidance scale of each step, [num_inference_steps]: 1 (none) from round(end_cfg_frac * steps) on."""
-    return np.maximum(_scale_by_step(request), 1.0).astype(np.float32)
-
-
-def _scale_by_step(request: GenerationSettings) -> Floats:
-    guided = round(request.end_cfg_frac * request.num_inference_steps)
-    return np.where(np.arange(request.num_inference_steps) < guided, request.guidance_scale, 1.0)
-
-
-def embed_guidance(scales: Floats, width: int) -> torch.Tensor:
-    """Guidance scales [steps] -> what a UNet distilled to embed guidance is told of them, float32 [steps, width].
-
-    Sines and cosines of 1000 * (scale - 1), as diffusers' `get_guidance_scale_embedding` computes them for Luo et al.
-    2023 (arXiv 2310.04378), section 4; the frequencies are those of Kingma et al. 2021 (arXiv 2107.00630).
-    """
-    # Operation by operation in diffusers' order: a sine of thousands feels the last bit of its argument.
-    half = width // 2
-    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
-    angles = (torch.from_numpy(scales - 1).float() * 1000.0)[:, None] * frequencies[None, :]
-    embedded = torch.cat([torch.sin(angles), torch.cos(angles)], dim=1)
-    return torch.nn.functional.pad(embedded, (0, width % 2))
-
-
 def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
     """Whether a UNet was distilled to take the guidance scale as an input: it then runs once a step, and no negative
     prompt reaches it."""
@@ -240,7 +216,7 @@ def encode_prompt(
         zeros = model.settings.refiner.force_zeros_for_empty_prompt
     else:
         zeros = model.settings.force_zeros_for_empty_prompt
-    scales = _scale_by_step(request)[request.num_inference_steps - steps.steps if refiner else 0 :]
+    scales = scale_by_step(request)[request.num_inference_steps - steps.steps if refiner else 0 :]
     guided = is_guided(model, request, refiner)
     zero_negative = request.negative_prompt is None and zeros
     texts = [request.prompt]

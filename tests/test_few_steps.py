@@ -23,9 +23,10 @@ from engine_builder.releases.publish import publish
 from model import components
 from model.coldstart import ColdStart
 from model.engines import EngineSet
+from model.guidance import embed_guidance
 from model.loading import Loaded, load_release
 from model.loop import Row
-from model.pipeline import LoadedModel, base_rows, embed_guidance, generate, request_tables
+from model.pipeline import LoadedModel, base_rows, generate, request_tables
 from model.request import GenerationRequest, GenerationSettings, read_defaults, resolve
 from model.store import open_store
 from model.target import Target, detect_targets

@@ -8,8 +8,9 @@ import torch
 
 from model import components
 from model.errors import BrokenImage
+from model.guidance import guidance_by_step
 from model.loading import Loaded
-from model.pipeline import LoadedModel, generate, guidance_by_step
+from model.pipeline import LoadedModel, generate
 from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 
