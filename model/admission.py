@@ -2,8 +2,8 @@
 Knows of a device only how long its steps take.
 
 Where two images take twice as long as one, both in the loop are done when the second would have been, and the first
-waited for nothing. So few are let in while few are here; once there are as many as fit, all of them: throughput is what
-shortens the queue then.
+waited for nothing. So few are let in while few are here, unless they are soon gone again; once there are as many as
+fit, all of them: throughput is what shortens the queue then.
 """
 
 import math
@@ -30,6 +30,17 @@ def may_join(under_way: int, waiting: int, needed: int, efficient: int, capacity
     """Whether an image that takes `needed` of the rows that wait may join a loop that has room for it. All are rows.
     `under_way`: of the images of its size that are in the loop, or have gone on from it to the refiner's."""
     return fits(under_way, needed, efficient) or under_way + waiting >= capacity
+
+
+def is_brief(steps: float, rows: int, images: int, under_way: int, left: float) -> bool:
+    """Whether all are sooner done, on the average, if a request of so many `steps` and `rows` joins the `images` under
+    way, which take `under_way` rows, than if it waits for them. `left`: steps until the first of them is gone.
+
+    Where a step takes as long as it has rows, and all have as many left: the request that joins is done after
+    steps * (under_way + rows), and each of the others steps * rows later; the one that waits after left * under_way +
+    steps * rows.
+    """
+    return steps * (under_way + images * rows) < left * under_way
 
 
 def fits(taken: int, needed: int, most: int) -> bool:

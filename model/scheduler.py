@@ -2,8 +2,8 @@
 
 Between two steps images join the loops, leave them (finished, cancelled) and are decoded; so a newcomer waits for one
 step, not for a batch. First come, first served: an image joins its loop as soon as there is room, the images of a
-request one by one. Where more images at once would hardly pay, there is room for few, who are done the sooner for it,
-until as many are here as fit; then all of them join. Loops (sizes, base and refiner) take turns of one step. Pixels are
+request one by one. Where more images at once would hardly pay, there is room for few, who are done the sooner for it, and for
+those who are soon gone again, until as many are here as fit; then all of them join. Loops (sizes, base and refiner) take turns of one step. Pixels are
 encoded in a few threads beside. What an image looks like does not depend on its company.
 
 Knows nothing of HTTP. Thread-safe where it says so; the rest belongs to the thread.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from model import components, metrics
-from model.admission import may_join
+from model.admission import is_brief, may_join
 from model.encoding import Encoders
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
 from model.job import Finished, Job, Limits, Stepped
@@ -241,11 +241,17 @@ class Scheduler:
         """Whether the base's loop of a size has room for one more. What the refiner has of it is under way as well; it
         is never held back there, for it has waited once. Nor are a request's further images once its first has joined:
         it is answered when all are done, and together they are done sooner."""
-        loop = self.model.loop(*key)
-        under_way = unet_rows([row for row, image in self._images.items() if _base_key(image.job) == key])
+        loop, settings = self.model.loop(*key), job.settings
+        there = {row: image for row, image in self._images.items() if _base_key(image.job) == key}
+        under_way = unet_rows(list(there))
         of_size = [other for other in self._waiting if _base_key(other) == key]
         waiting = sum(other.unet_rows * (other.settings.num_images - other.joined) for other in of_size)
-        welcome = job.joined > 0 or may_join(under_way, waiting, job.unet_rows, loop.efficient, loop.capacity)
+        left = min((_steps_left(image, row) for row, image in there.items()), default=0)
+        welcome = (
+            job.joined > 0
+            or may_join(under_way, waiting, job.unet_rows, loop.efficient, loop.capacity)
+            or is_brief(settings.num_inference_steps, job.unet_rows * settings.num_images, len(there), under_way, left)
+        )
         return welcome and has_room(loop, job.unet_rows)
 
     def _enter(self, key: _Key, image: _Image, row: Row) -> None:
@@ -386,3 +392,9 @@ class Scheduler:
 
 def _base_key(job: Job) -> _Key:
     return components.UNET, job.settings.height, job.settings.width
+
+
+def _steps_left(image: _Image, row: Row) -> int:
+    """Of an image in a loop, those of the refiner included."""
+    refined = image.job.tables[1] if image.component == components.UNET else None
+    return row.table.steps - row.step + (refined.steps if refined else 0)

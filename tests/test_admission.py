@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.admission import efficient_images, fits, may_join
+from model.admission import efficient_images, fits, is_brief, may_join
 
 H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # seconds a step at 1024x1024
 
@@ -62,3 +62,20 @@ def test_few_join_until_as_many_are_here_as_fit(under_way: int, waiting: int, ne
 def test_rows_are_filled_to_the_last_and_an_image_alone_always_fits(taken: int, needed: int, fit: bool) -> None:
     assert fits(taken, needed, most=2) is fit
     assert fits(taken, needed, most=1) is not taken
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("images, each, left", [(1, 2, 10), (1, 1, 9), (2, 2, 12), (4, 1, 7), (7, 2, 20)])
+def test_who_is_brief_saves_more_than_it_costs(images: int, each: int, left: int, rows: int) -> None:
+    """Counted out, a step taking as long as it has rows: `images` of `each` rows, with `left` steps to go."""
+
+    def ends(joins_after: int, steps: int) -> int:
+        """The moments at which they are done, added up."""
+        now = together = 0
+        for step in range(left + steps):
+            now += images * each * (step < left) + rows * (joins_after <= step < joins_after + steps)
+            together += now * (images * (step + 1 == left) + (step + 1 == joins_after + steps))
+        return together
+
+    for steps in range(1, left + 1):
+        assert is_brief(steps, rows, images, images * each, left) is (ends(0, steps) < ends(left, steps))

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -186,6 +187,45 @@ def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Schedul
     for job in jobs:
         job.result.result(SECONDS)
     assert [seeds for _, _, seeds in gate.steps] == [[seed] for seed in (0, 10, 20) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "first, second, together",
+    [
+        ({"num_inference_steps": 12}, {"num_inference_steps": 5}, 5),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 6}, 0),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 7, "guidance_scale": 1.0}, 7),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 8, "guidance_scale": 1.0}, 0),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 3, "num_images": 2}, 3),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 4, "num_images": 2}, 0),
+        ({"num_inference_steps": 8, "use_refiner": True, "denoising_frac": 0.25}, {"num_inference_steps": 3}, 2),
+    ],
+)
+def test_one_that_is_soon_gone_joins_where_few_run_at_once(
+    first: dict[str, Any], second: dict[str, Any], together: int, gate: Gate, scheduler: Scheduler
+) -> None:
+    gate.capacity, gate.efficient = 16, 2
+    blocked = threading.Event()
+    scheduler.call(lambda: blocked.wait(SECONDS))
+    jobs = [scheduler.submit(asked(0, **first)), scheduler.submit(asked(10, **second))]
+    blocked.set()
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    shared = [seeds for name, _, seeds in gate.steps if name == components.UNET and 0 in seeds and 10 in seeds]
+    assert len(shared) == together
+
+
+def test_one_that_is_soon_gone_overtakes_nobody(gate: Gate, scheduler: Scheduler) -> None:
+    gate.capacity, gate.efficient = 16, 2
+    blocked = threading.Event()
+    scheduler.call(lambda: blocked.wait(SECONDS))
+    jobs = [scheduler.submit(asked(seed, num_inference_steps=steps)) for seed, steps in ((0, 4), (1, 4), (2, 1))]
+    blocked.set()
+    gate.open()
+    for job in jobs:
+        job.result.result(SECONDS)
+    assert [seeds for _, _, seeds in gate.steps] == [[0]] * 4 + [[1, 2]] + [[1]] * 3
 
 
 def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler: Scheduler) -> None:

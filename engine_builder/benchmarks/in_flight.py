@@ -49,6 +49,8 @@ from model.target import detect_targets
 from model.warmup import warm_up
 
 Submit = Callable[[GenerationSettings], "Future[Any]"]
+Asked = Callable[[int], GenerationSettings]
+"""The request of a number: the same whenever it is asked for."""
 
 
 class BatchAtATime:
@@ -95,28 +97,43 @@ class BatchAtATime:
         result.set_result([encode_base64(picture, settings.output_format, settings.quality)])
 
 
-def saturated(submit: Submit, settings: GenerationSettings, images: int, seconds: float) -> float:
-    """Images/s while `images` requests always wait for an answer. The first `images` answers are not counted."""
+def requests(settings: GenerationSettings, mix: Sequence[int], seed: int = 0) -> Asked:
+    """Each has its number as its seed and, by chance, one of the numbers of steps in `mix`."""
+    return lambda number: replace(
+        settings, seed=number, num_inference_steps=random.Random(f"{seed}/{number}").choice(mix)
+    )
+
+
+def saturated(submit: Submit, asked: Asked, images: int, waiting: int, seconds: float) -> float:
+    """Images/s while `images` fit and `waiting` more always wait."""
     done: list[float] = []
     news = threading.Semaphore(0)
+    first = images + waiting
 
     def finished(future: "Future[Any]") -> None:
         future.result()
         done.append(time.perf_counter())
         news.release()
 
-    seed = 0
     end = time.perf_counter() + seconds
-    for seed in range(images):
-        submit(replace(settings, seed=seed)).add_done_callback(finished)
-    while time.perf_counter() < end or len(done) < 2 * images:
+    for number in range(first):
+        submit(asked(number)).add_done_callback(finished)
+    number = first
+    while time.perf_counter() < end or len(done) <= first + images:
         news.acquire()
-        seed += 1
-        submit(replace(settings, seed=seed)).add_done_callback(finished)
-    counted = done[images:]  # before that the loop was filling
-    for _ in range(images):
+        submit(asked(number)).add_done_callback(finished)
+        number += 1
+    pace = steady_pace(done[first:], images)
+    for _ in range(first):
         news.acquire()  # the last ones, which end with the loop half empty
-    return (len(counted) - 1) / (counted[-1] - counted[0])
+    return pace
+
+
+def steady_pace(done: Sequence[float], images: int) -> float:
+    """Images/s of images done at these moments, over whole rounds of `images`: those that joined together are done
+    together, and part of a round would count for more or less than its time."""
+    whole = (len(done) - 1) // images * images
+    return whole / (done[whole] - done[0])
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
@@ -127,12 +144,8 @@ def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def latencies(
-    submit: Submit, settings: GenerationSettings, moments: Sequence[float], mix: Sequence[int]
-) -> list[float]:
-    """Seconds from each arrival to its answer; requests are sent at their moments, whatever is under way. Each has one
-    of the numbers of steps in `mix`, by chance and the same at every call."""
-    chance = random.Random(len(moments))
+def latencies(submit: Submit, asked: Asked, moments: Sequence[float]) -> list[float]:
+    """Seconds from each arrival to its answer; requests are sent at their moments, whatever is under way."""
     found: list[float] = []
     lock = threading.Lock()
     began = time.perf_counter()
@@ -143,9 +156,9 @@ def latencies(
         with lock:
             found.append(time.perf_counter() - began - at)
 
-    for seed, at in enumerate(moments):
+    for number, at in enumerate(moments):
         time.sleep(max(0.0, began + at - time.perf_counter()))
-        future = submit(replace(settings, seed=seed, num_inference_steps=chance.choice(mix)))
+        future = submit(asked(number))
         future.add_done_callback(partial(finished, at))
         futures.append(future)
     for future in futures:
@@ -193,10 +206,11 @@ def measure(
     images: int | None,
     mix: Sequence[int] | None = None,
     arriving: float | None = None,
+    seed: int = 0,
 ) -> list[Row]:
     """All cases. `images`: how many at once, default as many as the loop takes. `mix`: numbers of steps of the requests
-    that arrive by chance, default the request's own; their rate is that of as many steps a second. They arrive for
-    `arriving` seconds, default `seconds`."""
+    that arrive by chance, default the request's own. They arrive for `arriving` seconds, default `seconds`, at moments
+    of `seed`."""
     settings = resolve(request, loaded.served)
     loop = loaded.model.loop(components.UNET, settings.height, settings.width)
     each = 2 if is_guided(loaded.model, settings, False) else 1
@@ -209,12 +223,13 @@ def measure(
     steps = settings.num_inference_steps
 
     efficient = min(max(1, loop.efficient // each), most)
+    waiting = max(2, most // 2)  # so that there is always one to join
 
     def row(case: str, values: Sequence[float], unit: str, **extra: object) -> Row:
         return make_row(f"{case} {where}", values, unit, precision, steps, most, digits=3, extra=extra)
 
     with torch.inference_mode():
-        batch = [replace(settings, seed=seed) for seed in range(most)]
+        batch = [replace(settings, seed=number) for number in range(most)]
         offline(loaded, batch, 0)
         rates = [1000 * most / total for total in offline(loaded, batch, seconds)]
     rows = [row("offline, full rows", rates, "images/s")]
@@ -223,23 +238,25 @@ def measure(
     def in_flight(settings: GenerationSettings) -> "Future[Any]":
         return scheduler.submit(settings).result
 
-    # A few more than fit, so that there is always one to join.
-    rate = saturated(in_flight, settings, most + max(2, most // 2), seconds)
+    rate = saturated(in_flight, requests(settings, (steps,)), most, waiting, seconds)
     rows.append(
         row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4), efficient=efficient)
     )
-    mix = mix or (steps,)
-    per_second = share * rate * steps * len(mix) / sum(mix)
-    moments = arrivals(per_second, arriving or seconds, seed=0)
-    flying = latencies(in_flight, settings, moments, mix)
+    asked = requests(settings, mix or (steps,), seed)
+    if mix:
+        rate = saturated(in_flight, asked, most, waiting, seconds)
+        rows.append(row("in flight, saturated by a mix", [rate], "images/s", mix=list(mix)))
+    per_second = share * rate
+    moments = arrivals(per_second, arriving or seconds, seed)
+    flying = latencies(in_flight, asked, moments)
     decibels, largest = company(loaded, scheduler, settings, most)
     scheduler.close()
     batches = BatchAtATime(loaded, most)
-    waiting = latencies(batches.submit, settings, moments, mix)
+    late = latencies(batches.submit, asked, moments)
     batches.close()
-    load = {"arrivals_per_second": round(per_second, 4), "mix": list(mix)}
+    load = {"arrivals_per_second": round(per_second, 4), "mix": list(mix or (steps,)), "seed": seed}
     rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **load, efficient=efficient))
-    rows.append(row(f"batch at a time, Poisson at {share:.0%}", waiting, "s", **load))
+    rows.append(row(f"batch at a time, Poisson at {share:.0%}", late, "s", **load))
     rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
 
@@ -254,8 +271,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, as 4,20,30,50; default: --steps")
     parser.add_argument("--guidance-scale", type=float, default=7.5)
-    parser.add_argument("--seconds", type=float, default=60, help="of each of the four measurements")
-    parser.add_argument("--arriving", type=float, help="seconds of each of the two with Poisson arrivals, if others")
+    parser.add_argument("--seconds", type=float, default=60, help="of each measurement")
+    parser.add_argument("--arriving", type=float, help="of each of the two with Poisson arrivals, if others")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and steps of what arrives")
     parser.add_argument("--share", type=float, default=0.7, help="of capacity, for the Poisson arrivals")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     given = parser.parse_args()
@@ -275,14 +293,14 @@ def main() -> None:
         num_images=1,
     )
     mix = [int(steps) for steps in given.mix.split(",")] if given.mix else None
-    rows = measure(loaded, request, given.seconds, given.share, given.images, mix, given.arriving)
+    rows = measure(loaded, request, given.seconds, given.share, given.images, mix, given.arriving, given.seed)
     for row in rows:
         extra = ", ".join(f"{name} {value}" for name, value in row.extra.items())
         print(
             f"{row.case:45} {row.value:9.3f} {row.unit:9} p50 {row.p50:8.3f} p99 {row.p99:8.3f} n {row.runs:4} {extra}"
         )
-    flying, waiting = rows[2], rows[3]
-    print(f"p50 in flight / p50 batch at a time: {flying.p50 / waiting.p50:.3f}")
+    flying, late = rows[-3], rows[-2]
+    print(f"p50 in flight / p50 batch at a time: {flying.p50 / late.p50:.3f}")
     print(f"{rows[0].gpu}, torch {rows[0].torch}, {rows[0].precision}, {given.steps} steps, batch {rows[0].batch}")
     if given.out is not None:
         append_rows(given.out, rows)

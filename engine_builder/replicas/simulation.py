@@ -2,8 +2,8 @@
 autoscaler, and the cheapest setting whose latency is good enough.
 
 A server with n images takes `curve(n)` seconds a step, and every image moves on with each step. What it does not let in
-waits in its queue, first come, first served: it lets in as many as run efficiently, and as many as fit once so many are
-there (`model.admission`). The platform counts the requests in flight, averages them over its window, and wants as many
+waits in its queue, first come, first served: it lets in as many as run efficiently or are soon gone again, and as many
+as fit once so many are there (`model.admission`). The platform counts the requests in flight, averages them over its window, and wants as many
 replicas as keep each below concurrency_target * target utilization. More are started at once and ready after a cold
 start; one too many is kept for the scale-down delay. A request goes to the replica with the fewest.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from engine_builder.benchmarks.rows import percentile
 from engine_builder.replicas.traffic import Traffic
-from model.admission import efficient_images, may_join
+from model.admission import efficient_images, is_brief, may_join
 
 _LOOK_SECONDS = 5.0  # between two looks of the autoscaler
 
@@ -123,7 +123,12 @@ class _Replica:
     def _join(self) -> None:
         capacity = self.server.capacity
         while self.queue and len(self.active) < capacity:
-            if not may_join(len(self.active), len(self.queue), 1, self._efficient, capacity):
+            under_way = len(self.active)
+            left = self.active[0][0] - self._steps if self.active else 0.0
+            if not (
+                may_join(under_way, len(self.queue), 1, self._efficient, capacity)
+                or is_brief(self.queue[0][1], 1, under_way, under_way, left)
+            ):
                 break
             arrived, steps = self.queue.popleft()
             self.result.waits.append(self.env.now - arrived)

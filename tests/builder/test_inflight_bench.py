@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 
-from engine_builder.benchmarks.in_flight import arrivals, measure
+from engine_builder.benchmarks.in_flight import arrivals, measure, requests, steady_pace
 from model import components
 from model.loading import Loaded
 from model.request import GenerationRequest
+from tests.stand_ins.line_networks import PLAIN
 
 
 def test_arrivals_are_a_poisson_process() -> None:
@@ -20,6 +21,22 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert arrivals(50, 200, seed=1) == moments and arrivals(50, 200, seed=2) != moments
 
 
+def test_a_request_of_a_number_is_always_the_same() -> None:
+    asked = requests(PLAIN, (4, 30), seed=1)
+    steps = [asked(number).num_inference_steps for number in range(400)]
+    assert steps == [asked(number).num_inference_steps for number in range(400)]
+    assert steps.count(4) == pytest.approx(200, abs=40) and steps.count(30) == 400 - steps.count(4)
+    assert steps != [requests(PLAIN, (4, 30), seed=2)(number).num_inference_steps for number in range(400)]
+    assert asked(7).seed == 7
+
+
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("last", range(17, 21))
+def test_a_pace_is_that_of_whole_rounds(first: int, last: int) -> None:
+    done = [2.0 * (number // 4) + 0.01 * (number % 4) for number in range(24)]  # four at once every two seconds
+    assert steady_pace(done[first:last], 4) == pytest.approx(2)
+
+
 def test_every_case_is_measured(loaded: Loaded) -> None:
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=2)
     loop = loaded.model.loop(components.UNET, 64, 64)
@@ -29,11 +46,13 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
     finally:
         loop.capacity = capacity
     assert [row.case.partition(",")[0] for row in rows] == [
-        "offline", "in flight", "in flight", "batch at a time", "in a mix against alone",
+        "offline", "in flight", "in flight", "in flight", "batch at a time", "in a mix against alone",
     ]  # fmt: skip
-    assert [row.unit for row in rows] == ["images/s", "images/s", "s", "s", "dB"]
+    assert [row.unit for row in rows] == ["images/s", "images/s", "images/s", "s", "s", "dB"]
     assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
-    assert rows[2].runs == rows[3].runs > 0 and rows[2].extra["mix"] == [1, 3]
-    assert rows[1].extra["efficient"] == rows[2].extra["efficient"] == min(2, loop.efficient // 2)
-    assert rows[4].extra["largest"] <= 1 and rows[4].extra["worst"] > 40
+    assert rows[3].runs == rows[4].runs > 0
+    assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]
+    assert rows[3].extra["arrivals_per_second"] == pytest.approx(0.7 * rows[2].value, rel=0.01)
+    assert rows[1].extra["efficient"] == rows[3].extra["efficient"] == min(2, loop.efficient // 2)
+    assert rows[5].extra["largest"] <= 1 and rows[5].extra["worst"] > 40
