@@ -2,9 +2,10 @@
 
 Between two steps images join the loops, leave them (finished, cancelled) and are decoded; so a newcomer waits for one
 step, not for a batch. First come, first served: an image joins its loop as soon as there is room, the images of a
-request one by one. Where more images at once would hardly pay, there is room for few, who are done the sooner for it, and for
-those who are soon gone again, until as many are here as fit; then all of them join. Loops (sizes, base and refiner) take turns of one step. Pixels are
-encoded in a few threads beside. What an image looks like does not depend on its company.
+request one by one. Where more images at once would hardly pay, there is room for few, who are done the sooner for it,
+and for those who are soon gone again, until as many are here as fit; then all of them join. Loops (sizes, base and
+refiner) take turns of one step. Pixels are encoded in a few threads beside. What an image looks like does not depend on
+its company.
 
 Knows nothing of HTTP. Thread-safe where it says so; the rest belongs to the thread.
 """

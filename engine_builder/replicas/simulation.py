@@ -3,9 +3,10 @@ autoscaler, and the cheapest setting whose latency is good enough.
 
 A server with n images takes `curve(n)` seconds a step, and every image moves on with each step. What it does not let in
 waits in its queue, first come, first served: it lets in as many as run efficiently or are soon gone again, and as many
-as fit once so many are there (`model.admission`). The platform counts the requests in flight, averages them over its window, and wants as many
-replicas as keep each below concurrency_target * target utilization. More are started at once and ready after a cold
-start; one too many is kept for the scale-down delay. A request goes to the replica with the fewest.
+as fit once so many are there (`model.admission`). The platform counts the requests in flight, averages them over its
+window, and wants as many replicas as keep each below concurrency_target * target utilization. More are started at once
+and ready after a cold start; one too many is kept for the scale-down delay. A request goes to the replica with the
+fewest.
 
 Not modelled: requests of several sizes, failures, and how the platform itself routes, which it does not say.
 """
