@@ -37,7 +37,7 @@ from model import components
 from model.coldstart import ColdStart
 from model.encoding import THREADS
 from model.image import encode_base64
-from model.job import Limits
+from model.job import Finished, Limits, Stepped
 from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import generate, is_guided
 from model.request import GenerationRequest, GenerationSettings, resolve
@@ -104,36 +104,33 @@ def requests(settings: GenerationSettings, mix: Sequence[int], seed: int = 0) ->
     )
 
 
-def saturated(submit: Submit, asked: Asked, images: int, waiting: int, seconds: float) -> float:
-    """Images/s while `images` fit and `waiting` more always wait."""
-    done: list[float] = []
-    news = threading.Semaphore(0)
-    first = images + waiting
+def saturated(scheduler: Scheduler, asked: Asked, outstanding: int, seconds: float) -> float:
+    """Steps/s, those of each image counted, while so many requests always wait for an answer, from the first answer on:
+    steps and not images, of which a minute ends too few to say what the next one brings."""
+    made: list[float] = []
+    answers = threading.Semaphore(0)
 
-    def finished(future: "Future[Any]") -> None:
-        future.result()
-        done.append(time.perf_counter())
-        news.release()
+    def note(event: Stepped | Finished) -> None:
+        if isinstance(event, Stepped):
+            made.append(time.perf_counter())
 
-    end = time.perf_counter() + seconds
-    for number in range(first):
-        submit(asked(number)).add_done_callback(finished)
-    number = first
-    while time.perf_counter() < end or len(done) <= first + images:
-        news.acquire()
-        submit(asked(number)).add_done_callback(finished)
+    def submit(number: int) -> None:
+        scheduler.submit(asked(number), note).result.add_done_callback(lambda answer: answers.release())
+
+    for number in range(outstanding):
+        submit(number)
+    answers.acquire()
+    began = time.perf_counter()
+    number = outstanding
+    submit(number)
+    while time.perf_counter() < began + seconds:
+        answers.acquire()
         number += 1
-    pace = steady_pace(done[first:], images)
-    for _ in range(first):
-        news.acquire()  # the last ones, which end with the loop half empty
-    return pace
-
-
-def steady_pace(done: Sequence[float], images: int) -> float:
-    """Images/s of images done at these moments, over whole rounds of `images`: those that joined together are done
-    together, and part of a round would count for more or less than its time."""
-    whole = (len(done) - 1) // images * images
-    return whole / (done[whole] - done[0])
+        submit(number)
+    counted = [at for at in list(made) if at > began]
+    for _ in range(outstanding):
+        answers.acquire()  # the last ones, which end with the loop half empty
+    return len(counted) / (counted[-1] - began)
 
 
 def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
@@ -238,13 +235,13 @@ def measure(
     def in_flight(settings: GenerationSettings) -> "Future[Any]":
         return scheduler.submit(settings).result
 
-    rate = saturated(in_flight, requests(settings, (steps,)), most, waiting, seconds)
+    asked = requests(settings, mix or (steps,), seed)
+    rate = saturated(scheduler, requests(settings, (steps,)), most + waiting, seconds) / steps
     rows.append(
         row("in flight, saturated", [rate], "images/s", of_offline=round(rate / rows[0].value, 4), efficient=efficient)
     )
-    asked = requests(settings, mix or (steps,), seed)
     if mix:
-        rate = saturated(in_flight, asked, most, waiting, seconds)
+        rate = saturated(scheduler, asked, most + waiting, seconds) * len(mix) / sum(mix)
         rows.append(row("in flight, saturated by a mix", [rate], "images/s", mix=list(mix)))
     per_second = share * rate
     moments = arrivals(per_second, arriving or seconds, seed)

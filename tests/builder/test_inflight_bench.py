@@ -1,13 +1,22 @@
 """The benchmark of in-flight batching: that it measures what it says, on the tiny model."""
 
 import itertools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from engine_builder.benchmarks.in_flight import arrivals, measure, requests, steady_pace
+from engine_builder.benchmarks import in_flight
+from engine_builder.benchmarks.in_flight import arrivals, measure, requests
 from model import components
+from model.job import Stepped
 from model.loading import Loaded
-from model.request import GenerationRequest
+from model.request import GenerationRequest, GenerationSettings
+from model.scheduler import Scheduler
 from tests.stand_ins.line_networks import PLAIN
 
 
@@ -30,11 +39,30 @@ def test_a_request_of_a_number_is_always_the_same() -> None:
     assert asked(7).seed == 7
 
 
-@pytest.mark.parametrize("first", range(4))
-@pytest.mark.parametrize("last", range(17, 21))
-def test_a_pace_is_that_of_whole_rounds(first: int, last: int) -> None:
-    done = [2.0 * (number // 4) + 0.01 * (number % 4) for number in range(24)]  # four at once every two seconds
-    assert steady_pace(done[first:last], 4) == pytest.approx(2)
+def test_what_is_saturated_is_timed_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of one image at a time whose steps take 10 ms of a clock of its own, asked for few and for many."""
+    waiting: queue.Queue[tuple[GenerationSettings, Callable[[Stepped], None], Future[None]]] = queue.Queue()
+    now = 0.0
+
+    class Line:
+        def submit(self, settings: GenerationSettings, listener: Callable[[Stepped], None]) -> SimpleNamespace:
+            waiting.put((settings, listener, result := Future()))
+            return SimpleNamespace(result=result)
+
+    def serve() -> None:
+        nonlocal now
+        while True:
+            settings, listener, result = waiting.get()
+            for step in range(settings.num_inference_steps):
+                now += 0.01
+                listener(Stepped(step + 1, settings.num_inference_steps))
+            result.set_result(None)
+
+    monkeypatch.setattr(in_flight.time, "perf_counter", lambda: now)
+    threading.Thread(target=serve, daemon=True).start()
+    server = cast(Scheduler, Line())
+    for mix in ((30,), (4, 50)):
+        assert in_flight.saturated(server, requests(PLAIN, mix), outstanding=4, seconds=50) == pytest.approx(100)
 
 
 def test_every_case_is_measured(loaded: Loaded) -> None:
