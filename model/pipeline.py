@@ -7,7 +7,6 @@ module knows nothing of HTTP, of stores, or of which runtime an engine is.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from model.loop import Conditioning, Loop, Row, StepLoop, has_room
 from model.request import GenerationSettings
 from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
 from model.store.manifest import Settings
-from model.streams import SideStream, to_device
+from model.streams import Laps, SideStream, to_device
 from model.tokenizer import ClipTokenizer
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
@@ -77,26 +76,16 @@ def generate(
     Returns the pictures (uint8 [height, width, 3], requests in order, each request's images in order), the
     milliseconds of each stage, and warnings. Raises BrokenImage, never returns a picture with NaN in it.
     """
-    timings: dict[str, float] = {}
-    clock = perf_counter()
-
-    def lap(stage: str) -> None:
-        nonlocal clock
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        now = perf_counter()
-        timings[stage] = timings.get(stage, 0.0) + (now - clock) * 1000
-        clock = now
-
+    laps = Laps(model.device)
     steps = [request_tables(model, request) for request in batch]
     warnings = [
         text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
     ]
-    rows = draw(model, batch, steps, lap)
+    rows = draw(model, batch, steps, laps.end)
     with torch.inference_mode():
         pixels = decode(model, [row.latents for row in rows])
-        lap("decode")
-    return list(pixels), timings, warnings
+    laps.end("decode")
+    return list(pixels), laps.milliseconds(), warnings
 
 
 @torch.inference_mode()

@@ -7,6 +7,9 @@ be given away before it has: the allocator knows only the stream that a tensor w
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -53,3 +56,31 @@ class SideStream:
         current.wait_stream(self._stream)
         for tensor in made:
             tensor.record_stream(current)
+
+
+class Laps:
+    """When each stage ended, as the device has it: marks among its work, which nobody waits for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks = [("", self._mark())]
+
+    def end(self, stage: str) -> None:
+        """What is queued on the current stream by now is the end of `stage`."""
+        self._marks.append((stage, self._mark()))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Of each stage, in order."""
+        if self._on_gpu:
+            self._marks[-1][1].synchronize()
+        return {
+            stage: before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
+            for (_, before), (stage, after) in pairwise(self._marks)
+        }
+
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        mark.record()
+        return mark

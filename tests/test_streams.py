@@ -13,7 +13,7 @@ from model.job import Limits
 from model.pipeline import LoadedModel, generate
 from model.preview import fit_preview_map
 from model.scheduler import Scheduler
-from model.streams import SideStream
+from model.streams import Laps, SideStream
 from tests.stand_ins.line_networks import Stub, line_model
 from tests.stand_ins.streams import Race, Stream, Streams
 from tests.test_graph_loop import graph_loop
@@ -128,6 +128,35 @@ def test_without_a_wait_or_a_record_there_is_a_race(
     said = "may not have made" if left_out == "wait" else "may have given away"
     with pytest.raises(Race, match=f"reads on {reader} what .* {said}"), streams.watched():
         generate(model, [asked(1)])
+
+
+def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the last alone is waited for, at the end."""
+    waited: list[int] = []
+
+    class Mark:
+        made = 0
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            Mark.made += 1
+            self.number = Mark.made
+
+        def synchronize(self) -> None:
+            waited.append(self.number)
+
+        def elapsed_time(self, later: "Mark") -> float:
+            return 10.0 ** (later.number - self.number) * self.number
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    laps = Laps(torch.device("cuda"))
+    laps.end("text")
+    laps.end("denoise")
+    assert not waited
+    assert laps.milliseconds() == {"text": 10.0, "denoise": 20.0}
+    assert waited == [3]
 
 
 def test_on_a_cpu_there_are_no_streams() -> None:
