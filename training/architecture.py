@@ -37,6 +37,9 @@ SCHEDULER: dict[str, Any] = {
     "use_karras_sigmas": False,
 }
 
+DEFAULTS = {"denoising_frac": 0.9, "guidance_scale": 3.0}
+"""What a request that does not say gets of this model: its defaults.json."""
+
 
 def _text_config(width: int, layers: int, heads: int, act: str, pad: str) -> CLIPTextConfig:
     vocab, _ = vocabulary()

@@ -72,13 +72,13 @@ class Painter:
         """`frac`: of the steps, after which the refiner takes over."""
         dtype = torch.float16 if device == "cuda" else torch.float32
         self.steps, self.guidance, self.frac, self.batch = steps, guidance, frac, batch
-        self.base = StableDiffusionXLPipeline.from_pretrained(folder, torch_dtype=dtype).to(device)
+        self.base = StableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype).to(device)
         self.base.set_progress_bar_config(disable=True)
         kind, settings = SAMPLERS[scheduler]
         self.base.scheduler = kind.from_config(self.base.scheduler.config, **settings)
         self.refiner = None
         if refiner:
-            self.refiner = StableDiffusionXLImg2ImgPipeline.from_pretrained(folder / "refiner", torch_dtype=dtype)
+            self.refiner = StableDiffusionXLImg2ImgPipeline.from_pretrained(folder / "refiner", dtype=dtype)
             self.refiner.to(device).set_progress_bar_config(disable=True)
             self.refiner.scheduler = kind.from_config(self.refiner.scheduler.config, **settings)
 
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--refiner", action="store_true", help="score the refined pictures too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--scheduler", choices=SAMPLERS, default="Euler")
-    parser.add_argument("--guidance", type=float, default=3.0)
-    parser.add_argument("--denoising-frac", type=float, default=0.9, help="of the steps: the refiner's begin there")
+    parser.add_argument("--guidance", type=float, help="default: what the model's defaults.json says")
+    parser.add_argument("--denoising-frac", type=float, help="share of steps before the refiner; default likewise")
     parser.add_argument("--count", type=int, default=200, help="captions in each half of the exam")
     parser.add_argument("--batch", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
@@ -129,16 +129,19 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="write a grid of twelve prompts here (PNG)")
     parser.add_argument("--failures", type=int, default=10, help="how many failed captions to print")
     arguments = parser.parse_args()
+    own = json.loads((arguments.model / "defaults.json").read_text())
+    guidance = own["guidance_scale"] if arguments.guidance is None else arguments.guidance
+    frac = own["denoising_frac"] if arguments.denoising_frac is None else arguments.denoising_frac
     size = (arguments.size[0], arguments.size[1])
     painter = Painter(
         arguments.model,
         arguments.device,
         arguments.refiner,
         arguments.steps,
-        arguments.guidance,
+        guidance,
         arguments.batch,
         arguments.scheduler,
-        arguments.denoising_frac,
+        frac,
     )
     began = time.monotonic()
     results: dict[str, dict[str, float]] = {}
@@ -176,8 +179,8 @@ def main() -> None:
         "diffusers": diffusers.__version__,
         "scheduler": arguments.scheduler,
         "steps": arguments.steps,
-        "guidance": arguments.guidance,
-        "denoising_frac": arguments.denoising_frac,
+        "guidance": guidance,
+        "denoising_frac": frac,
         "seed": arguments.seed,
         "size": list(size),
         "captions": arguments.count,

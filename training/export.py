@@ -90,6 +90,7 @@ def export(networks: Networks, folder: Path) -> None:
         folder / "model_index.json",
         {"_class_name": "StableDiffusionXLPipeline", **common, "force_zeros_for_empty_prompt": True},
     )
+    _write_json(folder / "defaults.json", architecture.DEFAULTS)
     _write_json(
         refiner / "model_index.json",
         {
