@@ -252,8 +252,9 @@ def measure(
     late = latencies(batches.submit, asked, moments)
     batches.close()
     load = {"arrivals_per_second": round(per_second, 4), "mix": list(mix or (steps,)), "seed": seed}
-    rows.append(row(f"in flight, Poisson at {share:.0%}", flying, "s", **load, efficient=efficient))
-    rows.append(row(f"batch at a time, Poisson at {share:.0%}", late, "s", **load))
+    arriving_so = f"Poisson at {share:.0%}" + (f", {'/'.join(map(str, mix))} steps" if mix else "")
+    rows.append(row(f"in flight, {arriving_so}", flying, "s", **load, efficient=efficient))
+    rows.append(row(f"batch at a time, {arriving_so}", late, "s", **load))
     rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
     return rows
 
