@@ -121,9 +121,9 @@ def train_decoder(run: Run, network: AutoencoderKL) -> float:
 
 
 @torch.no_grad()
-def drawings(rows: Tensor, side: int = SIDE) -> Tensor:
+def drawings(rows: Tensor) -> Tensor:
     soft = torch.full((len(rows),), CRISP, device=rows.device)
-    return (render(rows, side, side, soft, torch) * 2 - 1).permute(0, 3, 1, 2)
+    return (render(rows, SIDE, SIDE, soft, torch) * 2 - 1).permute(0, 3, 1, 2)
 
 
 @torch.no_grad()

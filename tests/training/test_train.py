@@ -102,12 +102,12 @@ def test_a_checkpoint_gives_back_weights_average_and_moments(tmp_path: Path) -> 
         assert torch.equal(one, other)
 
 
-def test_centring_changes_the_latents_and_not_the_pictures() -> None:
+def test_centring_changes_the_latents_and_not_the_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     network = architecture.vae().eval()
-    rows = torch.rand(4, 24)
-    pictures = vae.drawings(rows, 64)
+    monkeypatch.setattr(vae, "SIDE", 64)
+    pictures = vae.drawings(torch.rand(4, 24))
     with torch.no_grad():
         before = network.decode(network.encode(pictures).latent_dist.mean).sample
         with pytest.MonkeyPatch.context() as patch:
