@@ -115,6 +115,19 @@ def settled(scheduler: Scheduler) -> None:
         scheduler.call(lambda: None).result(SECONDS)
 
 
+def held(scheduler: Scheduler) -> threading.Event:
+    """Hold the thread until the event is set: what is submitted by then arrives at one moment."""
+    begun, over = threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        begun.set()
+        over.wait(SECONDS)
+
+    scheduler.call(wait_for_it)
+    assert begun.wait(SECONDS)
+    return over
+
+
 def pixels(data: str) -> npt.NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
 
@@ -168,8 +181,7 @@ def test_rows_are_filled_by_images_with_and_without_guidance(gate: Gate, schedul
 def test_none_is_overtaken_by_one_that_takes_less(gate: Gate, scheduler: Scheduler) -> None:
     """An image whose guidance ends after its second step leaves a row, and the next in the queue needs two."""
     gate.capacity = gate.efficient = 3
-    blocked = threading.Event()
-    scheduler.call(lambda: blocked.wait(SECONDS))
+    blocked = held(scheduler)
     first = scheduler.submit(asked(0, end_cfg_frac=0.5))
     others = [scheduler.submit(asked(1)), scheduler.submit(asked(2, guidance_scale=1.0))]
     blocked.set()
@@ -205,8 +217,7 @@ def test_one_that_is_soon_gone_joins_where_few_run_at_once(
     first: dict[str, Any], second: dict[str, Any], together: int, gate: Gate, scheduler: Scheduler
 ) -> None:
     gate.capacity, gate.efficient = 16, 2
-    blocked = threading.Event()
-    scheduler.call(lambda: blocked.wait(SECONDS))
+    blocked = held(scheduler)
     jobs = [scheduler.submit(asked(0, **first)), scheduler.submit(asked(10, **second))]
     blocked.set()
     gate.open()
@@ -218,8 +229,7 @@ def test_one_that_is_soon_gone_joins_where_few_run_at_once(
 
 def test_one_that_is_soon_gone_overtakes_nobody(gate: Gate, scheduler: Scheduler) -> None:
     gate.capacity, gate.efficient = 16, 2
-    blocked = threading.Event()
-    scheduler.call(lambda: blocked.wait(SECONDS))
+    blocked = held(scheduler)
     jobs = [scheduler.submit(asked(seed, num_inference_steps=steps)) for seed, steps in ((0, 4), (1, 4), (2, 1))]
     blocked.set()
     gate.open()
