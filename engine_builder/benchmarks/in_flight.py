@@ -15,6 +15,7 @@ import base64
 import io
 import json
 import math
+import queue
 import random
 import threading
 import time
@@ -106,30 +107,30 @@ def requests(settings: GenerationSettings, mix: Sequence[int], seed: int = 0) ->
 
 def saturated(scheduler: Scheduler, asked: Asked, outstanding: int, seconds: float) -> float:
     """Steps/s, those of each image counted, while so many requests always wait for an answer, from the first answer on:
-    steps and not images, of which a minute ends too few to say what the next one brings."""
+    steps and not images, of which a minute ends too few to say what the next one brings. Raises what an answer does."""
     made: list[float] = []
-    answers = threading.Semaphore(0)
+    answers: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
 
     def note(event: Stepped | Finished) -> None:
         if isinstance(event, Stepped):
             made.append(time.perf_counter())
 
     def submit(number: int) -> None:
-        scheduler.submit(asked(number), note).result.add_done_callback(lambda answer: answers.release())
+        scheduler.submit(asked(number), note).result.add_done_callback(answers.put)
 
     for number in range(outstanding):
         submit(number)
-    answers.acquire()
+    answers.get().result()
     began = time.perf_counter()
     number = outstanding
     submit(number)
     while time.perf_counter() < began + seconds:
-        answers.acquire()
+        answers.get().result()
         number += 1
         submit(number)
     counted = [at for at in list(made) if at > began]
     for _ in range(outstanding):
-        answers.acquire()  # the last ones, which end with the loop half empty
+        answers.get().result()  # the last ones, which end with the loop half empty
     return len(counted) / (counted[-1] - began)
 
 

@@ -13,6 +13,7 @@ import pytest
 from engine_builder.benchmarks import in_flight
 from engine_builder.benchmarks.in_flight import arrivals, measure, requests
 from model import components
+from model.errors import Unavailable
 from model.job import Stepped
 from model.loading import Loaded
 from model.request import GenerationRequest, GenerationSettings
@@ -63,6 +64,17 @@ def test_what_is_saturated_is_timed_by_its_steps(monkeypatch: pytest.MonkeyPatch
     server = cast(Scheduler, Line())
     for mix in ((30,), (4, 50)):
         assert in_flight.saturated(server, requests(PLAIN, mix), outstanding=4, seconds=50) == pytest.approx(100)
+
+
+def test_an_answer_that_is_an_error_ends_the_measurement() -> None:
+    class Broken:
+        def submit(self, settings: GenerationSettings, listener: Callable[[Stepped], None]) -> SimpleNamespace:
+            result: Future[None] = Future()
+            result.set_exception(Unavailable("The GPU has failed."))
+            return SimpleNamespace(result=result)
+
+    with pytest.raises(Unavailable, match="has failed"):
+        in_flight.saturated(cast(Scheduler, Broken()), requests(PLAIN, (4,)), outstanding=4, seconds=50)
 
 
 def test_every_case_is_measured(loaded: Loaded) -> None:
