@@ -9,17 +9,18 @@ import hashlib
 import importlib.metadata
 import json
 import tempfile
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel
 
 from engine_builder.building import compile as compiler
+from engine_builder.building.compile_jobs import Done, Job, compile_jobs
 from engine_builder.building.engine_timing import largest_inputs, time_engine
 from engine_builder.building.real_inputs import fit, real_inputs
 from engine_builder.building.tuning import tuning_kept_in
@@ -37,7 +38,7 @@ from model import components
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines import Engine
 from model.engines.aot_inductor import AotInductorEngine
-from model.errors import CorruptBlob
+from model.errors import CorruptBlob, StoreError
 from model.schedule import MAX_STEPS
 from model.store import Store
 from model.store.manifest import (
@@ -132,6 +133,23 @@ class BuildPlan:
 
 
 @dataclass(frozen=True)
+class _Wanted:
+    """An engine of the release to be."""
+
+    network: Network
+    bucket: Bucket
+    key: str
+
+    @property
+    def component(self) -> str:
+        return self.network.component
+
+    @property
+    def name(self) -> tuple[str, str]:
+        return self.component, self.key
+
+
+@dataclass(frozen=True)
 class BuildResult:
     """The draft that `publish` will turn into a release, and what this build had to do for it."""
 
@@ -140,11 +158,18 @@ class BuildResult:
     reused: tuple[str, ...]
 
 
-def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None, tuning: Path | None = None) -> BuildResult:
+def build(
+    plan: BuildPlan,
+    store: Store,
+    report: Report = lambda *_: None,
+    tuning: Path | None = None,
+    processes: int = 1,
+) -> BuildResult:
     """Bring everything the plan names into the store. Raises ModelFolderError, CompileError, InaccurateEngine, or
     BrokenImage where the model draws no numbers.
 
     `tuning`: the folder that keeps what the compiler measures of the target's kernels; None: the compiler's own.
+    `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
     """
     source = fingerprint(plan)
     draft = _current_draft(plan, store, source)
@@ -164,7 +189,7 @@ def build(plan: BuildPlan, store: Store, report: Report = lambda *_: None, tunin
     sizes = {(height, width) for _, height, width in plan.sizes}
     real = real_inputs(networks, settings, tokenizers, schedulers, store, plan.target.device, sizes)
     with tuning_kept_in(tuning) if tuning else nullcontext():
-        engines, compiled, reused = _build_engines(plan, networks, weights, real, store, report, steps)
+        engines, compiled, reused = _build_engines(plan, networks, weights, real, store, report, steps, processes)
     report("release", "drafting", steps, steps)
     draft = Manifest(
         model=plan.model,
@@ -192,45 +217,71 @@ def _build_engines(
     store: Store,
     report: Report,
     steps: int,
+    processes: int,
 ) -> tuple[list[EngineRecord], list[str], list[str]]:
     """Every component's engines, and the components that were compiled and those that were found."""
+    if plan.tensorrt is not None:
+        return _build_tensorrt(plan, plan.tensorrt, networks, weights, real, store, report, steps)
+    wanted = [
+        _Wanted(network, bucket, compiler.engine_key(network, plan.target, bucket))
+        for network in networks.values()
+        for bucket in plan.buckets_of(network)
+    ]
+    missing: dict[str, _Wanted] = {}  # by key: two components of one architecture share an engine, not its check
+    for engine in wanted:
+        if engine.key not in missing and find_engine(store, engine.key) is None:
+            missing[engine.key] = engine
+    checked: dict[tuple[str, str], Accuracy] = {}
+
+    def tell(engine: _Wanted, doing: str) -> None:
+        of = [other.key for other in wanted if other.component == engine.component]
+        number = f" ({of.index(engine.key) + 1} of {len(of)})" if len(of) > 1 else ""
+        left = {other.component for other in wanted if other.name not in checked}
+        report(engine.component, f"{doing}{number}", len(plan.components) + 1 + len(networks.keys() - left), steps)
+
+    with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
+        jobs = [
+            Job(
+                key, plan.folder_of(engine.component), engine.component, engine.network.precision, plan.target,
+                engine.bucket, Path(folder) / f"{engine.component}-{key[:12]}.pt2",
+            )
+            for key, engine in missing.items()
+        ]  # fmt: skip
+        begun = compile_jobs(jobs, networks, processes, lambda job: tell(missing[job.key], "compiling"))
+        with closing(begun) as compiling:
+            for done in compiling:
+                engine = missing[done.job.key]
+                checked[engine.name] = _keep(plan, engine, done, real[engine.component], store)
+                done.job.package.unlink()
+    engines: list[EngineRecord] = []
     compiled: list[str] = []
     reused: list[str] = []
-    engines: list[EngineRecord] = []
-    for done, (name, network) in enumerate(networks.items()):
-        buckets = plan.buckets_of(network)
-        if plan.tensorrt is not None:
-            made, new = _build_tensorrt(plan, plan.tensorrt, network, weights[done], real[name], store, report, steps)
-            engines += made
-            (compiled if new else reused).append(name)
-            continue
-        for number, bucket in enumerate(buckets, start=1):
-            of = f" ({number} of {len(buckets)})" if len(buckets) > 1 else ""
-            step = len(plan.components) + 1 + done
-            key = compiler.engine_key(network, plan.target, bucket)
-            cached = find_engine(store, key)
-            if cached is None:
-                report(name, f"compiling{of}", step, steps)
-                cached, accuracy = _compile(plan, network, bucket, key, real[name], store)
-                compiled.append(name)
-            else:
-                report(name, f"checking{of}", step, steps)
-                accuracy = _check(plan, network, bucket, cached, real[name], store)
-                reused.append(name)
-            engines.append(
-                EngineRecord(
-                    component=name,
-                    key=key,
-                    target=plan.target.key,
-                    runtime="aot_inductor",
-                    bucket=bucket,
-                    precision=network.precision,
-                    layout=network.layout,
-                    signature=network.signature,
-                    accuracy=accuracy,
-                    **cached.model_dump(),
-                )
+    for engine in wanted:
+        cached = find_engine(store, engine.key)
+        if cached is None:
+            raise StoreError(f"The engine of the {engine.component} was kept and is gone again from {store.url}.")
+        if engine.name in checked:
+            compiled.append(engine.component)
+        else:
+            reused.append(engine.component)
+            tell(engine, "checking")
+            checked[engine.name] = _check(plan, engine, cached, real[engine.component], store)
+        if cached.benchmark is None and plan.target.device == "cuda":
+            cached = _time(plan, engine, cached, store)
+        engines.append(
+            EngineRecord(
+                component=engine.component,
+                key=engine.key,
+                target=plan.target.key,
+                runtime="aot_inductor",
+                bucket=engine.bucket,
+                precision=engine.network.precision,
+                layout=engine.network.layout,
+                signature=engine.network.signature,
+                accuracy=checked[engine.name],
+                **cached.model_dump(),
             )
+        )
     return engines, compiled, reused
 
 
@@ -289,88 +340,89 @@ def find_engine(store: Store, key: str) -> CachedEngine | None:
     return cached
 
 
-def _compile(
-    plan: BuildPlan,
-    network: Network,
-    bucket: Bucket,
-    key: str,
-    real: list[dict[str, torch.Tensor]],
-    store: Store,
-) -> tuple[CachedEngine, Accuracy]:
-    """Compile, check, and only then keep."""
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
-        made = compiler.compile_network(network, plan.target, bucket, Path(folder) / f"{network.component}.pt2")
-        seconds = time.perf_counter() - began
-        constants = made.constants_json()
-        engine = _open(plan, network, bucket, made.package, constants)
-        accuracy = validate(network, engine, fit(real, network, bucket))
-        cached = CachedEngine(
-            blob=Blob(sha256=store.put(made.package), bytes=made.package.stat().st_size),
-            constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
-            runtime_version=torch.__version__.split("+")[0],
-            build_seconds=round(seconds, 1),
-            benchmark=_benchmark(plan, network, engine),
-        )
-    store.write_record("engines", key, cached.model_dump_json().encode())
-    return cached, accuracy
+def _keep(plan: BuildPlan, wanted: _Wanted, done: Done, real: list[dict[str, torch.Tensor]], store: Store) -> Accuracy:
+    """Check what was compiled, and only then keep it."""
+    constants, package = done.compiled.constants_json(), done.compiled.package
+    engine = _open(plan, wanted, package, constants)
+    accuracy = validate(wanted.network, engine, fit(real, wanted.network, wanted.bucket))
+    cached = CachedEngine(
+        blob=Blob(sha256=store.put(package), bytes=package.stat().st_size),
+        constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
+        runtime_version=torch.__version__.split("+")[0],
+        build_seconds=round(done.seconds, 1),
+    )
+    store.write_record("engines", wanted.key, cached.model_dump_json().encode())
+    return accuracy
 
 
 def _build_tensorrt(
     plan: BuildPlan,
     choices: Choices,
-    network: Network,
-    weights: WeightsRecord,
-    real: list[dict[str, torch.Tensor]],
+    networks: dict[str, Network],
+    weights: list[WeightsRecord],
+    real: dict[str, list[dict[str, torch.Tensor]]],
     store: Store,
     report: Report,
     steps: int,
-) -> tuple[list[EngineRecord], bool]:
+) -> tuple[list[EngineRecord], list[str], list[str]]:
     """One plan for all of a component's buckets; see `engine_builder.tensorrt_plans.store`."""
     from engine_builder.tensorrt_plans.store import build_engines
 
-    step = len(plan.components) + 1 + plan.components.index(network.component)
-    return build_engines(
-        network,
-        plan.target,
-        plan.buckets_of(network),
-        choices,
-        weights,
-        lambda bucket: fit(real, network, bucket),
-        store,
-        lambda doing: report(network.component, doing, step, steps),
-    )
+    engines: list[EngineRecord] = []
+    compiled: list[str] = []
+    reused: list[str] = []
+    for done, (name, network) in enumerate(networks.items()):
+        step = len(plan.components) + 1 + done
+
+        def tell(doing: str, component: str = name, step: int = step) -> None:
+            report(component, doing, step, steps)
+
+        made, new = build_engines(
+            network,
+            plan.target,
+            plan.buckets_of(network),
+            choices,
+            weights[done],
+            partial(fit, real[name], network),
+            store,
+            tell,
+        )
+        engines += made
+        (compiled if new else reused).append(name)
+    return engines, compiled, reused
 
 
-def _benchmark(plan: BuildPlan, network: Network, engine: Engine) -> Benchmark | None:
-    """On a GPU, where a release can have another runtime's engines, and a deployment take the faster."""
-    if plan.target.device != "cuda":
-        return None
-    return time_engine(engine, largest_inputs(network.signature, engine.bucket, plan.target.device))
+def _time(plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, store: Store) -> CachedEngine:
+    """Measure an engine, while nothing is compiled beside it, and remember that: on a GPU a release can have another
+    runtime's engines, too, and a deployment take the faster."""
+    inputs = largest_inputs(wanted.network.signature, wanted.bucket, plan.target.device)
+    timed = cached.model_copy(update={"benchmark": time_engine(_open_kept(plan, wanted, cached, store), inputs)})
+    store.write_record("engines", wanted.key, timed.model_dump_json().encode())
+    return timed
 
 
 def _check(
-    plan: BuildPlan,
-    network: Network,
-    bucket: Bucket,
-    cached: CachedEngine,
-    real: list[dict[str, torch.Tensor]],
-    store: Store,
+    plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, real: list[dict[str, torch.Tensor]], store: Store
 ) -> Accuracy:
     """Hold an engine that is already there against this model's weights."""
+    engine = _open_kept(plan, wanted, cached, store)
+    return validate(wanted.network, engine, fit(real, wanted.network, wanted.bucket))
+
+
+def _open_kept(plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, store: Store) -> Engine:
     package = store.get(cached.blob.sha256, cached.blob.bytes)
     constants = store.get(cached.constants.sha256, cached.constants.bytes).read_bytes()
-    return validate(network, _open(plan, network, bucket, package, constants), fit(real, network, bucket))
+    return _open(plan, wanted, package, constants)
 
 
-def _open(plan: BuildPlan, network: Network, bucket: Bucket, package: Path, constants: bytes) -> Engine:
+def _open(plan: BuildPlan, wanted: _Wanted, package: Path, constants: bytes) -> Engine:
     return AotInductorEngine(
-        network.component,
+        wanted.component,
         package,
-        network.signature,
-        bucket,
+        wanted.network.signature,
+        wanted.bucket,
         constants,
-        network.tensors(),
+        wanted.network.tensors(),
         torch.device(plan.target.device),
     )
 

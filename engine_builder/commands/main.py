@@ -104,11 +104,20 @@ def build(
     ] = "none",
     workspace: Annotated[float | None, typer.Option(help="TensorRT: GiB of GPU memory that kernels may take.")] = None,
     level: Annotated[int, typer.Option(min=0, max=5, help="TensorRT: how thoroughly kernels are chosen.")] = 3,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Engines compiled side by side, each with a network of its own in memory, the GPU's too; default: as "
+            "many as a CPU has cores, four at most; one on a GPU.",
+        ),
+    ] = None,
     cache_dir: CacheOption = None,
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, keep them with the weights in the store."""
     options = TensorRTOptions(refit, compatibility, workspace, level) if _is_tensorrt(runtime) else None
-    result = run_build(opened(store, cache_dir), model, refiner, name, precision, size or [], options, vae_precision)
+    holder = opened(store, cache_dir)
+    result = run_build(holder, model, refiner, name, precision, size or [], options, vae_precision, jobs)
     console.print(f"Next: preheat publish {result.model} --store {store}")
 
 
@@ -137,12 +146,14 @@ def run_build(
     sizes: list[str],
     tensorrt: TensorRTOptions | None = None,
     vae_precision: str | None = None,
+    jobs: int | None = None,
 ) -> Manifest:
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.building.build import BuildPlan
         from engine_builder.building.build import build as build_model
         from engine_builder.building.compile import build_target
+        from engine_builder.building.compile_jobs import default_processes
         from engine_builder.model_folder.checkout import find_folders
         from engine_builder.tensorrt_plans.choices import read_choices, target_of
 
@@ -168,7 +179,7 @@ def run_build(
     console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}{_vae_remark(plan)}")
     began = time.perf_counter()
     with _progress() as report:
-        result = build_model(plan, store, report, TUNING / target.key)
+        result = build_model(plan, store, report, TUNING / target.key, jobs or default_processes(target))
     table = Table("component", "engine", "precision", "KiB", "compiled in", "worst error", "relative error")
     for engine in result.draft.engines:
         state = "compiled" if engine.component in result.compiled else "reused"
