@@ -172,6 +172,7 @@ def build(
     `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
     """
     source = fingerprint(plan)
+    builder = _builder(plan, source)  # raises where something is not installed: before the work, not after it
     draft = _current_draft(plan, store, source)
     if draft is not None:
         return BuildResult(draft, (), tuple(engine.component for engine in draft.engines))
@@ -196,7 +197,7 @@ def build(
         version=_DRAFT,
         family="sdxl",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        builder=_builder(plan, source),
+        builder=builder,
         settings=settings,
         defaults=read_release_defaults(plan.base),
         schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
