@@ -37,7 +37,7 @@ SCHEDULER: dict[str, Any] = {
     "use_karras_sigmas": False,
 }
 
-DEFAULTS = {"denoising_frac": 0.9, "guidance_scale": 3.0}
+DEFAULTS = {"denoising_frac": 0.95, "guidance_scale": 3.0}
 """What a request that does not say gets of this model: its defaults.json."""
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from training.compiled import compiled
 from training.data import Workers
 from training.learner import Learner
 from training.settings import Settings
@@ -34,8 +36,9 @@ class Run:
     def log(self, text: str) -> None:
         print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
 
-    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False) if self.fast else function
+    def compiled(self, function: Callable[..., Any], networks: nn.Module) -> Callable[..., Any]:
+        """`function`, which runs `networks`; compiled, unless this run is not to."""
+        return compiled(function, networks) if self.fast else function
 
     def learn(self, stage: str, learner: Learner, loss: Callable[[int], Tensor]) -> float:
         """Updates `learner` with `loss(step)` until its last step, from its checkpoint where there is one; ends

@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="save and stop after this time")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
     parser.add_argument("--start-from", type=Path, metavar="MODEL", help="an exported model to learn on from")
-    parser.add_argument("--compile", action="store_true", help="compile the networks: minutes first, faster later")
+    parser.add_argument("--eager", action="store_true", help="do not compile the decoder and the refiner")
     arguments = parser.parse_args()
     chosen = settings.load(arguments.settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     try:
-        run = Run(chosen, arguments.out, workers, arguments.stop_after, arguments.compile)
+        run = Run(chosen, arguments.out, workers, arguments.stop_after, fast=not arguments.eager)
         train(run, arguments.start_from, arguments.stages)
     except PausedError:
         pass

@@ -1,4 +1,5 @@
-"""Stage one: the autoencoder, on random parts of drawings first and whole drawings at the end.
+"""Stage one: the autoencoder, on random parts of drawings first and whole drawings at the end. It is over before
+compiling it would have paid. Stage two: its decoder alone.
 
 Afterwards the latents' channels are centred and brought to one spread by folding that into `quant_conv` and
 `post_quant_conv`, so that `scaling_factor` alone makes them zero-mean and unit-variance.
@@ -51,8 +52,6 @@ def train(run: Run) -> tuple[AutoencoderKL, float]:
         divergence = 0.5 * (mean**2 + spread.exp() - 1 - spread).mean()
         return wrong + settings.kl * divergence
 
-    fast = run.compiled(forward)
-
     def loss(step: int) -> Tensor:
         rows = torch.from_numpy(next(chunks).rows).to(run.device, non_blocking=True)
         draws = torch.rand(4, settings.batch, generator=random, device=run.device)
@@ -65,7 +64,7 @@ def train(run: Run) -> tuple[AutoencoderKL, float]:
         pictures = render(rows, side, side, soft, torch, (top, left, SIDE, SIDE)) * 2 - 1
         pictures = pictures.permute(0, 3, 1, 2)  # [batch, 3, side, side], channels last
         noise = torch.randn(len(rows), 4, side // 8, side // 8, generator=random, device=run.device)
-        return fast(pictures, noise)
+        return forward(pictures, noise)
 
     seconds = run.learn("vae", learner, loss)
     chunks.close()
@@ -102,7 +101,7 @@ def train_decoder(run: Run, network: AutoencoderKL) -> float:
         drawn = network.decoder(network.post_quant_conv((latents + noise).to(small.dtype))).float()
         return ((drawn - pictures).abs() * weights).sum() / (weights.sum() * 3)
 
-    fast = run.compiled(forward)
+    fast = run.compiled(forward, decoder)
 
     def loss(step: int) -> Tensor:
         rows = torch.from_numpy(next(chunks).rows).to(run.device, non_blocking=True)

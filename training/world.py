@@ -39,15 +39,18 @@ RELATIONS: dict[str, tuple[int, int]] = {  # direction from the second figure to
 
 # Radii by figures in the scene and size: the gap between the two is what makes "small" and "large" checkable.
 RADII: dict[int, dict[str, tuple[float, float]]] = {
-    1: {"small": (0.08, 0.115), "large": (0.20, 0.26)},
-    2: {"small": (0.08, 0.11), "large": (0.16, 0.20)},
-    3: {"small": (0.08, 0.105), "large": (0.145, 0.17)},
+    1: {"small": (0.092, 0.122), "large": (0.20, 0.26)},
+    2: {"small": (0.09, 0.115), "large": (0.16, 0.20)},
+    3: {"small": (0.09, 0.108), "large": (0.145, 0.17)},
 }
 # A radius at least this is "large"; the middle of the gap.
 SIZE_BORDER: dict[int, float] = {1: 0.157, 2: 0.135, 3: 0.125}
 BORDER = 0.02  # kept free between a figure and the frame, of the shorter side
 GAP = 0.05  # kept free between two figures, of the shorter side
 REACH = 1.15  # no point of a figure is farther from its centre than this many radii
+
+# Shares of the scenes of each kind: what is hardest to draw comes most.
+KINDS: dict[str, float] = {"single": 0.25, "count": 0.4, "pair": 0.35}
 
 HELD_OUT_SEED = 20240607
 HELD_OUT_SHARE = 0.1
@@ -108,7 +111,7 @@ def held_out() -> frozenset[Triple]:
 def sample(rng: random.Random, aspect: float = 1.0, held: bool = False, kind: str | None = None) -> Scene:
     """One scene for a picture of width / height = `aspect`. With `held`, at least one figure is a held-out
     triple; without, none is."""
-    kind = kind or rng.choices(("single", "count", "pair"), (0.4, 0.2, 0.4))[0]
+    kind = kind or rng.choices(list(KINDS), KINDS.values())[0]
     while True:
         background = rng.choice(list(COLOURS))
         first = rng.choice(SHAPES), _other_colour(rng, background)
