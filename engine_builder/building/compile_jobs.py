@@ -2,18 +2,19 @@
 
 Compiling keeps one core busy for most of its time, whatever it compiles for. A process of its own loads the one network
 that it compiles, so side by side takes that much more memory, the device's too. It ends with the build that started it,
-also where that was killed: then once its network is compiled.
+also where that was killed.
 """
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -133,6 +134,7 @@ def _answer(worker: Connection, process: SpawnProcess, job: Job) -> Done:
 def _work(builder: Connection, threads: int) -> None:
     """Compile what comes through `builder` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's, which ends this process
+    threading.Thread(target=_end_with_the_build, daemon=True).start()
     torch.set_num_threads(threads)
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
@@ -154,3 +156,10 @@ def _work(builder: Connection, threads: int) -> None:
             builder.send(answer)
         except BrokenPipeError:
             return
+
+
+def _end_with_the_build() -> None:
+    build = parent_process()
+    assert build is not None
+    build.join()
+    os._exit(1)

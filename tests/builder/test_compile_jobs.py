@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from engine_builder.building.compile_jobs import Job, compile_jobs
 from engine_builder.networks import ModelFolder, ModelFolderError
 from model.store import Store
 from tests.builder.test_build import engines_of, forget_drafts, forget_engine
+from tests.conftest import REPOSITORY
 
 TEXTS = ("text_encoder", "text_encoder_2")
 
@@ -87,3 +91,57 @@ def test_closing_ends_the_processes(jobs: list[Job]) -> None:
     with pytest.raises(EnoughError):
         list(compile_jobs(jobs, {}, 2, stop))
     assert no_processes()
+
+
+KILLED = """
+import multiprocessing, sys
+from pathlib import Path
+from engine_builder.building.compile import build_target, dynamic_bucket
+from engine_builder.building.compile_jobs import Job, compile_jobs
+from engine_builder.networks import ModelFolder
+
+def begun(job):
+    print(multiprocessing.active_children()[-1].pid, flush=True)
+
+if __name__ == "__main__":
+    folder, target = ModelFolder(Path(sys.argv[1])), build_target()
+    names = ("text_encoder", "text_encoder_2")
+    jobs = [Job(name, folder, name, "fp32", target, dynamic_bucket(None), Path(name)) for name in names]
+    list(compile_jobs(jobs, {}, 2, begun))
+"""
+
+
+def ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_processes_of_a_killed_build_do_not_go_on(tmp_path: Path) -> None:
+    """They would wait for ever here: what they read first is a pipe that nothing is written to."""
+    (tmp_path / "unet").mkdir()
+    os.mkfifo(tmp_path / "unet" / "config.json")
+    script = tmp_path / "build.py"
+    script.write_text(KILLED)
+    building = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with building:
+        assert building.stdout is not None
+        pids = [int(building.stdout.readline()) for _ in range(2)]
+        assert not any(ended(pid) for pid in pids)
+        building.kill()
+    try:
+        for _ in range(600):
+            if all(ended(pid) for pid in pids):
+                return
+            time.sleep(0.1)
+        pytest.fail(f"{pids} go on a minute after the build was killed")
+    finally:
+        for pid in pids:
+            if not ended(pid):
+                os.kill(pid, signal.SIGKILL)
