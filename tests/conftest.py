@@ -20,7 +20,8 @@ import boto3
 import pytest
 
 from engine_builder.building import compile as compiler
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.networks import ModelFolder
 from engine_builder.releases.publish import publish
 from engine_builder.serving.server import Layout, Server, build_context, lay_out

@@ -13,7 +13,8 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import dynamic_bucket, engine_key
 from engine_builder.model_folder.release_settings import read_release_defaults, read_schedulers, read_settings
 from engine_builder.networks import ModelFolder, ModelFolderError, load_network

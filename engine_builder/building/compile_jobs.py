@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from engine_builder.building.compile import Compiled, CompileError, compile_network
+from engine_builder.building import compile as compiler
+from engine_builder.building.compile import Compiled, CompileError
 from engine_builder.networks import ModelFolder, Network, Reader, load_network
 from model import components
 from model.errors import PreheatError
@@ -75,7 +76,7 @@ def compile_jobs(
 
 def _compile(job: Job, network: Network) -> Done:
     began = time.perf_counter()
-    compiled = compile_network(network, job.target, job.bucket, job.package)
+    compiled = compiler.compile_network(network, job.target, job.bucket, job.package)
     return Done(job, compiled, time.perf_counter() - began)
 
 

@@ -42,7 +42,7 @@ from model.store import Store, open_store
 from model.store.manifest import Manifest, Precision
 
 if TYPE_CHECKING:
-    from engine_builder.building.build import BuildPlan  # with PyTorch, which only some commands need
+    from engine_builder.building.build_plan import BuildPlan  # with PyTorch, which only some commands need
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target; see engine_builder.building.tuning
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
@@ -150,8 +150,8 @@ def run_build(
 ) -> Manifest:
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
-        from engine_builder.building.build import BuildPlan
         from engine_builder.building.build import build as build_model
+        from engine_builder.building.build_plan import BuildPlan
         from engine_builder.building.compile import build_target
         from engine_builder.building.compile_jobs import default_processes
         from engine_builder.model_folder.checkout import find_folders

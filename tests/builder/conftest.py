@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from engine_builder.building.build import BuildPlan
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
 from engine_builder.networks import ModelFolder
 from model.store import Store, open_store

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from engine_builder.building import compile as compiler
-from engine_builder.building.build import BuildPlan, build, find_engine
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.commands.main import _vae_remark
 from engine_builder.networks import ModelFolderError, Network
@@ -155,7 +157,8 @@ KILLED_BUILD = """
 import sys
 from pathlib import Path
 from engine_builder.building import compile as compiler
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.networks import ModelFolder
 from model.store import open_store
 

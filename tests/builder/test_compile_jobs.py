@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import CompileError, dynamic_bucket
 from engine_builder.building.compile_jobs import Job, compile_jobs
 from engine_builder.networks import ModelFolder, ModelFolderError

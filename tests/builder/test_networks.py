@@ -16,7 +16,8 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from engine_builder import networks
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import dynamic_bucket, engine_key
 from engine_builder.networks import ModelFolder, ModelFolderError, Reader, load_network
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import build_target, example_inputs
 from engine_builder.building.validate import tolerance
 from engine_builder.networks import ModelFolder, load_network

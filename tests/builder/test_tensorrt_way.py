@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.building.build import BuildPlan, build
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
 from engine_builder.tensorrt_plans.choices import Choices
 from engine_builder.tensorrt_plans.plan import NotEnoughMemory

@@ -1,0 +1,76 @@
+"""What a build is asked for: a model, a device, precisions and buckets."""
+
+from dataclasses import dataclass
+
+from engine_builder.building import compile as compiler
+from engine_builder.networks import ModelFolder, Network
+from engine_builder.tensorrt_plans.choices import Choices
+from model import components
+from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.schedule import MAX_STEPS
+from model.store.manifest import Bucket, Precision
+from model.target import Target
+
+_STEPS = 32  # that a GPU embeds the times of at once; more take several calls
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.
+
+    The VAE has a precision of its own, `vae_precision`; None: see `precision_of`.
+    No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component. With `tensorrt` its
+    runtime's engines are built, for a target of its own; else AOTInductor's.
+    """
+
+    model: str
+    base: ModelFolder
+    refiner: ModelFolder | None
+    target: Target
+    precision: Precision
+    sizes: tuple[tuple[int, int, int], ...] = ()
+    tensorrt: Choices | None = None
+    vae_precision: Precision | None = None
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return BASE_COMPONENTS + (REFINER_COMPONENTS if self.refiner else ())
+
+    def folder_of(self, component: str) -> ModelFolder:
+        if component not in REFINER_COMPONENTS:
+            return self.base
+        assert self.refiner is not None
+        return self.refiner
+
+    def precision_of(self, component: str) -> Precision:
+        """The plan's precision; unless it was chosen, fp32 for the VAE of an fp16 model whose config has force_upcast,
+        which overflows in fp16 (as diffusers has it, whose default is true)."""
+        if component != components.VAE_DECODER:
+            return self.precision
+        if self.vae_precision is not None:
+            return self.vae_precision
+        return "fp32" if self.precision == "fp16" and self.upcasts_vae else self.precision
+
+    @property
+    def upcasts_vae(self) -> bool:
+        """Whether the VAE's config says that it does not bear fp16."""
+        return bool(self.base.config("vae").get("force_upcast", True))
+
+    def buckets_of(self, network: Network) -> list[Bucket]:
+        """The buckets one component is compiled for. What reads text takes one row a text, what embeds the time one a
+        step, decoders one an image."""
+        if network.component in (components.UNET_TIME, components.REFINER_UNET_TIME):
+            return [
+                compiler.static_bucket(_STEPS, None, None) if self.sizes else compiler.dynamic_bucket(None, MAX_STEPS)
+            ]
+        if not self.sizes:
+            return [compiler.dynamic_bucket(network.multiple)]
+        if network.multiple is None:
+            return [compiler.static_bucket(rows, None, None) for rows in (1, 2)]
+        if network.component == components.VAE_DECODER:
+            return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
+        return [compiler.static_bucket(*size) for size in self.sizes]
+
+    @property
+    def draft_name(self) -> str:
+        return f"{self.model}.{self.target.key}.{self.precision}"
