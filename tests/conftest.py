@@ -22,6 +22,7 @@ import pytest
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.compile_jobs import default_processes
 from engine_builder.networks import ModelFolder
 from engine_builder.releases.publish import publish
 from engine_builder.serving.server import Layout, Server, build_context, lay_out
@@ -86,7 +87,7 @@ def store(target: Target, say: Callable[[str], None]) -> Store:
         say(f"test store {done}/{steps}: {component}: {doing}")
 
     with _alone(KEPT_STORE.with_suffix(".lock")):
-        build(BuildPlan("tiny-sdxl", base, refiner, target, "fp32"), kept, report)
+        build(BuildPlan("tiny-sdxl", base, refiner, target, "fp32"), kept, report, processes=default_processes(target))
         publish(kept, "tiny-sdxl")
     return kept
 
@@ -149,7 +150,7 @@ def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say
 
     folder = tmp_path_factory.mktemp("toy-store") / "store"
     with _alone(KEPT_TOYS.with_suffix(".lock")):
-        build(toy_plan, open_store(KEPT_TOYS), report)
+        build(toy_plan, open_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
         shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
     made = open_store(folder)
     build(toy_plan, made)
