@@ -220,7 +220,7 @@ def _drop(ids: Tensor, empty: Tensor, share: float, random: torch.Generator) -> 
 
 
 def train_base(run: Run, networks: Networks) -> float:
-    """Not compiled: from the same weights and on the same batches, 300 compiled steps left a loss 4 % higher."""
+    """Not compiled: from the same weights, on the same batches, compiled steps left a loss 5 % higher (docs/log.md)."""
     settings = run.settings.base
     trained = {"text_encoder": networks.text_encoder, "text_encoder_2": networks.text_encoder_2}
     modules = nn.ModuleDict({**trained, "unet": networks.unet, "reader": Reader()})

@@ -33,11 +33,7 @@ from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.errors import CorruptBlob
 from model.store import Store
-from model.store.manifest import (
-    EngineRecord,
-    Manifest,
-    WeightsRecord,
-)
+from model.store.manifest import EngineRecord, Manifest, WeightsRecord
 
 _DRAFT = "draft"
 
