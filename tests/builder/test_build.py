@@ -21,7 +21,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
-from engine_builder.commands.main import _vae_remark
+from engine_builder.commands.build import _vae_remark
 from engine_builder.networks import ModelFolderError, Network
 from engine_builder.releases.publish import publish
 from model.coldstart import ColdStart
