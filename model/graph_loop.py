@@ -17,7 +17,8 @@ from model.components import DTYPES
 from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
 from model.loop import Conditioning, Row, draw_noise, has_room
-from model.schedule import COLUMNS, MAX_STEPS, stack
+from model.noise_schedule import MAX_STEPS
+from model.schedule import COLUMNS, stack
 from model.streams import to_device
 
 _AHEAD = 2  # steps queued beyond the one the device is at

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model.noise_schedule import Floats
 from model.request import GenerationSettings
-from model.schedule import Floats
 
 
 def guidance_by_step(request: GenerationSettings) -> NDArray[np.float32]:

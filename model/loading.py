@@ -22,11 +22,11 @@ from model.engines.graphed import GraphedEngine
 from model.errors import ManifestError, MissingComponent, NoEngineForTarget, RequestRefused
 from model.graph_loop import GraphLoop
 from model.layout import from_stored
+from model.noise_schedule import NoiseSchedule
 from model.pipeline import LoadedModel
 from model.plans import Plans, extra_blobs, extra_bytes
 from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defaults
 from model.runtimes import can_run, check_installed, check_refit, fastest_first
-from model.schedule import NoiseSchedule
 from model.store import Store
 from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Span, WeightsRecord
 from model.store.signature import PublicKey, check_signature

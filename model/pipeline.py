@@ -18,8 +18,9 @@ from model.graph_loop import GraphLoop
 from model.guidance import embed_guidance, guidance_by_step, scale_by_step
 from model.image import Pixels, to_levels, to_uint8
 from model.loop import Conditioning, Loop, Row, StepLoop, has_room
+from model.noise_schedule import Floats, NoiseSchedule
 from model.request import GenerationSettings
-from model.schedule import Floats, NoiseSchedule, Table, split, stack, table
+from model.schedule import Table, split, stack, table
 from model.store.manifest import Settings
 from model.streams import Laps, SideStream, to_device
 from model.tokenizer import ClipTokenizer

@@ -22,7 +22,8 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from model.errors import ManifestError, RequestRefused
-from model.schedule import MAX_STEPS, MAX_STEPS_LCM, SAMPLERS, sampler_name
+from model.noise_schedule import MAX_STEPS
+from model.schedule import MAX_STEPS_LCM, SAMPLERS, sampler_name
 
 MAX_IMAGES = 8  # of one request
 _SEEDS = 2**32

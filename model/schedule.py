@@ -19,18 +19,16 @@ This module knows nothing of tensors, devices, guidance or generators.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ManifestError, RequestRefused
-
-Floats = NDArray[np.float64]
+from model.noise_schedule import MAX_STEPS, Floats, NoiseSchedule
 
 COLUMNS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
-MAX_STEPS = 100
 MAX_STEPS_LCM = 50
 SAMPLERS: tuple[str, ...] = (
     "Euler",
@@ -54,31 +52,6 @@ DPM_VARIANTS = {
     ("dpmsolver++", True): "DPM++ 2M Karras",
     ("sde-dpmsolver++", True): "DPM++ 2M SDE Karras",
 }
-# diffusers' scheduler classes disagree on what these are when a file leaves them out, so it may not.
-REQUIRED = ("beta_start", "beta_end", "beta_schedule", "timestep_spacing", "clip_sample")
-# Settings that change the numbers, with the values under which the tables hold.
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "beta_schedule": ("scaled_linear", "linear"),
-    "timestep_spacing": ("leading", "trailing", "linspace"),
-    "prediction_type": ("epsilon",),
-    "trained_betas": (None,),
-    "clip_sample": (False,),
-    "thresholding": (False, None),
-    "rescale_betas_zero_snr": (False, None),
-    "final_sigmas_type": ("zero",),
-    "interpolation_type": ("linear",),
-    "timestep_type": ("discrete",),
-    "use_karras_sigmas": (False, None),
-    "use_exponential_sigmas": (False, None),
-    "use_beta_sigmas": (False, None),
-    "use_lu_lambdas": (False, None),
-    "use_flow_sigmas": (False, None),
-    "algorithm_type": ("dpmsolver++",),
-    "solver_order": (2,),
-    "solver_type": ("midpoint",),
-    "lambda_min_clipped": (-math.inf,),
-    "variance_type": (None,),
-}
 
 
 def sampler_name(name: str) -> str:
@@ -100,100 +73,6 @@ def configured_sampler(config: Mapping[str, Any]) -> str:
         served = " or ".join(map(str, DPM_VARIANTS))
         raise ManifestError(f"scheduler_config.json: algorithm_type, use_karras_sigmas {pair}, not {served}.")
     return DPM_VARIANTS[pair]
-
-
-@dataclass(frozen=True)
-class NoiseSchedule:
-    """The noise a model was trained with, and how steps are laid over it. Fields are named as in diffusers.
-
-    An instance is always valid: the constructor raises ManifestError, naming the field.
-    `original_inference_steps` and `timestep_scaling` are LCM's own.
-    """
-
-    num_train_timesteps: int
-    beta_start: float
-    beta_end: float
-    beta_schedule: str
-    timestep_spacing: str
-    steps_offset: int
-    set_alpha_to_one: bool
-    prediction_type: str = "epsilon"
-    original_inference_steps: int = 50
-    timestep_scaling: float = 10.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            # An int will do for a float, but a bool, though an int, will not do for one.
-            if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}, not of {field.type}.")
-            if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
-                served = " or ".join(SUPPORTED[field.name])
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {served}.")
-        count = self.num_train_timesteps
-        ranges: dict[str, tuple[float, float]] = {
-            "num_train_timesteps": (MAX_STEPS + 1, 100_000),
-            # (n - 1) * (count // n) + offset, the first timestep of n leading ones, stays below count
-            "steps_offset": (0, count // MAX_STEPS - 1),
-            "original_inference_steps": (1, count),
-            "timestep_scaling": (1e-3, 1e3),
-            "beta_start": (1e-8, 0.5),
-            "beta_end": (self.beta_start, 0.5),
-        }
-        for name, (least, most) in ranges.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise ManifestError(f"noise schedule: {name} is {value}, not {least} to {most}.")
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "NoiseSchedule":
-        """Read a diffusers scheduler_config.json, whichever of the known classes wrote it.
-
-        Keys that no known class reads are ignored, as in diffusers. ManifestError names the key of a setting
-        that is not linear or not served, and of one left out where the classes' defaults disagree.
-        """
-        for key in REQUIRED:
-            if key not in config:
-                raise ManifestError(f"scheduler_config.json: add {key}; samplers disagree on its default.")
-        supported = dict(SUPPORTED)
-        if config.get("_class_name") == "DPMSolverMultistepScheduler":
-            # There these choose among the public samplers, and configured_sampler says which.
-            supported["use_karras_sigmas"] = (False, None, True)
-            supported["algorithm_type"] = ("dpmsolver++", "sde-dpmsolver++")
-        for key, values in supported.items():
-            if key in config and config[key] not in values:
-                served = " or ".join(map(repr, values))
-                raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.")
-        given: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
-        given |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
-        return cls(**given)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them, for a release's manifest."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "NoiseSchedule":
-        """The reverse of `to_dict`; ManifestError for a field missing, unknown or out of range."""
-        wrong = set(values) ^ {field.name for field in fields(cls)}
-        if wrong:
-            raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, wrong)))}.")
-        return cls(**values)
-
-    def alphas_cumprod(self) -> Floats:
-        """The share of signal in the variance at each training timestep, [num_train_timesteps].
-
-        Ho et al. 2020 (DDPM), section 2: the running product of 1 - beta. "scaled_linear" is linear in
-        sqrt(beta), as latent diffusion has it. Rounded where torch.linspace and torch.cumprod round in
-        float32: the last sigmas feel it (1 part in 40,000), and Karras timesteps are rounded to integers.
-        """
-        scaled, count = self.beta_schedule == "scaled_linear", self.num_train_timesteps
-        start, end = (np.float32(b**0.5 if scaled else b) for b in (self.beta_start, self.beta_end))
-        pace, index = float((end - start) / np.float32(count - 1)), np.arange(count)
-        up, down = float(start) + pace * index, float(end) - pace * index[::-1]
-        line = np.where(index < count // 2, up, down).astype(np.float32)
-        alphas = (np.float32(1) - (line * line if scaled else line)).astype(np.float64)
-        return np.cumprod(alphas).astype(np.float32).astype(np.float64)
 
 
 @dataclass(frozen=True, eq=False)

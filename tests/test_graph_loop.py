@@ -13,8 +13,9 @@ from model import components
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
 from model.loop import Loop, Row, StepLoop, has_room, unet_rows
+from model.noise_schedule import MAX_STEPS
 from model.pipeline import LoadedModel, base_rows, denoise, request_tables
-from model.schedule import MAX_STEPS, SAMPLERS
+from model.schedule import SAMPLERS
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
 

@@ -33,8 +33,8 @@ from model.errors import (
     StoreError,
 )
 from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release, loop_bytes
+from model.noise_schedule import MAX_STEPS
 from model.request import SizeList, SizeRange
-from model.schedule import MAX_STEPS
 from model.store.local import LocalStore
 from model.store.manifest import Bucket, Span
 from model.store.parsing import parse_manifest

@@ -24,7 +24,8 @@ from diffusers import (
 
 from model import schedule
 from model.errors import ManifestError, RequestRefused
-from model.schedule import COLUMNS, SAMPLERS, NoiseSchedule, Table
+from model.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
+from model.schedule import COLUMNS, SAMPLERS, Table
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -406,7 +407,7 @@ def test_a_setting_that_is_not_served_is_refused_by_name(key: str, value: Any) -
         NoiseSchedule.from_config(SDXL | {key: value})
 
 
-@pytest.mark.parametrize("key", schedule.REQUIRED)
+@pytest.mark.parametrize("key", REQUIRED)
 def test_a_setting_the_classes_disagree_on_must_be_written(key: str) -> None:
     with pytest.raises(ManifestError, match=f"add {key}"):
         NoiseSchedule.from_config({k: v for k, v in SDXL.items() if k != key})
@@ -428,14 +429,14 @@ def test_every_setting_of_the_reference_is_read_refused_or_known_to_change_nothi
         for key, parameter in inspect.signature(kind.__init__).parameters.items():
             if key not in ("self", *idle):
                 defaults.setdefault(key, set()).add(parameter.default)
-    assert set(defaults) == fields | set(schedule.SUPPORTED)
+    assert set(defaults) == fields | set(SUPPORTED)
     left_out = {key for key, values in defaults.items() if len(values) > 1}
-    assert left_out == set(schedule.REQUIRED)
-    filled = NoiseSchedule.from_config({key: SDXL[key] for key in schedule.REQUIRED}).to_dict()
+    assert left_out == set(REQUIRED)
+    filled = NoiseSchedule.from_config({key: SDXL[key] for key in REQUIRED}).to_dict()
     for key in fields - left_out:
         assert {filled[key]} == defaults[key], key
-    for key in set(schedule.SUPPORTED) - left_out:
-        assert defaults[key] <= set(schedule.SUPPORTED[key]), key
+    for key in set(SUPPORTED) - left_out:
+        assert defaults[key] <= set(SUPPORTED[key]), key
 
 
 def test_a_noise_schedule_survives_a_manifest() -> None:

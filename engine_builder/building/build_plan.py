@@ -7,7 +7,7 @@ from engine_builder.networks import ModelFolder, Network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from model.schedule import MAX_STEPS
+from model.noise_schedule import MAX_STEPS
 from model.store.manifest import Bucket, Precision
 from model.target import Target
 

@@ -8,9 +8,9 @@ from engine_builder.networks import Network
 from model import components
 from model.engines import EngineSet
 from model.engines.eager import EagerEngine
+from model.noise_schedule import NoiseSchedule
 from model.pipeline import LoadedModel, generate
 from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
-from model.schedule import NoiseSchedule
 from model.store import Store
 from model.store.manifest import Bucket, Settings, TokenizerRecord
 from model.tokenizer import ClipTokenizer, TokenizerSettings

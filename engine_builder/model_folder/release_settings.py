@@ -4,8 +4,9 @@ from typing import Any
 
 from engine_builder.model_folder.tokenizers import export_tokenizer
 from engine_builder.networks import ModelFolder, ModelFolderError
+from model.noise_schedule import NoiseSchedule
 from model.request import read_defaults
-from model.schedule import NoiseSchedule, configured_sampler
+from model.schedule import configured_sampler
 from model.store import Store
 from model.store.manifest import Blob, RefinerSettings, Settings, TokenizerRecord
 

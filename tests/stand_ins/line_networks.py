@@ -9,9 +9,9 @@ from model import components
 from model.components import Widths
 from model.engines import EngineSet
 from model.engines.eager import ANY_BUCKET
+from model.noise_schedule import NoiseSchedule
 from model.pipeline import LoadedModel
 from model.request import GenerationSettings
-from model.schedule import NoiseSchedule
 from model.store.manifest import RefinerSettings, Settings, Signature
 
 TEXT_WIDTH = 4

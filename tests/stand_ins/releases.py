@@ -22,7 +22,7 @@ from torch import nn
 from engine_builder.building import compile as compiler
 from engine_builder.networks import Network
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, dtype_name
-from model.schedule import NoiseSchedule
+from model.noise_schedule import NoiseSchedule
 from model.store import Store
 from model.store.manifest import (
     Accuracy,
