@@ -9,13 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 
 from engine_builder.commands.console import (
@@ -26,6 +19,7 @@ from engine_builder.commands.console import (
     bucket_of,
     console,
     opened,
+    steps_bar,
 )
 from model.store import Store
 from model.store.manifest import Manifest, Precision
@@ -215,11 +209,7 @@ def _progress() -> Iterator[Any]:
 
         yield say
         return
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console) as progress:
+    with steps_bar() as progress:
         task = progress.add_task("Starting", total=None)
 
         def show(component: str, doing: str, done: int, steps: int) -> None:

@@ -5,11 +5,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 
 from model.store import Store, StoreOptions, open_store
 
@@ -51,6 +60,15 @@ class Meter:
 
 
 meter = Meter()
+
+
+def steps_bar(**options: Any) -> Progress:
+    """A bar of steps done of all, on the console; `options` are Progress's own."""
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=console, **options)
 
 
 def opened(store: str, cache_dir: Path | None = None) -> Store:

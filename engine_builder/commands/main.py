@@ -9,13 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
@@ -28,6 +21,7 @@ from engine_builder.commands.console import (
     console,
     opened,
     plain,
+    steps_bar,
 )
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
@@ -178,11 +172,7 @@ def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
 @contextmanager
 def _drawing() -> Iterator[Callable[[dict[str, Any]], None]]:
     """A bar of the steps of one request, from the lines that the server streams."""
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with steps_bar(transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("Asking", total=None)
 
         def show(line: dict[str, Any]) -> None:
