@@ -22,7 +22,7 @@ from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
 # Raised whenever the export or the compile settings change what comes out of one network.
-RECIPE = 6
+RECIPE = 7
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine_builder.networks.text import PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork, text_width, time_width
 from engine_builder.networks.vae import VaeDecoderNetwork
 from model import components
@@ -22,7 +23,7 @@ from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
-FORM = 2
+FORM = 3
 
 
 class ModelFolderError(PreheatError):
@@ -46,26 +47,6 @@ _SDXL_UNET: dict[str, tuple[Any, Any]] = {  # key -> wanted, diffusers' default
     "attention_type": ("default", "default"),
 }
 _SDXL_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
-
-
-class TextNetwork(nn.Module):
-    """CLIP without projection: input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width]."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
-        return (output.hidden_states[-2],)
-
-
-class PooledTextNetwork(TextNetwork):
-    """CLIP with projection: also the pooled projection of the first end-of-text token, [rows, pooled width]."""
-
-    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
-        return output.hidden_states[-2], output.text_embeds
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Building blocks that the UNet and the VAE decoder share, written so that they compile to fast kernels."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,6 +113,18 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
     return out.permute(0, 3, 1, 2)
 
 
+def beside(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One large product instead of several of the same input: what they give, beside each other."""
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
+    width = sum(linear.out_features for linear in linears)
+    fused = nn.Linear(linears[0].in_features, width, bias=bool(biases), device="meta")
+    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+    if biases:
+        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    return fused
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Attention. Queries [rows, n, channels], keys and values [rows, m, channels] -> [rows, n, channels]."""
 
@@ -153,8 +166,8 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
     halves = tokens.dtype in (torch.float16, torch.bfloat16)
     if tokens.is_cuda and halves and rows * count % 128 == 0 and width % 128 == 0 and inner % 64 == 0:
         # Where it was seen to win on an H200: smaller products leave multiprocessors without a tile, and cuBLAS splits
-        # them better; of narrower ones see docs/log.md.
-        large = rows * count >= 1024 and inner >= 1280
+        # them better.
+        large = rows * count >= (1024 if inner >= 1280 else 4096) and inner >= 640
         if large and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
             from engine_builder.networks import kernels
 

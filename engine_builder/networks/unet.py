@@ -8,7 +8,7 @@ Activations are [rows, channels, height, width] between blocks and [rows, height
 transformer. Where weights are channels_last the two are the same memory, and no copy is made between them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from engine_builder.networks.blocks import (
     attend_to_itself,
     attend_to_text,
+    beside,
     geglu,
     group_norm,
     resnet,
@@ -41,7 +42,7 @@ class UnetTextNetwork(nn.Module):
         super().__init__()
         attentions = [block.attn2 for block in transformer_blocks(network)]
         linears = [part for attention in attentions for part in (attention.to_k, attention.to_v)]
-        self.keys_values = nn.ModuleList(_beside(part) for part in _parts(linears))
+        self.keys_values = nn.ModuleList(beside(part) for part in _parts(linears))
 
     def forward(self, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
         return (torch.cat([product(encoder_hidden_states) for product in self.keys_values], dim=-1),)
@@ -57,7 +58,7 @@ class UnetTimeNetwork(nn.Module):
     def __init__(self, network: Any) -> None:
         super().__init__()
         self.network = network
-        self.biases = _beside([block.time_emb_proj for block in resnets(network)])
+        self.biases = beside([block.time_emb_proj for block in resnets(network)])
         keep_parameters(network, lambda name: name.startswith(_EMBEDDINGS))
 
     def forward(
@@ -179,7 +180,7 @@ def _cross_attention(attention: Any, tokens: Tensor, keys: Tensor, values: Tenso
 
 def _fuse_queries_keys_values(attention: Any) -> None:
     """`to_q`, `to_k` and `to_v` of a self-attention become one `to_qkv`."""
-    attention.to_qkv = _beside([attention.to_q, attention.to_k, attention.to_v])
+    attention.to_qkv = beside([attention.to_q, attention.to_k, attention.to_v])
     attention.to_q = attention.to_k = attention.to_v = None
 
 
@@ -195,18 +196,6 @@ def _parts(linears: Iterable[nn.Linear]) -> Iterator[list[nn.Linear]]:
         weights += linear.weight.numel()
     if part:
         yield part
-
-
-def _beside(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One large product instead of several of the same input: what they give, beside each other."""
-    weights: list[Tensor] = [linear.weight for linear in linears]
-    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-    width = sum(linear.out_features for linear in linears)
-    fused = nn.Linear(linears[0].in_features, width, bias=bool(biases), device="meta")
-    fused.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
-    if biases:
-        fused.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
-    return fused
 
 
 def _interleave_gates(widening: Any) -> None:

@@ -101,7 +101,7 @@ def stored_as(name: str) -> str:
     if ".time_emb_proj." in name:
         return f"biases.{name.rpartition('.')[2]}"
     return (
-        re.sub(r"(attn1)\.to_[qkv]\.", r"\1.to_qkv.", name)
+        re.sub(r"(attn1\.to_[qkv]|self_attn\.[qkv]_proj)\.", lambda found: f"{found[1].split('.')[0]}.to_qkv.", name)
         .replace(".ff.net.0.proj.", ".ff.net.0.interleaved.")
         .replace(".upsamplers.0.conv.", ".upsamplers.0.phases.")
     )
