@@ -17,6 +17,7 @@ TEXT_ENCODER_2 = "text_encoder_2"
 UNET_TEXT = "unet_text"
 UNET_TIME = "unet_time"
 UNET = "unet"
+UNET_GUIDED = "unet_guided"  # optional: faster where all rows are guided, and against no text at all
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
 REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"

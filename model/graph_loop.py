@@ -7,7 +7,7 @@ ahead of the device, which never waits for it. The arithmetic is that of `model.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,24 +16,28 @@ import torch
 from model.components import DTYPES
 from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
-from model.loop import Conditioning, Row, draw_noise, has_room
+from model.loop import Conditioning, Row, draw_noise, has_room, unet_rows
 from model.noise_schedule import MAX_STEPS
 from model.schedule import COLUMNS, stack
 from model.streams import to_device
 
 _AHEAD = 2  # steps queued beyond the one the device is at
-_COPIED = Conditioning(torch.empty(0), torch.empty(0))
+_COPIED = torch.empty(0)
 
 
 class GraphLoop:
     """Runs one UNet at one size. A slot holds an image, a place one of its texts: two while it is guided, then one. So
     there are as many of either as rows fit."""
 
-    def __init__(self, unet: EngineSet, height: int, width: int, device: torch.device) -> None:
-        """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
+    def __init__(
+        self, unet: EngineSet, height: int, width: int, device: torch.device, guided: Sequence[Engine] = ()
+    ) -> None:
+        """`height` and `width` in pixels. `guided`: engines of that size for when all images are guided and against no
+        text; see `_map_halves`. Raises EngineError where no engine of `unet` serves the size."""
         # Rows of a step -> the engine that runs them, smallest first; the largest takes a guided image in any case.
         self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}
         self._engines.setdefault(max(2, *self._engines), self._engines[max(self._engines)])
+        self._guided = {engine.bucket.rows.max: engine for engine in guided}
         self.capacity = self.efficient = unet.most_rows(height, width)
         self.rows: list[Row] = []
         self._slots: dict[Row, int] = {}
@@ -66,7 +70,8 @@ class GraphLoop:
                 self._map, [places, places, slots, slots]
             )
             # All now, so that no request waits for a capture or finds the memory full.
-            self._replays = {rows: self._replay_of(rows) for rows in self._engines}
+            self._replays = {rows: self._replay_of(rows, engine) for rows, engine in self._engines.items()}
+            self._guided_replays = {rows: self._replay_of(rows, engine) for rows, engine in self._guided.items()}
         self._mapped: list[int] = []
         self._queued: deque[torch.cuda.Event] = deque()
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
@@ -99,7 +104,8 @@ class GraphLoop:
             self._keys_values[place].copy_(text.keys_values[0])
             self._time_embeds[place, :steps].copy_(text.time_embeds[:steps])
         # Tens of megabytes of text that a row would keep for as long as it runs.
-        row.conditional, row.unconditional = _COPIED, row.unconditional and _COPIED
+        row.conditional = Conditioning(_COPIED, _COPIED)
+        row.unconditional = row.unconditional and Conditioning(_COPIED, _COPIED, row.unconditional.blank)
         self._slots[row], self._places[row] = slot, places
         self.rows.append(row)
 
@@ -109,7 +115,9 @@ class GraphLoop:
 
     @torch.inference_mode()
     def step(self) -> list[Row]:
-        self._replays[self._map_rows()]()
+        replay = self._map_rows()
+        self._stage_noise()
+        replay()
         finished = []
         for row in self.rows:
             row.step += 1
@@ -131,8 +139,14 @@ class GraphLoop:
         """The places of the texts that its next step reads. Where guidance has ended the other is any newcomer's."""
         return self._places[row][-row.unet_rows :]
 
-    def _map_rows(self) -> int:
-        """Tell the device which rows there are and their noise. Returns the smallest bucket's rows that hold them."""
+    def _map_rows(self) -> Callable[[], None]:
+        """Tell the device which rows there are. Returns the step of the smallest bucket that holds them."""
+        needed = unet_rows(self.rows)
+        bucket = next(rows for rows in self._engines if rows >= needed)
+        blank = all(row.guided and row.unconditional and row.unconditional.blank for row in self.rows)
+        if blank and bucket in self._guided:
+            self._map_halves(bucket // 2)
+            return self._guided_replays[bucket]
         places: list[int] = []
         slots: list[int] = []
         conditional, unconditional = [0] * len(self._every), [0] * len(self._every)
@@ -142,12 +156,31 @@ class GraphLoop:
             places += self._read(row)
             slots += [slot] * row.unet_rows
             conditional[slot] = len(places) - 1
-        bucket = next(rows for rows in self._engines if rows >= len(places))
+        self._send(places, slots, conditional, unconditional)
+        return self._replays[bucket]
+
+    def _map_halves(self, half: int) -> None:
+        """For guided engines, whose rows are `half` with a text and then as many without one: each image has one of
+        either, at the same place of its half."""
+        slots = [self._slots[row] for row in self.rows]
+        told = [self._places[row][-1] for row in self.rows]
+        untold = [self._places[row][0] for row in self.rows]
+        padding = half - len(slots)
+        conditional, unconditional = [0] * len(self._every), [0] * len(self._every)
+        for index, slot in enumerate(slots):
+            conditional[slot], unconditional[slot] = index, half + index
+        places = [*told, *told[-1:] * padding, *untold]
+        self._send(places, [*slots, *slots[-1:] * padding, *slots], conditional, unconditional)
+
+    def _send(self, places: list[int], slots: list[int], conditional: list[int], unconditional: list[int]) -> None:
         padding = len(self._row_places) - len(places)
         mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *conditional, *unconditional]
         if mapped != self._mapped:
             self._mapped = mapped
             self._map.copy_(to_device(torch.tensor(mapped), self._device))
+
+    def _stage_noise(self) -> None:
+        """Draw what the next step's samplers add, on the host, and send it."""
         drawing = [row for row in self.rows if row.table.noise_drawn[row.step]]
         if drawing:
             staged = self._staging[self._steps % len(self._staging)]  # the device is done with it: see _keep_pace
@@ -155,7 +188,6 @@ class GraphLoop:
                 staged[self._slots[row]] = draw_noise([row], staged[:1])[0]
             drawn = 1 + max(self._slots[row] for row in drawing)
             self._noise[:drawn].copy_(staged[:drawn], non_blocking=True)
-        return bucket
 
     def _keep_pace(self) -> None:
         """Wait until the device is at most `_AHEAD` steps behind."""
@@ -168,16 +200,15 @@ class GraphLoop:
         if len(self._queued) > _AHEAD:
             self._queued.popleft().synchronize()
 
-    def _replay_of(self, rows: int) -> Callable[[], None]:
-        work = partial(self._step, rows)
+    def _replay_of(self, rows: int, engine: Engine) -> Callable[[], None]:
+        work = partial(self._step, rows, engine)
         return capture(work) if self._device.type == "cuda" else work
 
-    def _step(self, rows: int) -> None:
+    def _step(self, rows: int, engine: Engine) -> None:
         """One step of every slot at its own counter. A slot that is free computes what no one reads."""
         now = self._coefficients[self._every, self._at]  # [slots, 7]
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
         model_input = (c_in * self._latents).to(self._dtype)
-        engine = self._engines[rows]
         places, slots = (torch.split(of[:rows], engine.bucket.rows.max) for of in (self._row_places, self._row_slots))
         calls = zip(places, slots, strict=True)
         eps = torch.cat([self._predict(engine, model_input, *call) for call in calls]).float()
@@ -194,10 +225,13 @@ class GraphLoop:
     def _predict(
         self, engine: Engine, model_input: torch.Tensor, places: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
+        told = len(places) // 2 if engine in self._guided.values() else len(places)
+        keys_values = self._keys_values.new_empty(len(places), *self._keys_values.shape[1:])
+        torch.index_select(self._keys_values, 0, places[:told], out=keys_values[:told])  # the rest is not read
         return engine.run(
             {
                 "sample": model_input[slots],
                 "time_embeds": self._time_embeds[places, self._at[slots]],
-                "keys_values": self._keys_values[places],
+                "keys_values": keys_values,
             }
         )["noise"]

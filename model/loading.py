@@ -95,12 +95,14 @@ def load_release(
         names = required_components(manifest)
         target = choose_target(manifest, fastest_first(manifest, targets, names), names)
         chosen = {name: choose_engines(manifest, name, target, buckets) for name in names}
+        if guided := guided_engines(manifest, chosen[components.UNET]):
+            chosen[components.UNET_GUIDED] = guided
         weights = {name: [weights_of(manifest, engine) for engine in engines] for name, engines in chosen.items()}
         for name, engines_of_it in chosen.items():
             check_installed(manifest, engines_of_it)
             for engine, record in zip(engines_of_it, weights[name], strict=True):
                 check_refit(engine, record)
-        served = served_model(manifest, chosen, buckets)
+        served = served_model(manifest, {name: chosen[name] for name in names}, buckets)
         noise_schedules: dict[str, NoiseSchedule] = {
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
         }
@@ -207,6 +209,13 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
             )
         chosen |= {engine.key: engine for engine in fitting}
     return list(chosen.values())
+
+
+def guided_engines(manifest: Manifest, unets: Sequence[EngineRecord]) -> list[EngineRecord]:
+    """The engines for guided rows alone that a release has beside these of the UNet."""
+    beside = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in unets]
+    every = [engine for engine in manifest.engines if engine.component == components.UNET_GUIDED]
+    return [e for e in every if (e.target, e.runtime, e.precision, e.layout, e.bucket) in beside and can_run(e)]
 
 
 def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
@@ -349,7 +358,7 @@ def _open(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
     # The loops have graphs of their own, around the UNet and all else of a step.
-    looped = record.component in (components.UNET, components.REFINER_UNET)
+    looped = record.component in (components.UNET, components.UNET_GUIDED, components.REFINER_UNET)
     return engine if looped or device.type != "cuda" else GraphedEngine(engine)
 
 

@@ -21,10 +21,12 @@ from model.schedule import Table, stack
 @dataclass
 class Conditioning:
     """What tells the UNet what to draw, in its precision: `keys_values` [1, tokens, width] of the text, `time_embeds`
-    [steps, width] for each step of a row's table."""
+    [steps, width] for each step of a row's table. `blank`: there is no text, not even an empty one, and keys and values
+    are zeros."""
 
     keys_values: torch.Tensor
     time_embeds: torch.Tensor
+    blank: bool = False
 
 
 @dataclass(eq=False)

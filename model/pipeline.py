@@ -6,7 +6,7 @@ module knows nothing of HTTP, of stores, or of which runtime an engine is.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Lo
     """A new loop for `component`, one of the UNets, at a size in pixels: where its implementation is chosen."""
     unet = model.engines[component]
     if model.device.type == "cuda" and unet.is_static(height, width):
-        return GraphLoop(unet, height, width, model.device)
+        guided = model.engines.get(components.UNET_GUIDED) if component == components.UNET else None
+        return GraphLoop(unet, height, width, model.device, guided.of_size(height, width) if guided else ())
     return StepLoop(unet, height, width)
 
 
@@ -227,7 +228,7 @@ def encode_prompt(
         hidden = torch.cat([hidden, torch.zeros_like(hidden)])
         pooled = torch.cat([pooled, torch.zeros_like(pooled)])
     conditional, *unconditional = _conditionings(model, refiner, hidden, pooled, time_ids, steps, scales)
-    return conditional, unconditional[0] if unconditional else None
+    return conditional, replace(unconditional[0], blank=zero_negative) if unconditional else None
 
 
 def _conditionings(

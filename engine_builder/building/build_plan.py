@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine_builder.building import compile as compiler
+from engine_builder.model_folder.release_settings import read_settings
 from engine_builder.networks import ModelFolder, Network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
@@ -34,7 +35,20 @@ class BuildPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        return BASE_COMPONENTS + (REFINER_COMPONENTS if self.refiner else ())
+        guided = (components.UNET_GUIDED,) if self.guided_sizes else ()
+        return BASE_COMPONENTS + guided + (REFINER_COMPONENTS if self.refiner else ())
+
+    @property
+    def guided_sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Those of `sizes` for which the base has a second engine, where it is guided against zeros: see
+        `GuidedUnetNetwork`. For the loops of CUDA graphs; plans of TensorRT hold weights of their own."""
+        if (
+            self.target.device != "cuda"
+            or self.tensorrt
+            or not read_settings(self.base, None).force_zeros_for_empty_prompt
+        ):
+            return ()
+        return tuple(size for size in self.sizes if size[0] % 2 == 0)
 
     def folder_of(self, component: str) -> ModelFolder:
         if component not in REFINER_COMPONENTS:
@@ -69,7 +83,8 @@ class BuildPlan:
             return [compiler.static_bucket(rows, None, None) for rows in (1, 2)]
         if network.component == components.VAE_DECODER:
             return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
-        return [compiler.static_bucket(*size) for size in self.sizes]
+        sizes = self.guided_sizes if network.component == components.UNET_GUIDED else self.sizes
+        return [compiler.static_bucket(*size) for size in sizes]
 
     @property
     def draft_name(self) -> str:

@@ -29,7 +29,7 @@ from model.errors import PreheatError
 from model.store.manifest import Bucket, Precision
 from model.target import Target
 
-_LONGEST = (components.UNET, components.REFINER_UNET)
+_LONGEST = (components.UNET, components.UNET_GUIDED, components.REFINER_UNET)
 _GRACE = 2.0  # seconds for a process to end by itself
 
 

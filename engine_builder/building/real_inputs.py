@@ -57,7 +57,10 @@ def real_inputs(
             defaults=read_defaults({}),
         )
         generate(model, [resolve(request, served)])
-    return {name: engine.seen for name, engine in eager.items()}
+    seen = {name: engine.seen for name, engine in eager.items()}
+    if components.UNET_GUIDED in seen:  # the request's negative prompt was not none
+        seen[components.UNET_GUIDED] = seen[components.UNET]
+    return seen
 
 
 def fit(real: list[dict[str, torch.Tensor]], network: Network, bucket: Bucket) -> list[dict[str, torch.Tensor]]:

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from engine_builder.networks.text import PooledTextNetwork, TextNetwork
-from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork, text_width, time_width
+from engine_builder.networks.unet import (
+    GuidedUnetNetwork,
+    UnetNetwork,
+    UnetTextNetwork,
+    UnetTimeNetwork,
+    text_width,
+    time_width,
+)
 from engine_builder.networks.vae import VaeDecoderNetwork
 from model import components
 from model.components import PRECISIONS, Widths
@@ -189,6 +196,7 @@ def load_network(
         components.REFINER_TEXT_ENCODER_2: "text_encoder_2",
         components.UNET_TEXT: "unet",
         components.UNET_TIME: "unet",
+        components.UNET_GUIDED: "unet",
         components.REFINER_UNET_TEXT: "unet",
         components.REFINER_UNET_TIME: "unet",
         components.REFINER_UNET: "unet",
@@ -214,7 +222,7 @@ def load_network(
             module = UnetTimeNetwork(network)
             signature = components.unet_time_signature(widths, time, dtype_name)
         else:
-            module = UnetNetwork(network)
+            module = (GuidedUnetNetwork if component == components.UNET_GUIDED else UnetNetwork)(network)
             signature = components.unet_signature(widths, time, text, dtype_name)
             multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
     else:

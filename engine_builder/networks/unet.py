@@ -113,6 +113,18 @@ class UnetNetwork(nn.Module):
         return (network.conv_out(F.silu(group_norm(network.conv_norm_out, hidden))),)
 
 
+class GuidedUnetNetwork(UnetNetwork):
+    """A `UnetNetwork` of an even number of rows, for guidance against nothing at all: the second half of the rows are
+    told no text, and what they are given of `keys_values` is not read.
+
+    It stands for zeros, which an encoding of zeros comes to (diffusers' `force_zeros_for_empty_prompt`), for keys and
+    values have no bias. Attention to zeros is zero: only the bias of its projection is left of it.
+    """
+
+    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(sample, time_embeds, keys_values[: len(keys_values) // 2])
+
+
 def _is_read_each_step(name: str) -> bool:
     return not name.startswith(_EMBEDDINGS) and not any(part in name for part in _ELSEWHERE)
 
@@ -161,7 +173,7 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
     tokens = transformer.proj_in(tokens)
     for block in transformer.transformer_blocks:
         tokens = tokens + _self_attention(block.attn1, block.norm1(tokens))
-        tokens = tokens + _cross_attention(block.attn2, block.norm2(tokens), next(texts), next(texts))
+        tokens = _with_cross_attention(block.attn2, tokens, block.norm2(tokens), next(texts), next(texts))
         tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].interleaved, block.norm3(tokens)))
     out: Tensor = transformer.proj_out(tokens)
     return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
@@ -172,10 +184,13 @@ def _self_attention(attention: Any, tokens: Tensor) -> Tensor:
     return out
 
 
-def _cross_attention(attention: Any, tokens: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    mixed = attend_to_text(attention.to_q(tokens), keys, values, attention.heads)
-    out: Tensor = attention.to_out[0](mixed)
-    return out
+def _with_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """`tokens` and what attention adds to them. Rows beyond those of `keys` and `values` are told no text."""
+    projection, told = attention.to_out[0], keys.shape[0]
+    mixed: Tensor = projection(attend_to_text(attention.to_q(normed[:told]), keys, values, attention.heads))
+    if told == tokens.shape[0]:
+        return tokens + mixed
+    return torch.cat([tokens[:told] + mixed, tokens[told:] + projection.bias])
 
 
 def _fuse_queries_keys_values(attention: Any) -> None:

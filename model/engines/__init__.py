@@ -71,10 +71,14 @@ class EngineSet:
 
     def serving(self, height: int, width: int) -> list[Engine]:
         """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError for none."""
-        serving = [engine for engine in self.engines if _serves(engine.bucket, height, width)]
+        serving = self.of_size(height, width)
         if not serving:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.")
         return serving
+
+    def of_size(self, height: int, width: int) -> list[Engine]:
+        """As `serving`, and none where there is none."""
+        return [engine for engine in self.engines if _serves(engine.bucket, height, width)]
 
 
 def _serves(bucket: Bucket, height: int, width: int) -> bool:
