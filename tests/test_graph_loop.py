@@ -35,6 +35,25 @@ def bucketed(model: LoadedModel, *rows: int) -> EngineSet:
     return EngineSet(engines)
 
 
+class HalfStub(Stub):
+    """The UNet for rows of which the second half are told no text: what it is given of one there is not read."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        keys_values = inputs["keys_values"].clone()
+        keys_values[len(keys_values) // 2 :] = 0
+        return super().run({**inputs, "keys_values": keys_values})
+
+
+def halved(unet: EngineSet) -> list[HalfStub]:
+    """What a release has beside these engines: one for each bucket of even rows."""
+    engines = []
+    for plain in unet.engines:
+        if plain.bucket.rows.max % 2 == 0:
+            engines.append(HalfStub(components.UNET_GUIDED, plain.signature))
+            engines[-1].bucket = plain.bucket
+    return engines
+
+
 @pytest.fixture
 def model() -> LoadedModel:
     return line_model()
@@ -88,10 +107,52 @@ def test_any_mix_comes_to_what_the_plain_loop_draws(
     mix: list[tuple[dict[str, object], int]], buckets: tuple[int, ...]
 ) -> None:
     model = line_model()
-    got = drawn(graph_loop(model, *buckets), model, mix)
-    for (asked, _), latents in zip(mix, got, strict=True):
-        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
-        torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
+    unet = bucketed(model, *buckets)
+    for guided in ([], halved(unet)):
+        got = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device, guided), model, mix)
+        for (asked, _), latents in zip(mix, got, strict=True):
+            [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+            torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_guided_engines_run_where_no_row_has_an_unconditional_text(model: LoadedModel) -> None:
+    unet = bucketed(model, 2, 6)
+    guided = halved(unet)
+    calls = [engine.seen for engine in (*unet.engines, *guided)]  # type: ignore[attr-defined]
+
+    def new_calls() -> list[int]:
+        counts = [len(seen) for seen in calls]
+        for seen in calls:
+            seen.clear()
+        return counts
+
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, guided)
+    first, second = row_of(model, num_inference_steps=4), row_of(model, num_inference_steps=3, seed=4)
+    loop.join(first)
+    loop.step()
+    assert new_calls() == [0, 0, 1, 0]
+    loop.join(second)
+    loop.step()
+    assert new_calls() == [0, 0, 0, 1]  # two images and room for a third
+    negative = row_of(model, num_inference_steps=1, negative_prompt="four")
+    loop.join(negative)
+    loop.step()
+    assert new_calls() == [0, 1, 0, 0]
+    assert loop.step() == [first, second]
+    assert new_calls() == [0, 0, 0, 1]
+    loop.join(row_of(model, num_inference_steps=2, end_cfg_frac=0.5))
+    loop.step()
+    loop.step()
+    assert new_calls() == [1, 0, 1, 0]  # its second step is not guided
+
+
+def test_no_unconditional_text_is_not_an_empty_one(model: LoadedModel) -> None:
+    blank = [row_of(model, negative_prompt=prompt).unconditional for prompt in (None, "", "four")]
+    assert [text and text.blank for text in blank] == [True, False, False]
+    assert not any(text.keys_values.any() for text in blank[:1] if text)
+    model.settings = model.settings.model_copy(update={"force_zeros_for_empty_prompt": False})
+    unconditional = row_of(model).unconditional
+    assert unconditional is not None and not unconditional.blank
 
 
 def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> None:

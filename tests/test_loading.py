@@ -313,6 +313,25 @@ def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: LocalStore,
     assert load(store).served.sizes == SizeList(((64, 64),))
 
 
+def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: LocalStore, entries: Entries) -> None:
+    plain = load(store)
+    make_static(entries, (64, 64), (128, 64), component="unet")
+    small, _ = [engine for engine in entries["engines"] if engine["component"] == "unet"]
+    of_no_bucket = small | {"bucket": small["bucket"] | {"rows": {"min": 4, "max": 4, "multiple": 1}}}
+    for number, engine in enumerate((small, small | {"precision": "bf16"}, of_no_bucket)):
+        entries["engines"].append(engine | {"component": "unet_guided", "key": f"{number:063d}f"})
+    [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
+    entries["weights"].append(weights | {"component": "unet_guided"})
+    entries["architectures"]["unet_guided"] = entries["architectures"]["unet"]
+    releases.write_raw(store.root, entries)
+    loaded = load(store)
+    [engine] = loaded.model.engines["unet_guided"].engines
+    assert engine.bucket == Bucket.model_validate(small["bucket"])
+    assert loaded.weight_bytes == plain.weight_bytes  # the UNet's, once
+    assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # not narrowed by what is only faster
+    assert "unet_guided" not in plain.model.engines
+
+
 def test_components_without_a_size_in_common(store: LocalStore, entries: Entries) -> None:
     make_static(entries, (64, 64), component="unet")
     make_static(entries, (128, 128), component="vae_decoder")

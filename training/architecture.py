@@ -37,7 +37,7 @@ SCHEDULER: dict[str, Any] = {
     "use_karras_sigmas": False,
 }
 
-DEFAULTS = {"denoising_frac": 0.95, "guidance_scale": 3.0}
+DEFAULTS = {"denoising_frac": 0.9, "guidance_scale": 3.0}
 """What a request that does not say gets of this model: its defaults.json."""
 
 
@@ -105,4 +105,4 @@ def unet() -> UNet2DConditionModel:
 
 def refiner_unet() -> UNet2DConditionModel:
     """time_ids: original height and width, crop top and left, aesthetic score."""
-    return _unet((64, 72, 48), heads=(2, 2, 2), layers=(1, 1, 1), text=WIDTH_2, ids=5)
+    return _unet((64, 96, 8), heads=(2, 3, 1), layers=(1, 1, 1), text=WIDTH_2, ids=5)

@@ -1,9 +1,10 @@
 """Stages three and four: the base (text encoders and UNet together) and the refiner (its UNet alone).
 
 Both learn on pools of encoded drawings that lie in device memory; every few steps some of them give way to fresh ones.
-The base learns to predict noise; the refiner to predict what the base does, at the timesteps where it takes over. There
-the noise itself is a poor teacher: what a caption changes in it is small beside what no one can foresee, and guidance
-multiplies the error. The base's prediction is what all that noise averages to.
+The base learns to predict noise; the refiner to predict what the base does, at the timesteps where it takes over, most
+of all at the last ones. There the noise itself is a poor teacher: what a caption changes in it is small beside what no
+one can foresee, and guidance multiplies the error. The base's prediction is what all that noise averages to. The two
+are compared as they are served, with guidance, and with the caption alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from training import architecture
+from training.architecture import TIME_WIDTH, WIDTH_2
 from training.data import CLASSES, Job
 from training.draw import CRISP, render
 from training.export import Networks
@@ -29,10 +31,8 @@ from training.settings import DiffusionSettings
 from training.tokenizer import END, LENGTH, START, vocabulary
 
 FRESH_EVERY = 4  # steps
-NOISES = 2  # rows of a batch that share one picture and caption, with a timestep and noise each
-# Share of captions dropped for guidance, half as zeros and half as the empty caption. Guidance multiplies what the two
-# predictions differ by, so the refiner's without a caption must be as well trained as the one with it.
-DROPPED, REFINER_DROPPED = 0.1, 0.4
+NOISES = 2  # rows of the base's batch that share one picture and caption, with a timestep and noise each
+DROPPED = 0.1  # share of captions dropped for guidance, half as zeros and half as the empty caption
 OFFSET = 0.1  # offset noise: standard deviation of what a whole channel is shifted by
 FIRST_TIMESTEP = 951  # of 20 steps; a sampler starts there from noise that holds nothing of a picture
 HEAVIEST = 50.0  # largest weight of a timestep in the loss
@@ -145,10 +145,11 @@ class Feed:
         pool.put(rows, ids, labels, self.random)
 
     def batch(self, step: int) -> tuple[Batch, tuple[int, int]]:
+        """Half as many pictures as the batch has rows, and their size."""
         pool = self.pool_of(step)
         if step % FRESH_EVERY == 0:
             self._refresh(pool)
-        return pool.take(self.settings.batch // NOISES, self.random), pool.size
+        return pool.take(self.settings.batch // 2, self.random), pool.size
 
 
 class Text:
@@ -188,9 +189,10 @@ class Reader(nn.Module):
 class Noise:
     """Noise, timesteps and weights of the loss."""
 
-    def __init__(self, device: torch.device, below: int) -> None:
+    def __init__(self, device: torch.device, refines: bool = False) -> None:
         self.alphas = alphas_cumulative(device)
-        self.below = below
+        self.refines = refines
+        self.below = REFINED_BELOW if refines else 1000
         self.start = float(((1 - self.alphas[FIRST_TIMESTEP]) / self.alphas[FIRST_TIMESTEP]) ** 0.5)
 
     def add(self, latents: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -201,22 +203,25 @@ class Noise:
         half of the batch trains on such noise, the rest on plain noise. Far below the start the two are the same."""
         count = len(latents)
         draws = torch.rand(3, count, generator=random, device=latents.device)
-        share = torch.where(draws[0] < 0.3, 1 - draws[1] ** 2, draws[1])  # a third leans to high noise
+        if self.refines:
+            share = draws[1] ** 3  # a third at the last hundredth: whoever refines is always asked there
+        else:
+            share = torch.where(draws[0] < 0.3, 1 - draws[1] ** 2, draws[1])  # a third leans to high noise
         timesteps = (share * self.below).long().clip(0, self.below - 1)
         noise = torch.randn(latents.shape, generator=random, device=latents.device)
         noise += OFFSET * torch.randn(*latents.shape[:2], 1, 1, generator=random, device=latents.device)
-        if self.below > FIRST_TIMESTEP:
+        if not self.refines:
             noise -= (draws[2] < 0.5)[:, None, None, None] * latents / self.start
         kept = self.alphas[timesteps][:, None, None, None]
         noised = kept.sqrt() * latents + (1 - kept).sqrt() * noise
         return noised, timesteps, noise, (1 / kept.flatten()).clip(max=HEAVIEST)
 
 
-def _drop(ids: Tensor, empty: Tensor, share: float, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ids with half of `share` of the captions emptied, and which ones become zeros [batch], the other half."""
+def _drop(ids: Tensor, empty: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """ids with half of the dropped captions emptied, and which ones become zeros [batch], the other half."""
     draw = torch.rand(len(ids), generator=random, device=ids.device)
-    ids = torch.where((draw < share / 2)[:, None], empty, ids)
-    return ids, (draw >= share / 2) & (draw < share)
+    ids = torch.where((draw < DROPPED / 2)[:, None], empty, ids)
+    return ids, (draw >= DROPPED / 2) & (draw < DROPPED)
 
 
 def train_base(run: Run, networks: Networks) -> float:
@@ -229,7 +234,7 @@ def train_base(run: Run, networks: Networks) -> float:
     run.resume("base", learner)
     feed = Feed(run, networks.vae, settings, "base", learner.step)
     text = Text(networks.text_encoder, networks.text_encoder_2)
-    noise = Noise(run.device, 1000)
+    noise = Noise(run.device)
     reader = modules["reader"]
 
     def forward(
@@ -245,7 +250,7 @@ def train_base(run: Run, networks: Networks) -> float:
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
-        ids, zeros = _drop(batch.ids, text.empty, DROPPED, feed.random)
+        ids, zeros = _drop(batch.ids, text.empty, feed.random)
         noised, timesteps, added, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
         time_ids = batch.latents.new_tensor([*size, 0, 0, *size]).expand(len(noised), -1)
         plain = zeros | (ids == text.empty).all(1)
@@ -269,18 +274,29 @@ def edges(latents: Tensor) -> Tensor:
 
 @torch.no_grad()
 def start_from_base(refiner: UNet2DConditionModel, base: UNet2DConditionModel) -> None:
-    """Gives the refiner those of the base's weights that are of one shape in both: the level of the finest latents,
-    which is where the two do the same, and the embedding of the time. The embedding of text and sizes is the base's for
-    what both are told; the aesthetic score, which takes a size's place, begins as nothing."""
+    """Gives the refiner the base's weights in all that the two have in common: every level but the deepest, which is
+    next to nothing in the refiner.
+
+    Of what it reads of the text, the second encoder's part. The base's weights for the target size are added to those
+    for the original size, which is the same in training; the aesthetic score begins as nothing, and so does what comes
+    up from the deepest level.
+    """
     known = dict(base.named_parameters())
+    width = refiner.config.block_out_channels[-2]
     for name, weight in refiner.named_parameters():
-        if known[name].shape == weight.shape:
-            weight.copy_(known[name])
-    told = architecture.WIDTH_2 + 4 * architecture.TIME_WIDTH  # the pooled text; height, width, top and left
+        source = known[name]
+        if source.shape == weight.shape:
+            weight.copy_(source)
+        elif ".attn2.to_" in name and len(source) == len(weight):
+            weight.copy_(source[:, -WIDTH_2:])
+        elif name.startswith("up_blocks.1.resnets.0.") and weight.ndim > 1:  # below and skip beside each other
+            weight.zero_()[:, -width:].copy_(source[:, -width:])
+        elif name.startswith("up_blocks.1.resnets.0."):
+            weight[-width:].copy_(source[-width:])
+    told = WIDTH_2 + 4 * TIME_WIDTH  # the pooled text; height, width, top and left
     embedding, source = refiner.add_embedding.linear_1.weight, base.add_embedding.linear_1.weight
-    if embedding.shape[0] == source.shape[0]:
-        embedding.zero_()
-        embedding[:, :told].copy_(source[:, :told])
+    embedding.zero_()[:, :told].copy_(source[:, :told])
+    embedding[:, WIDTH_2 : WIDTH_2 + 2 * TIME_WIDTH] += source[:, told:].to(embedding)
 
 
 def train_refiner(run: Run, networks: Networks) -> float:
@@ -297,36 +313,47 @@ def train_refiner(run: Run, networks: Networks) -> float:
     learner = Learner(modules, settings.steps, settings.rate)
     run.resume("refiner", learner)
     feed = Feed(run, networks.vae, settings, "refiner", learner.step)
-    noise = Noise(run.device, REFINED_BELOW)
+    noise = Noise(run.device, refines=True)
+    with torch.no_grad():
+        _, nothing, unpooled = text(text.empty[None])
 
     def forward(
-        noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor, scored_ids: Tensor
+        noised: Tensor, timesteps: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, scored_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The refiner's prediction and the base's."""
+        """The refiner's predictions and the base's, [2 * rows, ...]: with the captions, then as both are served without
+        one, the base with zeros and the refiner with the empty caption."""
+        noised, timesteps, time_ids = [torch.cat([twice, twice]) for twice in (noised, timesteps, time_ids)]
         with torch.no_grad():
-            states_1, states_2, pooled = text(ids)
-            shown = (torch.cat([states_1, states_2], 2) * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
-            embeds = (pooled * ~zeros[:, None]).repeat(NOISES, 1)
+            shown, embeds = [torch.cat([told, torch.zeros_like(told)]) for told in (states, pooled)]
             added = {"text_embeds": embeds, "time_ids": time_ids}
             taught = teacher(noised.to(served), timesteps, shown, added_cond_kwargs=added, return_dict=False)[0]
-            second = shown[..., states_1.shape[-1] :].to(noised.dtype)
+            second = states[..., -nothing.shape[-1] :]
+            shown, embeds = [
+                torch.cat([told, e.expand_as(told)]) for told, e in ((second, nothing), (pooled, unpooled))
+            ]
         added = {"text_embeds": embeds.to(noised.dtype), "time_ids": scored_ids}
-        return networks.refiner_unet(noised, timesteps, second, added_cond_kwargs=added, return_dict=False)[0], taught
+        shown = shown.to(noised.dtype)
+        return networks.refiner_unet(noised, timesteps, shown, added_cond_kwargs=added, return_dict=False)[0], taught
 
     fast = run.compiled(forward, modules)
 
     def loss(step: int) -> Tensor:
         batch, size = feed.batch(step)
-        ids, zeros = _drop(batch.ids, text.empty, REFINER_DROPPED, feed.random)
-        noised, timesteps, _, _ = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
+        noised, timesteps, _, _ = noise.add(batch.latents, feed.random)
+        with torch.no_grad():
+            states_1, states_2, pooled = text(batch.ids)
+        states = torch.cat([states_1, states_2], 2)
         frame = batch.latents.new_tensor([*size, 0, 0]).expand(len(noised), -1)
         time_ids = torch.cat([frame, frame[:, :2]], 1)
-        scored_ids = torch.cat([frame, batch.scores.repeat(NOISES)[:, None]], 1)
+        scores = torch.cat([batch.scores, batch.scores.roll(1)])[:, None]
+        scored_ids = torch.cat([frame.repeat(2, 1), scores], 1)
         native = size == run.settings.sizes[0][:2]
         noised = noised.to(precision(run.device), memory_format=torch.channels_last)
-        predicted, taught = (fast if native else forward)(noised, timesteps, ids, zeros, time_ids, scored_ids)
-        wrong = (predicted.float() - taught.float()).square().mean(1, keepdim=True)  # [rows, 1, height/8, width/8]
-        near = edges(batch.latents).repeat(NOISES, 1, 1, 1)
+        predicted, taught = (fast if native else forward)(noised, timesteps, states, pooled, time_ids, scored_ids)
+        told, untold = (predicted.float() - taught.float()).chunk(2)  # errors, each [rows, 4, height/8, width/8]
+        guided = untold + architecture.DEFAULTS["guidance_scale"] * (told - untold)
+        wrong = (guided.square() + told.square()).mean(1, keepdim=True)
+        near = edges(batch.latents)
         return (wrong * near).sum() / near.sum()
 
     seconds = run.learn("refiner", learner, loss)

@@ -18,9 +18,11 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from engine_builder import networks
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile import dynamic_bucket, engine_key
+from engine_builder.building.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
 from engine_builder.networks import ModelFolder, ModelFolderError, Reader, load_network
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
+from engine_builder.tensorrt_plans.choices import Choices
+from model import components
 from model.components import BASE_COMPONENTS
 from model.store import Store
 from model.target import Target
@@ -145,6 +147,43 @@ def test_a_unet_in_three_parts_predicts_what_diffusers_predicts(refiner: bool) -
         expected = whole(sample, timestep, encoder_hidden_states=hidden, added_cond_kwargs=added, return_dict=False)[0]
         got = unet.module(sample, *time.module(timestep, pooled, time_ids), *text.module(hidden))[0]
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+
+
+def test_the_unet_for_guided_rows_is_the_unet_of_rows_without_a_text() -> None:
+    """Bit for bit; and it does not read the text of the half that has none."""
+    plain, guided = (load_network(ModelFolder(TINY), name, "fp32") for name in ("unet", "unet_guided"))
+    assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
+    inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
+    silent, unread = inputs["keys_values"].clone(), inputs["keys_values"].clone()
+    silent[2:], unread[2:] = 0, float("nan")
+    with torch.inference_mode():
+        expected = plain.module(inputs["sample"], inputs["time_embeds"], silent)[0]
+        got = guided.module(inputs["sample"], inputs["time_embeds"], unread)[0]
+        text = load_network(ModelFolder(TINY), "unet_text", "fp32").module(torch.zeros(1, 77, 224))[0]
+    assert torch.equal(got, expected)
+    assert not text.any()  # zeros are what no text comes to
+
+
+def test_a_gpu_s_build_has_engines_for_guided_rows(toy_folder: Path, folder_copy: Path, target: Target) -> None:
+    gpu = replace(target, device="cuda", product="h200", capability="sm90")
+    sizes = ((1, 512, 512), (2, 512, 512), (5, 512, 512), (8, 512, 768))
+    plan = BuildPlan("toy", ModelFolder(toy_folder), None, gpu, "fp32", sizes)
+    assert components.UNET_GUIDED in plan.components
+    network = load_network(ModelFolder(toy_folder), components.UNET_GUIDED, "fp32", "meta")
+    assert [bucket.rows.max for bucket in plan.buckets_of(network)] == [2, 8]
+    unet = load_network(ModelFolder(toy_folder), components.UNET, "fp32", "meta")
+    bucket = static_bucket(2, 512, 512)
+    assert engine_key(network, gpu, bucket) != engine_key(unet, gpu, bucket)
+
+    index = folder_copy / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"force_zeros_for_empty_prompt": False}))
+    for other in (
+        replace(plan, target=target),  # whose loop cannot use them
+        replace(plan, sizes=((1, 512, 512), (5, 512, 512))),
+        replace(plan, tensorrt=Choices()),
+        replace(plan, base=ModelFolder(folder_copy)),  # whose unconditional text is an empty one
+    ):
+        assert components.UNET_GUIDED not in other.components
 
 
 def test_the_fast_form_of_group_norm_is_group_norm() -> None:

@@ -193,10 +193,15 @@ def test_the_refiner_starts_with_what_it_shares_with_the_base() -> None:
     alone = copy.deepcopy(refiner)
     diffusion.start_from_base(refiner, base)
     before, after, source = alone.state_dict(), refiner.state_dict(), base.state_dict()
-    finest = [name for name in after if name.startswith(("conv_in", "down_blocks.0", "time_embedding", "conv_out"))]
-    assert finest and all(torch.equal(after[name], source[name]) for name in finest)
-    narrower = "mid_block.resnets.0.conv1.weight"
-    assert after[narrower].shape != source[narrower].shape and torch.equal(after[narrower], before[narrower])
+    common = ("conv_in", "down_blocks.0", "down_blocks.1.resnets", "up_blocks.2", "time_embedding", "conv_out")
+    same = [name for name in after if name.startswith(common)]
+    assert same and all(torch.equal(after[name], source[name]) for name in same)
+    deepest = "mid_block.resnets.0.conv1.weight"
+    assert after[deepest].shape != source[deepest].shape and torch.equal(after[deepest], before[deepest])
+    keys = "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight"
+    assert torch.equal(after[keys], source[keys][:, architecture.WIDTH_1 :])
+    above = "up_blocks.1.resnets.0.conv1.weight"  # of what comes from the deepest level, and of the skip beside it
+    assert not after[above][:, :-96].any() and torch.equal(after[above][:, -96:], source[above][:, -96:])
 
     def embedded(network: UNet2DConditionModel, *sizes: float) -> torch.Tensor:
         told = network.add_time_proj(torch.tensor(sizes)).flatten()
@@ -205,7 +210,4 @@ def test_the_refiner_starts_with_what_it_shares_with_the_base() -> None:
 
     both = embedded(refiner, 256, 256, 0, 0, 6), embedded(refiner, 256, 256, 0, 0, 2)
     assert torch.equal(*both)  # whatever the aesthetic score is
-    silent = copy.deepcopy(base)
-    with torch.no_grad():
-        silent.add_embedding.linear_1.weight[:, -2 * architecture.TIME_WIDTH :] = 0  # the target's height and width
-    assert torch.allclose(both[0], embedded(silent, 256, 256, 0, 0, 256, 256), atol=1e-6)
+    assert torch.allclose(both[0], embedded(base, 256, 256, 0, 0, 256, 256), atol=1e-6)
