@@ -173,6 +173,7 @@ class GraphLoop:
         self._send(places, [*slots, *slots[-1:] * padding, *slots], conditional, unconditional)
 
     def _send(self, places: list[int], slots: list[int], conditional: list[int], unconditional: list[int]) -> None:
+        """Of each row its place and slot, of each slot its rows; where nothing changed, nothing is sent."""
         padding = len(self._row_places) - len(places)
         mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *conditional, *unconditional]
         if mapped != self._mapped:
