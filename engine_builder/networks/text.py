@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -51,5 +52,9 @@ class _SelfAttention(nn.Module):
         SDXL has none of, is not read."""
         fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [rows, heads, tokens, width of a head]
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        if hidden_states.is_cuda:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        else:  # and in ONNX, where a mask that is a constant needs no operator that TensorRT's parser may lack
+            place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            mixed = F.scaled_dot_product_attention(queries, keys, values, place[:, None] >= place)
         return self.out_proj(mixed.transpose(1, 2).flatten(2)), None
