@@ -7,6 +7,7 @@ error and never a black picture. Knows nothing of seeds, releases or engines.
 import base64
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 from model.errors import BrokenImage
+from model.jpeg import encode_in_strips
 from model.request import ImageFormat
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3], or [images, height, width, 3]
@@ -63,6 +65,12 @@ def encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
     `quality` is 1 to 100 for jpeg and webp (100 is still lossy); png is lossless and ignores it.
     jpeg is baseline, with colour at half resolution (4:2:0, as Pillow does unless told); png keeps all of it.
     """
+    if format == "jpeg":
+        return encode_in_strips(pixels, partial(_encode, format=format, quality=quality))
+    return _encode(pixels, format, quality)
+
+
+def _encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
     # A file of the system's that lies in memory, not io.BytesIO: Pillow gives other threads the interpreter while it
     # writes to a file descriptor, and keeps it for all of a JPEG otherwise.
     with open(os.memfd_create("picture"), "w+b", buffering=0) as file:

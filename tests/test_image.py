@@ -4,13 +4,17 @@ import base64
 import io
 import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
+from model import jpeg
 from model.errors import BrokenImage
 from model.image import Pixels, encode, encode_base64, to_uint8
 from model.request import ImageFormat
@@ -45,6 +49,36 @@ def opened(data: bytes) -> Image.Image:
     image = Image.open(io.BytesIO(data))
     image.load()
     return image
+
+
+@given(
+    height=st.integers(1, 200), width=st.integers(1, 200), strips=st.integers(1, 12), quality=st.integers(1, 100),
+    seed=st.integers(0, 2**16),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_a_jpeg_in_strips_is_the_picture_encoded_whole(
+    height: int, width: int, strips: int, quality: int, seed: int
+) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+    def whole(part: Pixels) -> bytes:
+        file = io.BytesIO()
+        Image.fromarray(part).save(file, "JPEG", quality=quality, subsampling="4:2:0")
+        return file.getvalue()
+
+    with mock.patch.multiple(jpeg, _STRIPS=strips, _STRIP=1):
+        cut = jpeg.encode_in_strips(pixels, whole)
+    np.testing.assert_array_equal(np.asarray(opened(cut)), np.asarray(opened(whole(pixels))))
+    restarts = sum(cut.count(bytes([0xFF, 0xD0 + number])) for number in range(8))
+    blocks = -(-height // 16)
+    assert restarts == -(-blocks // -(-blocks // min(strips, blocks))) - 1
+
+
+def test_only_large_pictures_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jpeg, "_STRIPS", 4)
+    assert b"\xff\xdd" not in encode(picture(256, 256), "jpeg", 95)
+    large = encode(picture(512, 512), "jpeg", 95)
+    assert large.count(b"\xff\xdd") == 1 and opened(large).size == (512, 512)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
