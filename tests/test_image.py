@@ -55,7 +55,7 @@ def opened(data: bytes) -> Image.Image:
     height=st.integers(1, 200), width=st.integers(1, 200), strips=st.integers(1, 12), quality=st.integers(1, 100),
     seed=st.integers(0, 2**16),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_a_jpeg_in_strips_is_the_picture_encoded_whole(
     height: int, width: int, strips: int, quality: int, seed: int
 ) -> None:
@@ -69,7 +69,8 @@ def test_a_jpeg_in_strips_is_the_picture_encoded_whole(
     with mock.patch.multiple(jpeg, _STRIPS=strips, _STRIP=1):
         cut = jpeg.encode_in_strips(pixels, whole)
     np.testing.assert_array_equal(np.asarray(opened(cut)), np.asarray(opened(whole(pixels))))
-    restarts = sum(cut.count(bytes([0xFF, 0xD0 + number])) for number in range(8))
+    scan = cut[cut.rindex(b"\xff\xda") :]  # where a marker's bytes mean nothing else, as they may in the tables before
+    restarts = sum(scan.count(bytes([0xFF, 0xD0 + number])) for number in range(8))
     blocks = -(-height // 16)
     assert restarts == -(-blocks // -(-blocks // min(strips, blocks))) - 1
 
