@@ -36,12 +36,13 @@ def bucketed(model: LoadedModel, *rows: int) -> EngineSet:
 
 
 class HalfStub(Stub):
-    """The UNet for rows of which the second half are told no text: what it is given of one there is not read."""
+    """The UNet for rows of which the second half are the first's latents and no text, whatever it is given there."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        keys_values = inputs["keys_values"].clone()
-        keys_values[len(keys_values) // 2 :] = 0
-        return super().run({**inputs, "keys_values": keys_values})
+        told = inputs["keys_values"].chunk(2)[0]
+        sample = inputs["sample"].chunk(2)[0]
+        halves = {"sample": torch.cat([sample, sample]), "keys_values": torch.cat([told, torch.zeros_like(told)])}
+        return super().run({**inputs, **halves})
 
 
 def halved(unet: EngineSet) -> list[HalfStub]:

@@ -60,13 +60,21 @@ def _scale_and_shift(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor,
 
 
 def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A ResNet block. `bias` [rows, channels out]: what the embedded time adds between its convolutions."""
+    """A ResNet block. `bias` [rows, channels out]: what the embedded time adds between its convolutions. It may have
+    more rows than `hidden`: see `repeated`."""
     inner = block.conv1(F.silu(group_norm(block.norm1, hidden)))
     if bias is not None:
-        inner = inner + bias[:, :, None, None]
+        inner = repeated(inner, bias.shape[0]) + bias[:, :, None, None]
     inner = block.conv2(F.silu(group_norm(block.norm2, inner)))
-    out: Tensor = (hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)) + inner
+    straight = hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)
+    out: Tensor = repeated(straight, inner.shape[0]) + inner
     return out
+
+
+def repeated(hidden: Tensor, rows: int) -> Tensor:
+    """`hidden`, again and again until it has `rows` rows, a multiple of its own."""
+    own = hidden.shape[0]
+    return hidden if own == rows else torch.cat([hidden] * (rows // own))
 
 
 def split_into_phases(upsampler: Any) -> None:

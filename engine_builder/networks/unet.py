@@ -21,6 +21,7 @@ from engine_builder.networks.blocks import (
     beside,
     geglu,
     group_norm,
+    repeated,
     resnet,
     split_into_phases,
     upsample,
@@ -92,7 +93,7 @@ class UnetNetwork(nn.Module):
         biases = iter(torch.split(time_embeds, self._time, dim=-1))
         texts = iter(torch.split(keys_values, [width for width in self._text for _ in ("keys", "values")], dim=-1))
         hidden = network.conv_in(sample)
-        skips = [hidden]
+        skips = [repeated(hidden, time_embeds.shape[0])]
         for block in network.down_blocks:
             for layer, transformer in _layers(block):
                 hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), texts)
@@ -115,14 +116,16 @@ class UnetNetwork(nn.Module):
 
 class GuidedUnetNetwork(UnetNetwork):
     """A `UnetNetwork` of an even number of rows, for guidance against nothing at all: the second half of the rows are
-    told no text, and what they are given of `keys_values` is not read.
+    the latents of the first once more, and told no text. What they are given of `sample` and `keys_values` is not read.
 
-    It stands for zeros, which an encoding of zeros comes to (diffusers' `force_zeros_for_empty_prompt`), for keys and
+    Until a ResNet block adds the time, which comes with the text, both halves are the same and computed once. No text
+    stands for zeros, which an encoding of zeros comes to (diffusers' `force_zeros_for_empty_prompt`), for keys and
     values have no bias. Attention to zeros is zero: only the bias of its projection is left of it.
     """
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(sample, time_embeds, keys_values[: len(keys_values) // 2])
+        half = sample.shape[0] // 2
+        return super().forward(sample[:half], time_embeds, keys_values[:half])
 
 
 def _is_read_each_step(name: str) -> bool:

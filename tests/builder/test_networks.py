@@ -150,15 +150,16 @@ def test_a_unet_in_three_parts_predicts_what_diffusers_predicts(refiner: bool) -
 
 
 def test_the_unet_for_guided_rows_is_the_unet_of_rows_without_a_text() -> None:
-    """Bit for bit; and it does not read the text of the half that has none."""
+    """Bit for bit; and of the half that has no text it reads neither text nor latents, which are the other half's."""
     plain, guided = (load_network(ModelFolder(TINY), name, "fp32") for name in ("unet", "unet_guided"))
     assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
     inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
-    silent, unread = inputs["keys_values"].clone(), inputs["keys_values"].clone()
-    silent[2:], unread[2:] = 0, float("nan")
+    sample, silent = inputs["sample"].clone(), inputs["keys_values"].clone()
+    sample[2:], silent[2:] = sample[:2], 0
+    inputs["sample"][2:] = inputs["keys_values"][2:] = float("nan")
     with torch.inference_mode():
-        expected = plain.module(inputs["sample"], inputs["time_embeds"], silent)[0]
-        got = guided.module(inputs["sample"], inputs["time_embeds"], unread)[0]
+        expected = plain.module(sample, inputs["time_embeds"], silent)[0]
+        got = guided.module(inputs["sample"], inputs["time_embeds"], inputs["keys_values"])[0]
         text = load_network(ModelFolder(TINY), "unet_text", "fp32").module(torch.zeros(1, 77, 224))[0]
     assert torch.equal(got, expected)
     assert not text.any()  # zeros are what no text comes to
