@@ -62,7 +62,9 @@ class GraphLoop:
             self._at = buffer(slots, dtype=torch.int64)  # the step each slot is at
             self._every = torch.arange(slots, device=device)
             self._time_embeds = buffer(places, MAX_STEPS, time_width, dtype=self._dtype)
+            # By place, and as the rows of a bucket read it: that is moved when rows come or go, not at each step.
             self._keys_values = buffer(places, tokens, text_width, dtype=self._dtype)
+            self._row_keys_values = torch.zeros_like(self._keys_values)
             # Row of a bucket -> place and slot; slot -> the rows that predict it (the same one twice where it is not
             # guided).
             self._map = buffer(2 * (places + slots), dtype=torch.int64)
@@ -107,6 +109,7 @@ class GraphLoop:
         row.conditional = Conditioning(_COPIED, _COPIED)
         row.unconditional = row.unconditional and Conditioning(_COPIED, _COPIED, row.unconditional.blank)
         self._slots[row], self._places[row] = slot, places
+        self._mapped = []  # its places held another's text
         self.rows.append(row)
 
     def leave(self, row: Row) -> None:
@@ -156,7 +159,7 @@ class GraphLoop:
             places += self._read(row)
             slots += [slot] * row.unet_rows
             conditional[slot] = len(places) - 1
-        self._send(places, slots, conditional, unconditional)
+        self._send(bucket, places, slots, conditional, unconditional)
         return self._replays[bucket]
 
     def _map_halves(self, half: int) -> None:
@@ -170,15 +173,19 @@ class GraphLoop:
         for index, slot in enumerate(slots):
             conditional[slot], unconditional[slot] = index, half + index
         places = [*told, *told[-1:] * padding, *untold]
-        self._send(places, [*slots, *slots[-1:] * padding, *slots], conditional, unconditional)
+        self._send(half, places, [*slots, *slots[-1:] * padding, *slots], conditional, unconditional)
 
-    def _send(self, places: list[int], slots: list[int], conditional: list[int], unconditional: list[int]) -> None:
-        """Of each row its place and slot, of each slot its rows; where nothing changed, nothing is sent."""
+    def _send(
+        self, told: int, places: list[int], slots: list[int], conditional: list[int], unconditional: list[int]
+    ) -> None:
+        """Of each row its place and slot, of each slot its rows, and the text of the first `told` rows; where nothing
+        changed, nothing is sent."""
         padding = len(self._row_places) - len(places)
         mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *conditional, *unconditional]
         if mapped != self._mapped:
             self._mapped = mapped
             self._map.copy_(to_device(torch.tensor(mapped), self._device))
+            torch.index_select(self._keys_values, 0, self._row_places[:told], out=self._row_keys_values[:told])
 
     def _stage_noise(self) -> None:
         """Draw what the next step's samplers add, on the host, and send it."""
@@ -210,25 +217,28 @@ class GraphLoop:
         now = self._coefficients[self._every, self._at]  # [slots, 7]
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
         model_input = (c_in * self._latents).to(self._dtype)
-        places, slots = (torch.split(of[:rows], engine.bucket.rows.max) for of in (self._row_places, self._row_slots))
-        calls = zip(places, slots, strict=True)
-        eps = torch.cat([self._predict(engine, model_input, *call) for call in calls]).float()
+        by_row = (self._row_places, self._row_slots, self._row_keys_values)
+        calls = zip(*(torch.split(of[:rows], engine.bucket.rows.max) for of in by_row), strict=True)
+        predicted = [self._predict(engine, model_input, *call) for call in calls]
+        eps = (torch.cat(predicted) if len(predicted) > 1 else predicted[0]).float()
         unconditional, conditional = eps[self._unconditional], eps[self._conditional]
         scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
         eps = unconditional + scale * (conditional - unconditional)
-        denoised = a * self._latents + b * eps
-        self._latents.copy_(
-            x_coef * self._latents + denoised_coef * denoised + prev_coef * self._previous + noise_coef * self._noise
-        )
-        self._previous.copy_(denoised)
+        # Written where they stay: a copy is a node of the graph that takes longer than these sums.
+        remembered = prev_coef * self._previous
+        denoised = torch.add(a * self._latents, b * eps, out=self._previous)
+        moved = x_coef * self._latents + denoised_coef * denoised + remembered
+        torch.add(moved, noise_coef * self._noise, out=self._latents)
         self._at.add_(1).clamp_(max=MAX_STEPS - 1)
 
     def _predict(
-        self, engine: Engine, model_input: torch.Tensor, places: torch.Tensor, slots: torch.Tensor
+        self,
+        engine: Engine,
+        model_input: torch.Tensor,
+        places: torch.Tensor,
+        slots: torch.Tensor,
+        keys_values: torch.Tensor,
     ) -> torch.Tensor:
-        told = len(places) // 2 if engine in self._guided.values() else len(places)
-        keys_values = self._keys_values.new_empty(len(places), *self._keys_values.shape[1:])
-        torch.index_select(self._keys_values, 0, places[:told], out=keys_values[:told])  # the rest is not read
         return engine.run(
             {
                 "sample": model_input[slots],
