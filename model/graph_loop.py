@@ -219,7 +219,16 @@ class GraphLoop:
         model_input = (c_in * self._latents).to(self._dtype)
         by_row = (self._row_places, self._row_slots, self._row_keys_values)
         calls = zip(*(torch.split(of[:rows], engine.bucket.rows.max) for of in by_row), strict=True)
-        predicted = [self._predict(engine, model_input, *call) for call in calls]
+        predicted = [
+            engine.run(
+                {
+                    "sample": model_input[slots],
+                    "time_embeds": self._time_embeds[places, self._at[slots]],
+                    "keys_values": keys_values,
+                }
+            )["noise"]
+            for places, slots, keys_values in calls
+        ]
         eps = (torch.cat(predicted) if len(predicted) > 1 else predicted[0]).float()
         unconditional, conditional = eps[self._unconditional], eps[self._conditional]
         scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
@@ -230,19 +239,3 @@ class GraphLoop:
         moved = x_coef * self._latents + denoised_coef * denoised + remembered
         torch.add(moved, noise_coef * self._noise, out=self._latents)
         self._at.add_(1).clamp_(max=MAX_STEPS - 1)
-
-    def _predict(
-        self,
-        engine: Engine,
-        model_input: torch.Tensor,
-        places: torch.Tensor,
-        slots: torch.Tensor,
-        keys_values: torch.Tensor,
-    ) -> torch.Tensor:
-        return engine.run(
-            {
-                "sample": model_input[slots],
-                "time_embeds": self._time_embeds[places, self._at[slots]],
-                "keys_values": keys_values,
-            }
-        )["noise"]
