@@ -28,7 +28,7 @@ from engine_builder.model_folder.release_settings import (
     read_settings,
     write_tokenizers,
 )
-from engine_builder.networks import Network, Reader, load_network
+from engine_builder.networks import FORM, Network, Reader, load_network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.errors import CorruptBlob
@@ -189,7 +189,8 @@ def _builder(plan: BuildPlan, source: str) -> dict[str, str]:
 
 def _versions() -> dict[str, str]:
     names = ("preheat", "torch", "diffusers", "transformers")
-    return {name: importlib.metadata.version(name) for name in names} | {"recipe": str(compiler.RECIPE)}
+    forms = {"form": str(FORM), "recipe": str(compiler.RECIPE)}
+    return {name: importlib.metadata.version(name) for name in names} | forms
 
 
 def _digest(value: object) -> str:

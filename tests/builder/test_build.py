@@ -22,7 +22,7 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.commands.build import _vae_remark
-from engine_builder.networks import ModelFolderError, Network
+from engine_builder.networks import FORM, ModelFolderError, Network
 from engine_builder.releases.publish import publish
 from model.coldstart import ColdStart
 from model.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
@@ -111,6 +111,18 @@ def test_building_again_does_nothing(store_copy: Store, toy_plan: BuildPlan) -> 
     assert result.compiled == () and result.reused == toy_plan.components
     assert reports == []
     assert files(store_copy) == before
+
+
+def test_a_draft_of_another_form_is_not_current(
+    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new form of a network means new engines, also where no version has changed."""
+    before = build(toy_plan, store_copy).draft
+    monkeypatch.setattr("engine_builder.building.build.FORM", FORM + 1)
+    reports: list[str] = []
+    after = build(toy_plan, store_copy, lambda component, *_: reports.append(component)).draft
+    assert "unet" in reports
+    assert after.builder == {**before.builder, "form": str(FORM + 1)}
 
 
 def test_a_change_in_the_folder_is_built(
