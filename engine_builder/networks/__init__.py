@@ -30,7 +30,7 @@ from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
-FORM = 5
+FORM = 6
 
 
 class ModelFolderError(PreheatError):

@@ -7,8 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Of group norms, as measured on an H200.
 _RUN = 256  # pixels of one partial statistic, at most
-_RUN_OF_LARGE, _LARGE = 1024, 100_000_000  # and of a tensor of so many elements, as measured on an H200
+_RUN_OF_LARGE, _LARGE = 1024, 100_000_000  # and of a tensor of so many elements
+_PARTS = 8448  # partial statistics, of fewer of which the compiler would split each once more, in a kernel of its own
+_SMALL = 4_000_000  # elements of a tensor that has one kernel less
 _FEW = 1024  # tokens of one row, up to which our own self-attention is faster than cuDNN's
 
 
@@ -28,7 +31,8 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     """
     rows, channels, height, width = hidden.shape
     pixels = height * width
-    longest = _RUN_OF_LARGE if hidden.numel() >= _LARGE else _RUN
+    elements = hidden.numel()
+    longest = _RUN_OF_LARGE if elements >= _LARGE else min(_RUN, max(1, elements // _PARTS))
     # Not all sizes are whole runs of that: 832x1216 has 26x38 latents at the UNet's lowest level.
     run = max(length for length in range(1, longest + 1) if pixels % length == 0)
     groups = norm.num_groups
@@ -39,13 +43,14 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     mean = grouped.mean((1, 3))  # [rows, groups]
     between = (grouped - mean[:, None, :, None]).square()
     variance = (spreads.reshape(grouped.shape) + between).mean((1, 3))
-    scale, shift = _scale_and_shift(norm, mean, variance)
+    spread = _spread_stored if elements <= _SMALL else _spread_summed
+    scale, shift = spread(norm, mean, variance)
     normed: Tensor = last.float() * scale[:, None, None] + shift[:, None, None]
     return normed.to(hidden.dtype).permute(0, 3, 1, 2)
 
 
-def _scale_and_shift(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel, [rows, channels], from mean and variance of each group, [rows, groups].
+def _spread_summed(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and shift of each channel, [rows, channels], from mean and variance of each group, [rows, groups].
 
     Spread from groups to channels as sums over all groups, of which one is not zero: the compiler keeps what it sums,
     and would work anything else out again for each pixel.
@@ -56,6 +61,21 @@ def _scale_and_shift(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor,
     scales = (variance + norm.eps).rsqrt()[:, None] * norm.weight.float()[:, None]  # [rows, channels, groups]
     shifts = norm.bias.float()[:, None] - mean[:, None] * scales
     return scales.masked_fill(others, 0).sum(2), shifts.masked_fill(others, 0).sum(2)
+
+
+def _spread_stored(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a kernel of its own: mean and deviation are stored by the one that takes them, and each pixel
+    works out the rest. For small tensors, where a kernel takes longer than that."""
+    rows, groups = mean.shape
+    channels = norm.weight.shape[0]
+
+    def stored(tensor: Tensor) -> Tensor:
+        # The compiler stores what a view by strides is taken of.
+        by_group = tensor.as_strided(tensor.shape, tensor.stride())
+        return by_group[:, :, None].expand(rows, groups, channels // groups).reshape(rows, channels)
+
+    scale = stored((variance + norm.eps).rsqrt()) * norm.weight.float()
+    return scale, norm.bias.float() - stored(mean) * scale
 
 
 def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
