@@ -22,6 +22,7 @@ from model.schedule import COLUMNS, stack
 from model.streams import to_device
 
 _AHEAD = 2  # steps queued beyond the one the device is at
+_MANY = 4 * 2**20  # pixels of a step, from which cuBLAS's products are as fast without a workspace (see `capture`)
 _COPIED = torch.empty(0)
 
 
@@ -43,6 +44,7 @@ class GraphLoop:
         self._slots: dict[Row, int] = {}
         self._places: dict[Row, list[int]] = {}  # the unconditional text's first
         self._device = device
+        self._pixels = height * width
         slots, places = self.capacity, max(self._engines)
         inputs = {spec.name: spec for spec in unet.signature.inputs}
         self._dtype = DTYPES[inputs["sample"].dtype]
@@ -210,7 +212,9 @@ class GraphLoop:
 
     def _replay_of(self, rows: int, engine: Engine) -> Callable[[], None]:
         work = partial(self._step, rows, engine)
-        return capture(work) if self._device.type == "cuda" else work
+        if self._device.type != "cuda":
+            return work
+        return capture(work, workspace=rows * self._pixels < _MANY)
 
     def _step(self, rows: int, engine: Engine) -> None:
         """One step of every slot at its own counter. A slot that is free computes what no one reads."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import components
+from model import graph_loop as graph_loop_module
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
 from model.loop import Loop, Row, StepLoop, has_room, unet_rows
@@ -283,6 +285,24 @@ def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None
     for scheduler in SAMPLERS:
         denoise(loop, [row_of(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
     assert list(loop._replays.values()) == [before]
+
+
+def test_steps_of_many_pixels_are_captured_without_a_workspace(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = graph_loop(model, 1, 2, 4)
+    captured: dict[int, bool] = {}
+
+    def capture(work: "partial[None]", workspace: bool) -> "partial[None]":
+        captured[work.args[0]] = workspace
+        return work
+
+    monkeypatch.setattr(graph_loop_module, "capture", capture)
+    monkeypatch.setattr(graph_loop_module, "_MANY", 4 * HEIGHT * WIDTH)
+    monkeypatch.setattr(loop, "_device", torch.device("cuda"))
+    for rows, engine in loop._engines.items():
+        loop._replay_of(rows, engine)
+    assert captured == {1: True, 2: True, 4: False}
 
 
 def test_a_broken_row_poisons_neither_its_companions_nor_the_next_in_its_slot(model: LoadedModel) -> None:

@@ -1,5 +1,6 @@
 """Work beside the loops: no stream of a GPU reads what another is not done with, and none waits where it need not."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -216,3 +217,25 @@ def test_graphs_of_a_stream_share_a_pool_and_those_of_another_do_not(
         with pytest.raises(AssertionError, match="another stream"):
             replays[0]()
     assert [graph.replays for graph in graphs] == [1, 1, 0, 0]
+
+
+def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
+    captures: list[tuple[object, Stream, Graph]], streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch reads the environment at each product, and keeps a stream's workspace."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
+    seen: list[tuple[str | None, str | None]] = []
+
+    def work() -> None:
+        seen.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("CUBLASLT_WORKSPACE_SIZE")))
+
+    side = Stream("side")
+    with torch.cuda.stream(side):  # type: ignore[arg-type]
+        for workspace in (True, False, False):
+            graphed.capture(work, workspace)()
+    assert seen == 3 * [(":4096:8", None)] + 6 * [(":0:0", "0")]
+    assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], "CUBLASLT_WORKSPACE_SIZE" in os.environ) == (":4096:8", False)
+    (pool, on, _), (pool_2, on_2, _), (pool_3, on_3, _) = captures
+    assert on is side and on_2 is on_3 is not side
+    assert pool is not pool_2 and pool_2 is pool_3

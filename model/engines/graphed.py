@@ -4,10 +4,13 @@ A graph belongs to the stream that was current when it was captured and is repla
 stream draw their memory from one pool and share the workspaces of the libraries they call, so components that never run
 together need not have their own. That is sound because they run one after the other and nothing but buffers of their
 callers outlives a replay. Graphs of different streams, which may run at the same time, share neither: each stream has a
-pool, and one stream to capture on, by which both the allocator and the libraries tell memory apart.
+pool, and one stream to capture on, by which both the allocator and the libraries tell memory apart. It has a second of
+both for graphs that are captured without a workspace.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -16,38 +19,60 @@ import torch
 from model.engines import Engine
 
 _WARM_UPS = 2  # kernels load at their first call, which a capture does not allow
+_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}  # none at all
 
 
 @cache
-def _capturing(home: torch.cuda.Stream) -> tuple[Any, torch.cuda.Stream]:
+def _capturing(home: torch.cuda.Stream, workspace: bool) -> tuple[Any, torch.cuda.Stream]:
     """The memory pool of the graphs that are replayed on `home`, and the stream they are captured on: `home` itself,
-    but for the default stream, which cannot be captured."""
-    if home == torch.cuda.default_stream(home.device):
+    but for the default stream, which cannot be captured, and for graphs without a workspace, as streams keep theirs."""
+    if home == torch.cuda.default_stream(home.device) or not workspace:
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
     return torch.cuda.graph_pool_handle(), home
 
 
-def capture(work: Callable[[], None]) -> Callable[[], None]:
+def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], None]:
     """`work` as a graph: calling the result replays it on the current stream, which must be the one that is current
-    now. `work` runs three times on the way."""
+    now. `work` runs three times on the way.
+
+    `workspace`: whether cuBLAS is given memory to work in. Its large products then hand out their tiles by a counter
+    in it, which is cleared before each of them; without, each program knows its tiles from the beginning. Small ones
+    are faster with it, for they can be split.
+    """
     home = torch.cuda.current_stream()
-    pool, stream = _capturing(home)
-    stream.wait_stream(home)
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UPS):
-            work()
-    home.wait_stream(stream)
-    torch.cuda.synchronize()
+    pool, stream = _capturing(home, workspace)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may use the device meanwhile: they encode images and answer requests.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        work()
+    with nullcontext() if workspace else _no_workspace():
+        stream.wait_stream(home)
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                work()
+        home.wait_stream(stream)
+        torch.cuda.synchronize()
+        # Other threads may use the device meanwhile: they encode images and answer requests.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            work()
 
     def replay() -> None:
         assert torch.cuda.current_stream() == home, "a graph is replayed on another stream than it was captured for"
         graph.replay()
 
     return replay
+
+
+@contextmanager
+def _no_workspace() -> Iterator[None]:
+    """PyTorch asks the environment at each product how large cuBLAS's workspace is to be."""
+    before = {name: os.environ.get(name) for name in _WORKSPACES}
+    os.environ.update(_WORKSPACES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class GraphedEngine:
