@@ -80,10 +80,10 @@ def generate(
     """
     laps = Laps(model.device)
     steps = [request_tables(model, request) for request in batch]
+    rows = draw(model, batch, steps, laps.end)
     warnings = [
         text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
     ]
-    rows = draw(model, batch, steps, laps.end)
     with torch.inference_mode():
         pixels = decode(model, [row.latents for row in rows])
     laps.end("decode")
@@ -216,12 +216,12 @@ def encode_prompt(
     second = components.TEXT_ENCODER_2
     if refiner and not model.shares_text_encoder_2:
         second = components.REFINER_TEXT_ENCODER_2
-    if not refiner:
-        with model.first_text_stream.beside():
-            first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
     encoded = _encode_texts(model, second, "tokenizer_2", texts)
     hidden, pooled = encoded["hidden_states"], encoded["pooled"]
     if not refiner:
+        # Queued after the second, which is the larger by far and has been at work meanwhile.
+        with model.first_text_stream.beside():
+            first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
         model.first_text_stream.hand_over([first])
         hidden = torch.cat([first.to(hidden.dtype), hidden], dim=-1)
     if guided and zero_negative:
