@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from model import torch_libraries  # noqa: F401  first, for it starts to load them
+from model import torch_libraries  # noqa: F401  first, for it begins what others wait for
 from model.coldstart import ColdStart, seconds_since_process_start
 from model.errors import ManifestError
 from model.prefetch import Prefetch

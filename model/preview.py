@@ -11,6 +11,7 @@ from torch.nn.functional import avg_pool2d, interpolate
 
 from model.image import encode
 from model.pipeline import LoadedModel, decoded
+from model.streams import to_device
 
 QUALITY = 80
 # What the map is fitted on: latents that run smoothly from corner to corner. Of the spreads tried on data/tiny-sdxl (1
@@ -33,14 +34,16 @@ def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
     rows, columns = height // scale, width // scale
     generator = torch.Generator().manual_seed(0)
     corners = _SPREAD * torch.randn((1, channels, _CORNERS, _CORNERS), generator=generator)
-    latents = interpolate(corners, (rows, columns), mode="bilinear").to(model.device)
-    with model.decode_stream.beside(latents):
-        seen = avg_pool2d(decoded(model, latents), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    latents = interpolate(corners, (rows, columns), mode="bilinear")
+    given = to_device(latents, model.device)
+    with model.decode_stream.beside(given):
+        seen = avg_pool2d(decoded(model, given), scale).clamp(-1, 1)  # [1, 3, rows, columns]
     model.decode_stream.hand_over([seen])
-    inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1, device=latents.device)], dim=1)
-    normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1, device=latents.device)
-    solution = torch.linalg.solve(normal, inputs.T @ seen.flatten(2)[0].T)  # [channels + 1, 3]
-    return PreviewMap(solution[:-1], solution[-1])
+    # Solved on the host: a GPU's solver is a library of its own, which a start would load for these few numbers.
+    inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1)], dim=1)
+    normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1)
+    solution = torch.linalg.solve(normal, inputs.T @ seen.cpu().flatten(2)[0].T)  # [channels + 1, 3]
+    return PreviewMap(solution[:-1].to(model.device), solution[-1].to(model.device))
 
 
 class Preview:

@@ -594,6 +594,49 @@ def test_libraries_that_are_not_there_are_left_for_torch_to_miss(tmp_path: Path)
     assert "torch" not in modules
 
 
+CUDA_DRIVER = r"""
+    #include <stdio.h>
+    static char calls[200];
+    static int said = 0;
+    #define SAY(...) (said += snprintf(calls + said, sizeof calls - said, __VA_ARGS__), 0)
+    extern "C" {
+    int cuInit(unsigned flags) { return SAY("init %u, ", flags), FAILS; }
+    int cuDeviceGet(int *device, int ordinal) { *device = 7; return SAY("device %d, ", ordinal); }
+    int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = 0, SAY("context of %d", device); }
+    const char *what_was_called() { return calls; }
+    }
+"""
+
+
+@pytest.mark.parametrize(
+    ("built_for", "fails", "calls"),
+    [("cuda", 0, "init 0, device 0, context of 7"), ("cuda", 100, "init 0, "), ("cpu", 0, "")],
+)
+def test_importing_the_model_makes_the_gpu_s_context(tmp_path: Path, built_for: str, fails: int, calls: str) -> None:
+    """With a driver that is compiled here, for a torch that is built for GPUs."""
+    driver = tmp_path / "libcuda.so.1"
+    subprocess.run(
+        ["g++", "-shared", "-fPIC", f"-DFAILS={fails}", "-Wl,-soname,libcuda.so.1", "-x", "c++", "-", "-o", driver],
+        input=textwrap.dedent(CUDA_DRIVER), text=True, check=True,
+    )  # fmt: skip
+    (tmp_path / "torch" / "lib").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "lib" / f"libtorch_{built_for}.so").touch()
+    script = """
+        import ctypes
+
+        driver = ctypes.CDLL(sys.argv[1] + "/libcuda.so.1")  # the loader finds it by this name from now on
+        sys.path.insert(0, sys.argv[1])
+        import model.model
+
+        sys.modules["model.torch_libraries"].making.join()
+        driver.what_was_called.restype = ctypes.c_char_p
+        assert driver.what_was_called().decode() == sys.argv[2], driver.what_was_called()
+    """
+    modules, _ = imported(script, tmp_path, calls)
+    assert "torch" not in modules
+
+
 def test_the_collector_rests_while_a_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     from model.model import Model
 
