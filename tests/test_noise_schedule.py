@@ -10,7 +10,8 @@ from diffusers import DDIMScheduler
 
 from model.errors import ManifestError
 from model.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
-from tests.stand_ins.schedulers import REFERENCES, SDXL
+from tests.stand_ins.schedulers import REFERENCES
+from training.architecture import SCHEDULER as SDXL
 
 
 @pytest.mark.parametrize("beta_schedule", ["linear", "scaled_linear"])

@@ -18,7 +18,8 @@ from model import schedule
 from model.errors import ManifestError, RequestRefused
 from model.noise_schedule import NoiseSchedule
 from model.schedule import COLUMNS, SAMPLERS, Table
-from tests.stand_ins.schedulers import REFERENCES, SDXL
+from tests.stand_ins.schedulers import REFERENCES
+from training.architecture import SCHEDULER as SDXL
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: theirs to mend.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -19,6 +19,7 @@ TIME_WIDTH = 32  # of each embedded number of time_ids
 LATENT_CHANNELS = 4
 VAE_FACTOR = 8
 
+# What SDXL's own scheduler_config.json says.
 SCHEDULER: dict[str, Any] = {
     "_class_name": "EulerDiscreteScheduler",
     "beta_end": 0.012,
