@@ -1,24 +1,32 @@
-"""How much of a denoising loop the GPU does nothing, as its profiler sees it, and what it waits for.
+"""How much of a denoising loop the GPU does nothing, by its profiler and by its own counters, and what it waits for.
 
     python -m engine_builder.benchmarks.idle STORE NAME/1 --steps 30 --out docs/benchmarks/h200.json
 
 A step is one launch of a CUDA graph. Between two kernels of a launch the device is its own master: that gap is how long
 it takes from one kernel to the next. Between two launches it may be waiting for the host to queue the next one.
+
+A profiler that marks each kernel makes the way to the next one longer: the loop's time is measured without it, too, and
+what no kernel fills of that is less.
 """
 
 import argparse
 import json
+import statistics
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from engine_builder.benchmarks.bench import precision_of
+from engine_builder.benchmarks.gpu_counters import Busy, GpuCounters, gpu_counters
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
 from model.coldstart import ColdStart
 from model.loading import Loaded, load_release
+from model.loop import Loop
+from model.loop import Row as LoopRow
 from model.pipeline import base_rows, denoise, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.store import open_store
@@ -62,14 +70,14 @@ def gaps(activities: Iterable[Activity]) -> Gaps:
 
 
 def profile(loaded: Loaded, settings: GenerationSettings) -> list[Activity]:
-    """What the GPU did from the first step of one request to its last."""
-    with torch.inference_mode():
-        rows = base_rows(loaded.model, settings, request_tables(loaded.model, settings)[0])
-        loop = loaded.model.loop(components.UNET, settings.height, settings.width)
+    """What the GPU did from the first step of one request to its last, as its profiler marks it."""
+    rows, loop = _prepared(loaded, settings)
+    with (
+        torch.inference_mode(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
+    ):
+        denoise(loop, rows)
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            denoise(loop, rows)
-            torch.cuda.synchronize()
     return [
         Activity(event.time_range.start, event.time_range.end, event.id)
         for event in profiler.events() or ()
@@ -77,27 +85,76 @@ def profile(loaded: Loaded, settings: GenerationSettings) -> list[Activity]:
     ]
 
 
+def count(loaded: Loaded, settings: GenerationSettings, counters: GpuCounters | None) -> tuple[float, Busy | None]:
+    """The same loop with no profiler: its milliseconds, and how busy the device was from its fifth part to its last.
+
+    Samples are taken by a thread of their own, so that no step waits for one.
+    """
+    rows, loop = _prepared(loaded, settings)
+    steps = settings.num_inference_steps
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    samples = []
+    with torch.inference_mode(), ThreadPoolExecutor(1) as sampler:
+        for row in rows:
+            loop.join(row)
+        began.record()
+        for step in range(steps):
+            if counters is not None and step in (steps // 5, steps - 1):
+                samples.append(sampler.submit(counters.sample))
+            loop.step()
+        ended.record()
+        ended.synchronize()
+    taken = [sample.result() for sample in samples]
+    return began.elapsed_time(ended), counters.busy(*taken) if counters is not None and len(taken) == 2 else None
+
+
+def _prepared(loaded: Loaded, settings: GenerationSettings) -> tuple[list[LoopRow], Loop]:
+    """One request's rows, all on the device, and the loop that is to run them."""
+    with torch.inference_mode():
+        rows = base_rows(loaded.model, settings, request_tables(loaded.model, settings)[0])
+        loop = loaded.model.loop(components.UNET, settings.height, settings.width)
+        torch.cuda.synchronize()
+    return rows, loop
+
+
 def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
-    """Two rows in percent of the loop: all that it is idle, and what of that lies between launches."""
+    """Rows in percent of the loop. By the profiler: that no kernel ran, and what of that lay between launches. By the
+    GPU's counters, where it has them: that it had no work."""
     settings = resolve(request, loaded.served)
     profile(loaded, settings)  # captures the graphs, and sets the profiler up
-    profiles = [profile(loaded, settings) for _ in range(runs)]
+    profiles, counts = [], []
+    with gpu_counters(loaded.model.device) as counters:
+        for _ in range(runs):
+            profiles.append(profile(loaded, settings))
+            counts.append(count(loaded, settings, counters))
     found = [gaps(activities) for activities in profiles]
+    kernels = statistics.median(one.span - one.within - one.between for one in found) / 1000
     extra = {
-        "span_ms": round(found[-1].span / 1000, 2),
+        "span_ms": round(statistics.median(one.span for one in found) / 1000, 2),
+        "kernels_ms": round(kernels, 2),
+        "span_without_profiler_ms": round(statistics.median(milliseconds for milliseconds, _ in counts), 2),
         "activities_a_step": round(len(profiles[-1]) / settings.num_inference_steps, 1),
     }
     precision = precision_of(loaded)
     steps = settings.num_inference_steps
 
-    def row(case: str, values: list[float]) -> Row:
+    def row(case: str, values: list[float], more: dict[str, float]) -> Row:
         name = f"{loaded.release} {settings.width}x{settings.height}, {case}"
-        return make_row(name, values, "%", precision, steps, settings.num_images, digits=2, extra=extra)
+        return make_row(name, values, "%", precision, steps, settings.num_images, digits=2, extra=more)
 
-    return [
-        row("GPU idle in the loop", [100 * (one.within + one.between) / one.span for one in found]),
-        row("GPU idle between steps", [100 * one.between / one.span for one in found]),
+    rows = [
+        row(
+            "GPU idle in the loop, by the profiler",
+            [100 * (one.within + one.between) / one.span for one in found],
+            extra,
+        ),
+        row("GPU idle between steps, by the profiler", [100 * one.between / one.span for one in found], extra),
     ]
+    busy = [one for _, one in counts if one is not None]
+    if busy:
+        share = {"multiprocessors_busy": round(statistics.median(one.multiprocessors for one in busy), 2)}
+        rows.append(row("GPU idle in the loop, by its counters", [100 - one.device for one in busy], share))
+    return rows
 
 
 def main() -> None:

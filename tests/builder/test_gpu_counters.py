@@ -1,0 +1,84 @@
+"""How a GPU's counters are read: with a stand-in for the driver's library, which is not there without a GPU."""
+
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+
+from engine_builder.benchmarks.gpu_counters import Busy, gpu_counters
+
+_PERCENT = {pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 99.5, pynvml.NVML_GPM_METRIC_SM_UTIL: 86.0}
+
+
+class Driver:
+    """What it gives out and takes back."""
+
+    def __init__(self, supported: bool = True) -> None:
+        self.supported = supported
+        self.held: list[int] = []
+        self.fails = False
+
+    def support(self, handle: str) -> Any:
+        assert handle == "GPU-0"
+        return pynvml.c_nvmlGpmSupport_t(isSupportedDevice=self.supported)
+
+    def alloc(self) -> Any:
+        sample = pynvml.c_nvmlGpmSample_t()
+        self.held.append(id(sample))
+        return sample
+
+    def metrics(self, asked: Any) -> None:
+        if self.fails:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
+        for metric in asked.metrics[: asked.numMetrics]:
+            metric.value = _PERCENT[metric.metricId]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    properties = type("Properties", (), {"uuid": "0"})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for name, stand_in in {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlGpmQueryDeviceSupport": made.support,
+        "nvmlGpmSampleAlloc": made.alloc,
+        "nvmlGpmSampleGet": lambda handle, sample: sample,
+        "nvmlGpmSampleFree": lambda sample: made.held.pop(),
+        "nvmlGpmMetricsGet": made.metrics,
+    }.items():
+        monkeypatch.setattr(pynvml, name, stand_in)
+    return made
+
+
+def test_two_samples_tell_how_busy_the_device_was_between_them(driver: Driver) -> None:
+    with gpu_counters(torch.device("cuda")) as counters:
+        assert counters is not None
+        earlier, later = counters.sample(), counters.sample()
+        assert len(driver.held) == 2
+        assert counters.busy(earlier, later) == Busy(device=99.5, multiprocessors=86.0)
+        assert driver.held == []
+
+
+def test_samples_are_freed_where_the_driver_fails(driver: Driver) -> None:
+    driver.fails = True
+    with gpu_counters(torch.device("cuda")) as counters:
+        assert counters is not None
+        with pytest.raises(pynvml.NVMLError):
+            counters.busy(counters.sample(), counters.sample())
+    assert driver.held == []
+
+
+def test_a_device_without_counters_has_none(driver: Driver) -> None:
+    driver.supported = False
+    with gpu_counters(torch.device("cuda")) as counters:
+        assert counters is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, with a driver that has the library")
+def test_without_the_driver_s_library_there_are_none() -> None:
+    with gpu_counters(torch.device("cuda")) as counters:
+        assert counters is None
