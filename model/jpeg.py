@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 _BLOCK = 16  # pixels: the side of what is coded together, with colour at half resolution
 _STRIP = 2**16  # pixels of a strip at least: some half a millisecond
-_STRIPS = min(4, len(os.sched_getaffinity(0)))
+_STRIPS = min(6, len(os.sched_getaffinity(0)))
 
 _START_OF_FRAME, _START_OF_SCAN = 0xC0, 0xDA
 
