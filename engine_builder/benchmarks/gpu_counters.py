@@ -36,7 +36,7 @@ class GpuCounters:
         return taken
 
     def busy(self, earlier: Any, later: Any) -> Busy:
-        """Between two samples, a tenth of a second or more apart; both are freed."""
+        """Between two samples; both are freed. The further apart, the better: half a second is still rough."""
         asked = pynvml.c_nvmlGpmMetricsGet_t()
         asked.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         asked.sample1, asked.sample2 = earlier, later
@@ -61,6 +61,8 @@ def gpu_counters(device: torch.device) -> Iterator[GpuCounters | None]:
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
             counters = GpuCounters(handle)
-    yield counters
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlShutdown()
+    try:
+        yield counters
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()

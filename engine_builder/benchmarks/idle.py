@@ -1,12 +1,12 @@
 """How much of a denoising loop the GPU does nothing, by its profiler and by its own counters, and what it waits for.
 
-    python -m engine_builder.benchmarks.idle STORE NAME/1 --steps 30 --out docs/benchmarks/h200.json
+    python -m engine_builder.benchmarks.idle STORE NAME/1 --steps 100 --out docs/benchmarks/h200.json
 
 A step is one launch of a CUDA graph. Between two kernels of a launch the device is its own master: that gap is how long
 it takes from one kernel to the next. Between two launches it may be waiting for the host to queue the next one.
 
 A profiler that marks each kernel makes the way to the next one longer: the loop's time is measured without it, too, and
-what no kernel fills of that is less.
+what no kernel fills of that is less. The counters are rough where the loop takes less than some seconds.
 """
 
 import argparse

@@ -14,9 +14,9 @@ _PERCENT = {pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 99.5, pynvml.NVML_GPM_METRIC_S
 class Driver:
     """What it gives out and takes back."""
 
-    def __init__(self, supported: bool = True) -> None:
-        self.supported = supported
+    def __init__(self) -> None:
         self.held: list[int] = []
+        self.supported = True
         self.fails = False
 
     def support(self, handle: str) -> Any:
