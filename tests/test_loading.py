@@ -521,6 +521,7 @@ HEAVY = (
 # What the server image has, and what those packages need in turn. One more is one more second of every cold start.
 THIRD_PARTY = {
     "torch", "torchgen", "functorch", "numpy", "tqdm", "typing_extensions",  # torch and what it imports by itself
+    "pynvml",  # by torch, where it is installed: for benchmarks here, in no server's image
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
     "tokenizers", "PIL", "prometheus_client",
     "starlette", "anyio", "sniffio", "idna",
