@@ -6,7 +6,8 @@ A step is one launch of a CUDA graph. Between two kernels of a launch the device
 it takes from one kernel to the next. Between two launches it may be waiting for the host to queue the next one.
 
 A profiler that marks each kernel makes the way to the next one longer: the loop's time is measured without it, too, and
-what no kernel fills of that is less. The counters are rough where the loop takes less than some seconds.
+what no kernel fills of that is less. The counters do not see what lies between two kernels of a launch, only whether
+the GPU is left without work, and are rough where the loop takes less than some seconds.
 """
 
 import argparse
@@ -162,7 +163,7 @@ def main() -> None:
     parser.add_argument("store", help="folder, file:// or s3:// URL")
     parser.add_argument("release", help="MODEL/VERSION")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--images", type=int, default=1)
+    parser.add_argument("--images", type=int, default=1, help="as many as the loop takes at once, or fewer")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     given = parser.parse_args()

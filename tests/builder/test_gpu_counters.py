@@ -1,5 +1,6 @@
 """How a GPU's counters are read: with a stand-in for the driver's library, which is not there without a GPU."""
 
+import ctypes
 from typing import Any
 
 import pynvml
@@ -11,11 +12,17 @@ from engine_builder.benchmarks.gpu_counters import Busy, gpu_counters
 _PERCENT = {pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 99.5, pynvml.NVML_GPM_METRIC_SM_UTIL: 86.0}
 
 
+def number(sample: Any) -> int:
+    return ctypes.cast(sample, ctypes.c_void_p).value or 0
+
+
 class Driver:
-    """What it gives out and takes back."""
+    """Gives out samples by number, from 1, and takes each back once."""
 
     def __init__(self) -> None:
-        self.held: list[int] = []
+        self.given = 0
+        self.held: set[int] = set()
+        self.taken: list[int] = []
         self.supported = True
         self.fails = False
 
@@ -24,11 +31,19 @@ class Driver:
         return pynvml.c_nvmlGpmSupport_t(isSupportedDevice=self.supported)
 
     def alloc(self) -> Any:
-        sample = pynvml.c_nvmlGpmSample_t()
-        self.held.append(id(sample))
-        return sample
+        self.given += 1
+        self.held.add(self.given)
+        return ctypes.cast(self.given, pynvml.c_nvmlGpmSample_t)
+
+    def get(self, handle: str, sample: Any) -> None:
+        self.taken.append(number(sample))
+
+    def free(self, sample: Any) -> None:
+        self.held.remove(number(sample))
 
     def metrics(self, asked: Any) -> None:
+        assert [number(asked.sample1), number(asked.sample2)] == self.taken, "from the earlier one to the later"
+        assert asked.version == pynvml.NVML_GPM_METRICS_GET_VERSION
         if self.fails:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
         for metric in asked.metrics[: asked.numMetrics]:
@@ -46,8 +61,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
         "nvmlGpmQueryDeviceSupport": made.support,
         "nvmlGpmSampleAlloc": made.alloc,
-        "nvmlGpmSampleGet": lambda handle, sample: sample,
-        "nvmlGpmSampleFree": lambda sample: made.held.pop(),
+        "nvmlGpmSampleGet": made.get,
+        "nvmlGpmSampleFree": made.free,
         "nvmlGpmMetricsGet": made.metrics,
     }.items():
         monkeypatch.setattr(pynvml, name, stand_in)
@@ -58,9 +73,9 @@ def test_two_samples_tell_how_busy_the_device_was_between_them(driver: Driver) -
     with gpu_counters(torch.device("cuda")) as counters:
         assert counters is not None
         earlier, later = counters.sample(), counters.sample()
-        assert len(driver.held) == 2
+        assert driver.held == {1, 2}
         assert counters.busy(earlier, later) == Busy(device=99.5, multiprocessors=86.0)
-        assert driver.held == []
+        assert driver.held == set()
 
 
 def test_samples_are_freed_where_the_driver_fails(driver: Driver) -> None:
@@ -69,7 +84,7 @@ def test_samples_are_freed_where_the_driver_fails(driver: Driver) -> None:
         assert counters is not None
         with pytest.raises(pynvml.NVMLError):
             counters.busy(counters.sample(), counters.sample())
-    assert driver.held == []
+    assert driver.held == set()
 
 
 def test_a_device_without_counters_has_none(driver: Driver) -> None:
