@@ -16,7 +16,7 @@ import torch
 from model.components import DTYPES
 from model.engines import Engine, EngineSet
 from model.engines.graphed import capture
-from model.loop import Conditioning, Row, draw_noise, has_room, unet_rows
+from model.loop import Conditioning, Row, advance, draw_noise, guide, has_room, unet_rows
 from model.noise_schedule import MAX_STEPS
 from model.schedule import COLUMNS, stack
 from model.streams import to_device
@@ -59,20 +59,18 @@ class GraphLoop:
 
         with torch.inference_mode():
             self._latents, self._previous, self._noise = (buffer(slots, *latent) for _ in range(3))
-            self._coefficients = buffer(slots, MAX_STEPS, len(COLUMNS))
-            self._guidance = buffer(slots, MAX_STEPS)
+            self._model_input = buffer(slots, *latent, dtype=self._dtype)
+            self._coefficients = buffer(slots, MAX_STEPS, len(COLUMNS) + 1)  # guidance last
             self._at = buffer(slots, dtype=torch.int64)  # the step each slot is at
             self._every = torch.arange(slots, device=device)
             self._time_embeds = buffer(places, MAX_STEPS, time_width, dtype=self._dtype)
             # By place, and as the rows of a bucket read it: that is moved when rows come or go, not at each step.
             self._keys_values = buffer(places, tokens, text_width, dtype=self._dtype)
             self._row_keys_values = torch.zeros_like(self._keys_values)
-            # Row of a bucket -> place and slot; slot -> the rows that predict it (the same one twice where it is not
-            # guided).
+            # Row of a bucket -> place and slot; slot -> the rows that predict it, of all slots the unconditional ones
+            # first (the same one twice where it is not guided).
             self._map = buffer(2 * (places + slots), dtype=torch.int64)
-            self._row_places, self._row_slots, self._conditional, self._unconditional = torch.split(
-                self._map, [places, places, slots, slots]
-            )
+            self._row_places, self._row_slots, self._predicts = torch.split(self._map, [places, places, 2 * slots])
             # All now, so that no request waits for a capture or finds the memory full.
             self._replays = {rows: self._replay_of(rows, engine) for rows, engine in self._engines.items()}
             self._guided_replays = {rows: self._replay_of(rows, engine) for rows, engine in self._guided.items()}
@@ -95,11 +93,11 @@ class GraphLoop:
         places = sorted(set(range(len(self._keys_values))) - taken)[: row.unet_rows]
         steps = row.table.steps
         coefficients = stack([row.table], MAX_STEPS)[1][0]
-        guidance = np.ones(MAX_STEPS, np.float32)
+        guidance = np.ones((MAX_STEPS, 1), np.float32)
         if row.unconditional is not None:
-            guidance[:steps] = row.guidance[:steps]
-        self._coefficients[slot].copy_(to_device(torch.from_numpy(coefficients), self._device))
-        self._guidance[slot].copy_(to_device(torch.from_numpy(guidance), self._device))
+            guidance[:steps, 0] = row.guidance[:steps]
+        now = torch.from_numpy(np.hstack([coefficients, guidance]))
+        self._coefficients[slot].copy_(to_device(now, self._device))
         self._at[slot].zero_()
         self._latents[slot].copy_(row.latents[0])
         self._previous[slot].zero_()
@@ -183,7 +181,7 @@ class GraphLoop:
         """Of each row its place and slot, of each slot its rows, and the text of the first `told` rows; where nothing
         changed, nothing is sent."""
         padding = len(self._row_places) - len(places)
-        mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *conditional, *unconditional]
+        mapped = [*places, *places[-1:] * padding, *slots, *slots[-1:] * padding, *unconditional, *conditional]
         if mapped != self._mapped:
             self._mapped = mapped
             self._map.copy_(to_device(torch.tensor(mapped), self._device))
@@ -218,9 +216,9 @@ class GraphLoop:
 
     def _step(self, rows: int, engine: Engine) -> None:
         """One step of every slot at its own counter. A slot that is free computes what no one reads."""
-        now = self._coefficients[self._every, self._at]  # [slots, 7]
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = now.T.reshape(len(COLUMNS), -1, 1, 1, 1)
-        model_input = (c_in * self._latents).to(self._dtype)
+        now = self._coefficients[self._every, self._at]  # [slots, 8]
+        c_in, *update, scale = now.T.reshape(now.shape[1], -1, 1, 1, 1)
+        model_input = torch.mul(c_in, self._latents, out=self._model_input)
         by_row = (self._row_places, self._row_slots, self._row_keys_values)
         calls = zip(*(torch.split(of[:rows], engine.bucket.rows.max) for of in by_row), strict=True)
         predicted = [
@@ -233,13 +231,8 @@ class GraphLoop:
             )["noise"]
             for places, slots, keys_values in calls
         ]
-        eps = (torch.cat(predicted) if len(predicted) > 1 else predicted[0]).float()
-        unconditional, conditional = eps[self._unconditional], eps[self._conditional]
-        scale = self._guidance[self._every, self._at].reshape(-1, 1, 1, 1)
-        eps = unconditional + scale * (conditional - unconditional)
-        # Written where they stay: a copy is a node of the graph that takes longer than these sums.
-        remembered = prev_coef * self._previous
-        denoised = torch.add(a * self._latents, b * eps, out=self._previous)
-        moved = x_coef * self._latents + denoised_coef * denoised + remembered
-        torch.add(moved, noise_coef * self._noise, out=self._latents)
+        eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
+        unconditional, conditional = eps[self._predicts].float().chunk(2)
+        eps = guide(unconditional, conditional, scale)
+        advance(self._latents, self._previous, eps, self._noise, update)
         self._at.add_(1).clamp_(max=MAX_STEPS - 1)

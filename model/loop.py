@@ -100,14 +100,28 @@ def has_room(loop: Loop, needed: int) -> bool:
     return fits(unet_rows(loop.rows), needed, loop.capacity)
 
 
-class StepLoop:
-    """Runs the engines of one UNet op by op, in the smallest bucket that holds the active rows. For any device.
+def guide(unconditional: torch.Tensor, conditional: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """unconditional + scale * (conditional - unconditional): Ho and Salimans, "Classifier-free diffusion guidance",
+    2022, in diffusers' form."""
+    return torch.addcmul(unconditional, scale, conditional - unconditional)
 
-    One step, for all active rows:
-        eps      = UNet(c_in * x), guided: unconditional + guidance * (conditional - unconditional)
-        denoised = a * x + b * eps
-        next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous denoised + noise_coef * noise
+
+def advance(
+    x: torch.Tensor, previous: torch.Tensor, eps: torch.Tensor, noise: torch.Tensor, update: Sequence[torch.Tensor]
+) -> None:
+    """One step of a sampler (`model.schedule`), in place: `previous` becomes the denoised estimate and `x` the next.
+
+    All are [rows, channels, height/8, width/8], float32. `update`: `COLUMNS` but the first, each [rows, 1, 1, 1].
     """
+    a, b, x_coef, denoised_coef, prev_coef, noise_coef = update
+    moved = prev_coef * previous
+    torch.mul(a, x, out=previous).addcmul_(b, eps)
+    moved.addcmul_(x_coef, x).addcmul_(denoised_coef, previous)
+    torch.addcmul(moved, noise_coef, noise, out=x)
+
+
+class StepLoop:
+    """Runs the engines of one UNet op by op, in the smallest bucket that holds the active rows. For any device."""
 
     def __init__(self, unet: EngineSet, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
@@ -134,12 +148,11 @@ class StepLoop:
         previous = torch.cat([state.previous for state in states])
         at = [state.coefficients[row.step] for row, state in zip(rows, states, strict=True)]
         coefficients = torch.from_numpy(np.stack(at)).to(x.device)  # [rows, 7]
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = coefficients.T.reshape(-1, len(rows), 1, 1, 1)
+        c_in, *update = coefficients.T.reshape(-1, len(rows), 1, 1, 1)
         eps = self._predict_noise(c_in * x)
-        denoised = a * x + b * eps
-        x = x_coef * x + denoised_coef * denoised + prev_coef * previous + noise_coef * draw_noise(rows, x)
+        advance(x, previous, eps, draw_noise(rows, x), update)
         finished = []
-        for row, state, *now in zip(rows, states, x.split(1), denoised.split(1), strict=True):
+        for row, state, *now in zip(rows, states, x.split(1), previous.split(1), strict=True):
             state.x, state.previous = now
             row.step += 1
             if row.step == row.table.steps:
@@ -175,7 +188,7 @@ class StepLoop:
             at = torch.tensor(guided, device=eps.device)
             scales = [float(self.rows[index].guidance[self.rows[index].step]) for index in guided]
             scale = torch.tensor(scales, device=eps.device).reshape(-1, 1, 1, 1)
-            conditional[at] = unconditional + scale * (conditional[at] - unconditional)
+            conditional[at] = guide(unconditional, conditional[at], scale)
         return conditional
 
 

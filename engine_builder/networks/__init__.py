@@ -30,7 +30,7 @@ from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
-FORM = 6
+FORM = 7
 
 
 class ModelFolderError(PreheatError):
@@ -204,6 +204,7 @@ def load_network(
     }.get(component, component)
     config = folder.config(part)
     multiple: int | None = None
+    layout = LAYOUTS.get(torch.device(device).type, "plain")
     module: nn.Module
     load = _load_shapes if device == "meta" else (reader or Reader()).read
     if part == "text_encoder":
@@ -222,7 +223,8 @@ def load_network(
             module = UnetTimeNetwork(network)
             signature = components.unet_time_signature(widths, time, dtype_name)
         else:
-            module = (GuidedUnetNetwork if component == components.UNET_GUIDED else UnetNetwork)(network)
+            by_tiles = layout == "channels_last" and precision != "fp32"
+            module = (GuidedUnetNetwork if component == components.UNET_GUIDED else UnetNetwork)(network, by_tiles)
             signature = components.unet_signature(widths, time, text, dtype_name)
             multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
     else:
@@ -230,7 +232,6 @@ def load_network(
         signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)
         multiple = widths.vae_scale
     module = module.to(device).eval().requires_grad_(False)
-    layout = LAYOUTS.get(torch.device(device).type, "plain")
     if layout == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Network(component, module, signature, architecture(config, component), precision, layout, multiple)

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.winograd import WinogradConv
+
 # Of group norms, as measured on an H200.
 _RUN = 256  # pixels of one partial statistic, at most
 _RUN_OF_LARGE, _LARGE = 1024, 100_000_000  # and of a tensor of so many elements
@@ -29,6 +31,15 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     the channels of a group (Chan, Golub and LeVeque, "Algorithms for computing the sample variance", 1983). In one
     stage the compiler reads a few channels at a time across the whole picture, at a twentieth of the memory's speed.
     """
+    mean, variance = _statistics(norm, hidden)
+    spread = _spread_stored if hidden.numel() <= _SMALL else _spread_summed
+    scale, shift = spread(norm, mean, variance)
+    normed: Tensor = hidden.permute(0, 2, 3, 1).float() * scale[:, None, None] + shift[:, None, None]
+    return normed.to(hidden.dtype).permute(0, 3, 1, 2)
+
+
+def _statistics(norm: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each group, [rows, groups], fp32."""
     rows, channels, height, width = hidden.shape
     pixels = height * width
     elements = hidden.numel()
@@ -36,17 +47,12 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     # Not all sizes are whole runs of that: 832x1216 has 26x38 latents at the UNet's lowest level.
     run = max(length for length in range(1, longest + 1) if pixels % length == 0)
     groups = norm.num_groups
-    last = hidden.permute(0, 2, 3, 1)
-    parts = last.reshape(rows, pixels // run, run, channels).float()
+    parts = hidden.permute(0, 2, 3, 1).reshape(rows, pixels // run, run, channels).float()
     spreads, means = torch.var_mean(parts, 2, correction=0)  # [rows, runs, channels]
     grouped = means.reshape(rows, -1, groups, channels // groups)
     mean = grouped.mean((1, 3))  # [rows, groups]
     between = (grouped - mean[:, None, :, None]).square()
-    variance = (spreads.reshape(grouped.shape) + between).mean((1, 3))
-    spread = _spread_stored if elements <= _SMALL else _spread_summed
-    scale, shift = spread(norm, mean, variance)
-    normed: Tensor = last.float() * scale[:, None, None] + shift[:, None, None]
-    return normed.to(hidden.dtype).permute(0, 3, 1, 2)
+    return mean, (spreads.reshape(grouped.shape) + between).mean((1, 3))
 
 
 def _spread_summed(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,13 +87,37 @@ def _spread_stored(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, T
 def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     """A ResNet block. `bias` [rows, channels out]: what the embedded time adds between its convolutions. It may have
     more rows than `hidden`: see `repeated`."""
-    inner = block.conv1(F.silu(group_norm(block.norm1, hidden)))
-    if bias is not None:
-        inner = repeated(inner, bias.shape[0]) + bias[:, :, None, None]
-    inner = block.conv2(F.silu(group_norm(block.norm2, inner)))
+    rows = hidden.shape[0] if bias is None else bias.shape[0]
     straight = hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)
-    out: Tensor = repeated(straight, inner.shape[0]) + inner
-    return out
+    inner = _convolved(block.norm1, block.conv1, hidden, bias=bias)
+    return _convolved(block.norm2, block.conv2, inner, residual=repeated(straight, rows))
+
+
+def _convolved(
+    norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """conv(silu(norm(hidden))), and to it `bias` [rows, channels] for every pixel, or `residual`, as large as it."""
+    if isinstance(conv, WinogradConv):
+        return _by_tiles(norm, conv, hidden, bias, residual)
+    out: Tensor = conv(F.silu(group_norm(norm, hidden)))
+    if bias is not None:
+        out = repeated(out, bias.shape[0]) + bias[:, :, None, None]
+    return out if residual is None else residual + out
+
+
+def _by_tiles(norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The same by Winograd's minimal filtering, on a GPU: the norm, SiLU and sums are part of its transforms."""
+    from engine_builder.networks import kernels
+
+    if bias is not None:
+        hidden = repeated(hidden, bias.shape[0])
+    mean, variance = _statistics(norm, hidden)
+    height, width = hidden.shape[2:]
+    deviation = (variance + norm.eps).sqrt()
+    tiles = kernels.winograd_tiles(hidden.permute(0, 2, 3, 1).contiguous(), mean, deviation, norm.weight, norm.bias)
+    products = torch.bmm(tiles, conv.weight.transpose(1, 2))
+    added = None if residual is None else residual.permute(0, 2, 3, 1).contiguous()
+    return kernels.winograd_pixels(products, conv.bias, height, width, bias, added).permute(0, 3, 1, 2)
 
 
 def repeated(hidden: Tensor, rows: int) -> Tensor:

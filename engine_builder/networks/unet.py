@@ -26,6 +26,7 @@ from engine_builder.networks.blocks import (
     split_into_phases,
     upsample,
 )
+from engine_builder.networks.winograd import transform_wide
 from model.store.manifest import BLOB_LIMIT
 
 _WEIGHTS = BLOB_LIMIT // 5  # of one product: 4 bytes each in fp32, and room for a blob's header
@@ -75,7 +76,8 @@ class UnetTimeNetwork(nn.Module):
 class UnetNetwork(nn.Module):
     """sample [rows, channels, height/8, width/8], time_embeds and keys_values of each row -> predicted noise."""
 
-    def __init__(self, network: Any) -> None:
+    def __init__(self, network: Any, by_tiles: bool = False) -> None:
+        """`by_tiles`: wide convolutions in the form of `winograd`, which runs on GPUs in half precision only."""
         super().__init__()
         self.network = network
         self._time = [block.time_emb_proj.out_features for block in resnets(network)]
@@ -86,6 +88,8 @@ class UnetNetwork(nn.Module):
         for block in network.up_blocks:
             for upsampler in block.upsamplers or ():
                 split_into_phases(upsampler)
+        for block in resnets(network) if by_tiles else ():
+            transform_wide(block)
         keep_parameters(network, _is_read_each_step)
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
