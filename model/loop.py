@@ -152,7 +152,7 @@ class StepLoop:
         eps = self._predict_noise(c_in * x)
         advance(x, previous, eps, draw_noise(rows, x), update)
         finished = []
-        for row, state, *now in zip(rows, states, x.split(1), previous.split(1), strict=True):
+        for row, state, *now in zip(rows, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
             state.x, state.previous = now
             row.step += 1
             if row.step == row.table.steps:

@@ -5,9 +5,10 @@
 A step is one launch of a CUDA graph. Between two kernels of a launch the device is its own master: that gap is how long
 it takes from one kernel to the next. Between two launches it may be waiting for the host to queue the next one.
 
-A profiler that marks each kernel makes the way to the next one longer: the loop's time is measured without it, too, and
-what no kernel fills of that is less. The counters do not see what lies between two kernels of a launch, only whether
-the GPU is left without work, and are rough where the loop takes less than some seconds.
+A profiler that marks each kernel makes the way to the next one longer. So after each profiled loop the same one runs
+without it, and what the kernels that were profiled leave of that loop's time is said, too. The counters do not see what
+lies between two kernels of a launch, only whether the GPU is left without work, and are rough where the loop takes less
+than some seconds.
 """
 
 import argparse
@@ -119,8 +120,8 @@ def _prepared(loaded: Loaded, settings: GenerationSettings) -> tuple[list[LoopRo
 
 
 def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
-    """Rows in percent of the loop. By the profiler: that no kernel ran, and what of that lay between launches. By the
-    GPU's counters, where it has them: that it had no work."""
+    """Rows in percent of the loop. By the profiler: that no kernel ran, what of that lay between launches, and what its
+    kernels leave of a loop that is not profiled. By the GPU's counters, where it has them: that it had no work."""
     settings = resolve(request, loaded.served)
     profile(loaded, settings)  # captures the graphs, and sets the profiler up
     profiles, counts = [], []
@@ -129,11 +130,12 @@ def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
             profiles.append(profile(loaded, settings))
             counts.append(count(loaded, settings, counters))
     found = [gaps(activities) for activities in profiles]
-    kernels = statistics.median(one.span - one.within - one.between for one in found) / 1000
+    kernels = [(one.span - one.within - one.between) / 1000 for one in found]  # ms
+    alone = [milliseconds for milliseconds, _ in counts]
     extra = {
         "span_ms": round(statistics.median(one.span for one in found) / 1000, 2),
-        "kernels_ms": round(kernels, 2),
-        "span_without_profiler_ms": round(statistics.median(milliseconds for milliseconds, _ in counts), 2),
+        "kernels_ms": round(statistics.median(kernels), 2),
+        "span_without_profiler_ms": round(statistics.median(alone), 2),
         "activities_a_step": round(len(profiles[-1]) / settings.num_inference_steps, 1),
     }
     precision = precision_of(loaded)
@@ -150,6 +152,11 @@ def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
             extra,
         ),
         row("GPU idle between steps, by the profiler", [100 * one.between / one.span for one in found], extra),
+        row(
+            "GPU idle in the loop, not profiled",
+            [100 * (1 - ran / of) for ran, of in zip(kernels, alone, strict=True)],
+            extra,
+        ),
     ]
     busy = [one for _, one in counts if one is not None]
     if busy:

@@ -117,7 +117,8 @@ def _by_tiles(norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None
     tiles = kernels.winograd_tiles(hidden.permute(0, 2, 3, 1).contiguous(), mean, deviation, norm.weight, norm.bias)
     products = torch.bmm(tiles, conv.weight.transpose(1, 2))
     added = None if residual is None else residual.permute(0, 2, 3, 1).contiguous()
-    return kernels.winograd_pixels(products, conv.bias, height, width, bias, added).permute(0, 3, 1, 2)
+    out: Tensor = kernels.winograd_pixels(products, conv.bias, height, width, bias, added)
+    return out.permute(0, 3, 1, 2)
 
 
 def repeated(hidden: Tensor, rows: int) -> Tensor:

@@ -74,9 +74,7 @@ def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) ->
 def _tanh(x):  # type: ignore[no-untyped-def]
     # The GPU's own, which is within 2^-11 of it, half a step of fp16: a seventh of the work of an exponential and a
     # division.
-    return tl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-    )  # fmt: skip
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 # Of a product with GEGLU: as measured on an H200.
@@ -189,6 +187,31 @@ _TILES_CHANNELS = 128  # of one program, where that divides them; else half as m
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _normed_silu(  # type: ignore[no-untyped-def]
+    hidden, scale, shift, row, y, x, known, channel,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    # One pixel of each tile. The border is of what is convolved: it is zero, not normed.
+    inside = (known & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
+    at = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
+    normed = tl.load(hidden + at, inside, 0.0).to(tl.float32) * scale + shift
+    return tl.where(inside, normed / (1.0 + tl.exp2(normed * -1.4426950408889634)), 0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _winograd_column(  # type: ignore[no-untyped-def]
+    hidden, scale, shift, row, top, x, known, channel,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    # A column of B^T pixels.
+    first = _normed_silu(hidden, scale, shift, row, top, x, known, channel, HEIGHT, WIDTH, CHANNELS)
+    second = _normed_silu(hidden, scale, shift, row, top + 1, x, known, channel, HEIGHT, WIDTH, CHANNELS)
+    third = _normed_silu(hidden, scale, shift, row, top + 2, x, known, channel, HEIGHT, WIDTH, CHANNELS)
+    fourth = _normed_silu(hidden, scale, shift, row, top + 3, x, known, channel, HEIGHT, WIDTH, CHANNELS)
+    return first - third, second + third, third - second, second - fourth
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
     hidden, mean, deviation, weight, bias, out,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
@@ -196,6 +219,7 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     down: tl.constexpr = (HEIGHT + 1) // 2
     across: tl.constexpr = (WIDTH + 1) // 2
+    place: tl.constexpr = TILES * CHANNELS
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     row, top, left = tile // (down * across), tile // across % down * 2 - 1, tile % across * 2 - 1
@@ -203,26 +227,16 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
     group = row[:, None] * GROUPS + (channel // (CHANNELS // GROUPS))[None, :]
     scale = tl.load(weight + channel).to(tl.float32)[None, :] / tl.load(deviation + group, known[:, None], 1.0)
     shift = tl.load(bias + channel).to(tl.float32)[None, :] - tl.load(mean + group, known[:, None], 0.0) * scale
-    pixels = ()
+    first = _winograd_column(hidden, scale, shift, row, top, left, known, channel, HEIGHT, WIDTH, CHANNELS)
+    second = _winograd_column(hidden, scale, shift, row, top, left + 1, known, channel, HEIGHT, WIDTH, CHANNELS)
+    third = _winograd_column(hidden, scale, shift, row, top, left + 2, known, channel, HEIGHT, WIDTH, CHANNELS)
+    fourth = _winograd_column(hidden, scale, shift, row, top, left + 3, known, channel, HEIGHT, WIDTH, CHANNELS)
     for i in tl.static_range(4):
-        for j in tl.static_range(4):
-            y, x = top + i, left + j
-            inside = (known & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
-            at = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
-            normed = tl.load(hidden + at, inside, 0.0).to(tl.float32) * scale + shift
-            silu = normed / (1.0 + tl.exp2(normed * -1.4426950408889634))
-            pixels += (tl.where(inside, silu, 0.0),)  # the border is of what is convolved: not normed
-    columns = ()  # of B^T pixels, one after the other
-    for j in tl.static_range(4):
-        first, second, third, fourth = pixels[j], pixels[4 + j], pixels[8 + j], pixels[12 + j]
-        columns += (first - third, second + third, third - second, second - fourth)
-    for i in tl.static_range(4):
-        first, second, third, fourth = columns[i], columns[4 + i], columns[8 + i], columns[12 + i]
-        at = out + 4 * i * TILES * CHANNELS + tile[:, None] * CHANNELS + channel[None, :]
-        tl.store(at, (first - third).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + TILES * CHANNELS, (second + third).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + 2 * TILES * CHANNELS, (third - second).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + 3 * TILES * CHANNELS, (second - fourth).to(out.dtype.element_ty), known[:, None])
+        at = out + 4 * i * place + tile[:, None] * CHANNELS + channel[None, :]
+        tl.store(at, (first[i] - third[i]).to(out.dtype.element_ty), known[:, None])
+        tl.store(at + place, (second[i] + third[i]).to(out.dtype.element_ty), known[:, None])
+        tl.store(at + 2 * place, (third[i] - second[i]).to(out.dtype.element_ty), known[:, None])
+        tl.store(at + 3 * place, (second[i] - fourth[i]).to(out.dtype.element_ty), known[:, None])
 
 
 @library.triton_op("preheat::winograd_tiles", mutates_args={})
@@ -245,6 +259,16 @@ def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tens
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _winograd_row(at, known, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A row of products A: what goes into the left pixels, and into the right ones.
+    first = tl.load(at, known[:, None], 0.0).to(tl.float32)
+    second = tl.load(at + PLACE, known[:, None], 0.0).to(tl.float32)
+    third = tl.load(at + 2 * PLACE, known[:, None], 0.0).to(tl.float32)
+    fourth = tl.load(at + 3 * PLACE, known[:, None], 0.0).to(tl.float32)
+    return first + second + third, second - third - fourth
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
     products, bias, more, residual, out, more_stride,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr,
@@ -252,6 +276,7 @@ def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     down: tl.constexpr = (HEIGHT + 1) // 2
     across: tl.constexpr = (WIDTH + 1) // 2
+    place: tl.constexpr = TILES * CHANNELS
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     row, top, left = tile // (down * across), tile // across % down * 2, tile % across * 2
@@ -260,27 +285,19 @@ def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
     if MORE:
         added += tl.load(more + row[:, None] * more_stride + channel[None, :], known[:, None], 0.0).to(tl.float32)
     at = products + tile[:, None] * CHANNELS + channel[None, :]
-    lefts, rights = (), ()  # the two columns of products A
+    first, second = _winograd_row(at, known, place), _winograd_row(at + 4 * place, known, place)
+    third, fourth = _winograd_row(at + 8 * place, known, place), _winograd_row(at + 12 * place, known, place)
     for i in tl.static_range(4):
-        place = at + 4 * i * TILES * CHANNELS
-        first = tl.load(place, known[:, None], 0.0).to(tl.float32)
-        second = tl.load(place + TILES * CHANNELS, known[:, None], 0.0).to(tl.float32)
-        third = tl.load(place + 2 * TILES * CHANNELS, known[:, None], 0.0).to(tl.float32)
-        fourth = tl.load(place + 3 * TILES * CHANNELS, known[:, None], 0.0).to(tl.float32)
-        lefts += (first + second + third,)
-        rights += (second - third - fourth,)
-    for j in tl.static_range(2):
-        column = lefts if j == 0 else rights
-        for i in tl.static_range(2):
-            if i == 0:
-                pixel = column[0] + column[1] + column[2] + added
-            else:
-                pixel = column[1] - column[2] - column[3] + added
-            inside = (known & (top + i < HEIGHT) & (left + j < WIDTH))[:, None]
-            to = ((row * HEIGHT + top + i) * WIDTH + left + j)[:, None] * CHANNELS + channel[None, :]
-            if RESIDUAL:
-                pixel += tl.load(residual + to, inside, 0.0).to(tl.float32)
-            tl.store(out + to, pixel.to(out.dtype.element_ty), inside)
+        y, x = top + i // 2, left + i % 2
+        if i // 2 == 0:
+            pixel = first[i % 2] + second[i % 2] + third[i % 2] + added
+        else:
+            pixel = second[i % 2] - third[i % 2] - fourth[i % 2] + added
+        inside = (known & (y < HEIGHT) & (x < WIDTH))[:, None]
+        to = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
+        if RESIDUAL:
+            pixel += tl.load(residual + to, inside, 0.0).to(tl.float32)
+        tl.store(out + to, pixel.to(out.dtype.element_ty), inside)
 
 
 @library.triton_op("preheat::winograd_pixels", mutates_args={})
@@ -290,8 +307,8 @@ def winograd_pixels(
     """The convolution from its products in the basis of `winograd`: A^T products A, and what is added to it.
 
     products: [16, rows * tiles, channels], contiguous, of tiles as `winograd_tiles` gives them; bias: [channels];
-    more: [rows, channels], each row contiguous; residual: [rows, height, width, channels], contiguous. Channels are a multiple
-    of 64. Returns [rows, height, width, channels].
+    more: [rows, channels], each row contiguous; residual: [rows, height, width, channels], contiguous. Channels are a
+    multiple of 64. Returns [rows, height, width, channels].
     """
     count, channels = products.shape[1:]
     rows = count // (((height + 1) // 2) * ((width + 1) // 2))

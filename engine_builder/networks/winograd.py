@@ -43,4 +43,4 @@ def transformed(weight: Tensor) -> Tensor:
     exact = torch.promote_types(weight.dtype, torch.float32)
     axis = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=exact, device=weight.device)
     places = torch.kron(axis, axis) @ weight.to(exact).flatten(2).flatten(0, 1).T
-    return places.to(weight.dtype).unflatten(1, weight.shape[:2])
+    return places.to(weight.dtype).reshape(-1, *weight.shape[:2])

@@ -24,8 +24,25 @@ from types import SimpleNamespace
 import torch
 from torch import library
 
-from engine_builder.networks import blocks, kernels
+from triton.runtime import interpreter
 
+from engine_builder.networks import blocks, kernels, winograd
+
+
+def exact_tanh(x):  # the interpreter has no GPU's instructions
+    return 1 - 2 / (1 + kernels.tl.exp(2 * x))
+
+
+kernels._tanh = exact_tanh
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def patch_tensor_and_index(tensor, scope):  # its own takes an array of one number for a number, which numpy 2.4 refuses
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patch_tensor_and_index
 torch.manual_seed(0)
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
 errors, told = {}, {}
@@ -75,6 +92,29 @@ for rows, width in ((1, 128), (2, 256), (9, 128)):  # fewer tiles than programs,
         projection.weight *= 8  # gates far out, too
         got = kernels.geglu(tokens, projection.weight, projection.bias)
         compare(f"geglu, {rows} x {width}", got, blocks.geglu(projection, tokens))
+winograd._CHANNELS = winograd._FEWEST = 64
+sizes = ((2, 64, 64, 8, 6), (3, 128, 64, 5, 7), (1, 64, 192, 2, 2), (2, 128, 128, 13, 1))
+for rows, before, after, height, width in sizes:
+    # Sizes that are no whole tiles, tiles that are no whole programs, and both widths of a program.
+    norms = [torch.nn.GroupNorm(8, channels) for channels in (before, after)]
+    for norm in norms:
+        torch.nn.init.normal_(norm.weight)
+        torch.nn.init.normal_(norm.bias)
+    convolutions = [torch.nn.Conv2d(channels, after, 3, padding=1) for channels in (before, after)]
+    shortcut = torch.nn.Conv2d(before, after, 1) if before != after else None
+    block = SimpleNamespace(
+        norm1=norms[0], conv1=convolutions[0], norm2=norms[1], conv2=convolutions[1], conv_shortcut=shortcut
+    )
+    hidden = torch.randn(rows, before, height, width).to(memory_format=torch.channels_last)
+    bias = torch.randn(rows, 3 * after).split(after, -1)[1]  # as the UNet has it: a slice of all blocks' biases
+    with torch.no_grad():
+        wanted = blocks.resnet(block, hidden, bias)
+        winograd.transform_wide(block)
+        compare(f"winograd, {rows} x {before} x {height} x {width}", blocks.resnet(block, hidden, bias), wanted)
+        if rows == 1:  # as guided rows begin
+            plain = SimpleNamespace(**vars(block) | {"conv1": convolutions[0], "conv2": convolutions[1]})
+            more = torch.randn(2, after)
+            compare("winograd, repeated", blocks.resnet(block, hidden, more), blocks.resnet(plain, hidden, more))
 print(json.dumps({"errors": errors, "told": {name: sorted(types) for name, types in told.items()}}))
 """
 
@@ -93,7 +133,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
-@pytest.mark.parametrize("kernel", ["text", "self", "geglu"])
+@pytest.mark.parametrize("kernel", ["text", "self", "geglu", "winograd"])
 def test_a_kernel_computes_what_pytorch_does(kernel: str, found: dict[str, Any]) -> None:
     errors = {name: error for name, error in found["errors"].items() if name.startswith(f"{kernel},")}
     assert len(errors) >= 2 and max(errors.values()) < 1e-5, errors
@@ -102,6 +142,7 @@ def test_a_kernel_computes_what_pytorch_does(kernel: str, found: dict[str, Any])
 @pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
 def test_no_kernel_is_given_a_fraction_when_it_runs(found: dict[str, Any]) -> None:
     """Compiled into an engine it would be a double, and everything computed with it would be in fp64."""
-    assert found["told"].keys() == {"_attend_kernel", "_attend_self_kernel", "_geglu_kernel"}
+    names = ("attend", "attend_self", "geglu", "winograd_tiles", "winograd_pixels")
+    assert found["told"].keys() == {f"_{name}_kernel" for name in names}
     for kernel, types in found["told"].items():
         assert set(types) <= {"tensor", "int"}, kernel

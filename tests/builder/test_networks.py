@@ -20,12 +20,14 @@ from engine_builder import networks
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
-from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network
+from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
+from engine_builder.networks.winograd import WinogradConv, transform_wide, transformed
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.components import BASE_COMPONENTS
 from model.store import Store
+from model.store.manifest import Precision
 from model.target import Target
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
@@ -247,6 +249,54 @@ def test_upsampling_in_phases_rounds_as_little_as_the_convolution(dtype: torch.d
 
     plain, phases = error(upsampled(conv, hidden)), error(in_phases(conv, hidden))
     assert 0 < phases < 1.5 * plain
+
+
+@torch.inference_mode()
+def test_a_convolution_by_tiles_has_the_weights_of_winograd_s_filtering() -> None:
+    """A^T [(weights) (B^T tile B)] A is the convolution of a tile, with the matrices of the literature."""
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(5, 7, 3, bias=False, dtype=torch.float64)
+    tile = torch.randn(5, 4, 4, dtype=torch.float64)
+    into = torch.tensor([[1.0, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=torch.float64)
+    out = torch.tensor([[1.0, 1, 1, 0], [0, 1, -1, -1]], dtype=torch.float64)
+    places = (into @ tile @ into.T).flatten(1)  # [in, 16]
+    weights = transformed(conv.weight)
+    assert weights.shape == (16, 7, 5) and weights.is_contiguous()
+    products = torch.einsum("pnc,cp->np", weights, places).unflatten(1, (4, 4))
+    torch.testing.assert_close(out @ products @ out.T, conv(tile[None])[0], rtol=1e-12, atol=1e-12)
+
+
+def test_weights_of_tiles_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    kernel = torch.randn(32, 16, 3, 3).half()
+    assert torch.equal(transformed(kernel), transformed(kernel.double()).half())
+
+
+@pytest.mark.parametrize("before, after, by_tiles", [
+    (640, 640, True), (320, 640, True), (960, 320, True), (320, 320, False), (640, 4, False), (660, 640, False),
+])  # fmt: skip
+def test_wide_convolutions_alone_are_computed_by_tiles(before: int, after: int, by_tiles: bool) -> None:
+    with torch.device("meta"):
+        block = SimpleNamespace(conv1=torch.nn.Conv2d(before, after, 3), conv2=torch.nn.Conv2d(64, 64, 3))
+        transform_wide(block)
+    assert isinstance(block.conv1, WinogradConv) == by_tiles and isinstance(block.conv2, torch.nn.Conv2d)
+
+
+@pytest.mark.parametrize("component", ["unet", "unet_guided"])
+@pytest.mark.parametrize("precision, device, by_tiles", [
+    ("fp16", "cuda", True), ("bf16", "cuda", True), ("fp32", "cuda", False), ("fp16", "cpu", False),
+])  # fmt: skip
+def test_a_unet_is_computed_by_tiles_on_gpus_in_half_precision(
+    component: str, precision: Precision, device: str, by_tiles: bool, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of Triton do that, and a release keeps a GPU's weights apart from others'."""
+    monkeypatch.setattr(winograd, "_CHANNELS", 1)
+    monkeypatch.setattr(winograd, "_FEWEST", 1)
+    monkeypatch.setattr(winograd, "_BLOCK", 1)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # there may be no such device
+    names = load_network(ModelFolder(toy_folder), component, precision, device).tensors()
+    form = names["mid_block.resnets.0.conv1.weight"].shape
+    assert (len(form) == 3 and form[0] == 16) == by_tiles and "mid_block.resnets.0.conv1.bias" in names
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
