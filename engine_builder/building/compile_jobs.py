@@ -56,7 +56,8 @@ class Done:
 
 
 def default_processes(target: Target) -> int:
-    """As many as a CPU has cores, four at most; one on a GPU, whose memory each process would take a part of."""
+    """As many as a CPU has cores, four at most; one on a GPU, whose memory each process would take a part of, and where
+    what the compiler times would be slower for what others do meanwhile."""
     return min(4, len(os.sched_getaffinity(0))) if target.device == "cpu" else 1
 
 

@@ -65,7 +65,7 @@ def build(
         typer.Option(
             min=1,
             help="Engines compiled side by side, each with a network of its own in memory, the GPU's too; default: as "
-            "many as a CPU has cores, four at most; one on a GPU.",
+            "many as a CPU has cores, four at most; one on a GPU, where more disturb each other's timings.",
         ),
     ] = None,
     cache_dir: CacheOption = None,
