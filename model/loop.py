@@ -111,6 +111,9 @@ def advance(
 ) -> None:
     """One step of a sampler (`model.schedule`), in place: `previous` becomes the denoised estimate and `x` the next.
 
+        denoised = a * x + b * eps
+        next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
+
     All are [rows, channels, height/8, width/8], float32. `update`: `COLUMNS` but the first, each [rows, 1, 1, 1].
     """
     a, b, x_coef, denoised_coef, prev_coef, noise_coef = update

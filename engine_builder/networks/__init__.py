@@ -1,7 +1,8 @@
 """The networks of a diffusers-layout folder, wrapped so that flat named tensors go in and come out.
 
 A folder is a full SDXL checkout, plain or with `variant="fp16"` or sharded weights, or `data/tiny-sdxl`. The wrappers
-change no arithmetic: they only drop dictionaries and outputs that nobody reads.
+compute what the libraries' networks do: they drop dictionaries and outputs that nobody reads, and write some parts in a
+form that is faster once it is compiled.
 """
 
 import copy
