@@ -107,7 +107,7 @@ def _convolved(
 
 def _by_tiles(norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """The same by Winograd's minimal filtering, on a GPU: the norm, SiLU and sums are part of its transforms."""
-    from engine_builder.networks import kernels
+    from engine_builder.networks import winograd_kernels as kernels
 
     if bias is not None:
         hidden = repeated(hidden, bias.shape[0])

@@ -16,8 +16,7 @@ _BLOCK = 64  # channels a kernel takes at once, at least
 
 
 class WinogradConv(nn.Module):
-    """A 3x3 convolution with a border of one pixel, in the form that `kernels.winograd_tiles` and `winograd_pixels`
-    need.
+    """A 3x3 convolution with a border of one pixel, in the form that `winograd_kernels` works with.
 
     weight: [16, channels out, channels in]; bias: [channels out].
     """
