@@ -13,6 +13,19 @@ _TILES_CHANNELS = 128  # of one program, where that divides them; else half as m
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _winograd_places(  # type: ignore[no-untyped-def]
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
+    # What this program works on: its tiles and whether there are such, its channels, and each tile's row of the batch
+    # and first pixel of the 2x2.
+    down: tl.constexpr = (HEIGHT + 1) // 2
+    across: tl.constexpr = (WIDTH + 1) // 2
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    return tile, tile < TILES, channel, tile // (down * across), tile // across % down * 2, tile % across * 2
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _normed_silu(  # type: ignore[no-untyped-def]
     hidden, scale, shift, row, y, x, known, channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
@@ -43,13 +56,9 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    down: tl.constexpr = (HEIGHT + 1) // 2
-    across: tl.constexpr = (WIDTH + 1) // 2
     place: tl.constexpr = TILES * CHANNELS
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    row, top, left = tile // (down * across), tile // across % down * 2 - 1, tile % across * 2 - 1
-    known = tile < TILES
+    tile, known, channel, row, y, x = _winograd_places(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
+    top, left = y - 1, x - 1  # of the 4x4 pixels
     group = row[:, None] * GROUPS + (channel // (CHANNELS // GROUPS))[None, :]
     scale = tl.load(weight + channel).to(tl.float32)[None, :] / tl.load(deviation + group, known[:, None], 1.0)
     shift = tl.load(bias + channel).to(tl.float32)[None, :] - tl.load(mean + group, known[:, None], 0.0) * scale
@@ -100,13 +109,8 @@ def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr,
     RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    down: tl.constexpr = (HEIGHT + 1) // 2
-    across: tl.constexpr = (WIDTH + 1) // 2
     place: tl.constexpr = TILES * CHANNELS
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
-    row, top, left = tile // (down * across), tile // across % down * 2, tile % across * 2
-    known = tile < TILES
+    tile, known, channel, row, top, left = _winograd_places(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
     added = tl.load(bias + channel).to(tl.float32)[None, :]
     if MORE:
         added += tl.load(more + row[:, None] * more_stride + channel[None, :], known[:, None], 0.0).to(tl.float32)
