@@ -116,6 +116,7 @@ def advance(
 
     All are [rows, channels, height/8, width/8], float32. `update`: `COLUMNS` but the first, each [rows, 1, 1, 1].
     """
+    # Written where they stay: a copy is a node of a graph that takes longer than these sums.
     a, b, x_coef, denoised_coef, prev_coef, noise_coef = update
     moved = prev_coef * previous
     torch.mul(a, x, out=previous).addcmul_(b, eps)
