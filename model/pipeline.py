@@ -1,4 +1,4 @@
-"""Prompt -> image, as plain functions over loaded engines: base_rows, denoise, refiner_row, decode.
+"""Prompt -> image, as plain functions over loaded engines: base_rows, denoise, refiner_row, Decoding.
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
 with denoising_end/denoising_start. Rows of one batch may differ in prompt, seed, sampler, steps and guidance. This
@@ -16,7 +16,7 @@ from model.components import DTYPES
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
 from model.guidance import embed_guidance, guidance_by_step, scale_by_step
-from model.image import Pixels, to_levels, to_uint8
+from model.image import Pixels, broken_image, to_levels
 from model.loop import Conditioning, Loop, Row, StepLoop, has_room
 from model.noise_schedule import Floats, NoiseSchedule
 from model.request import GenerationSettings
@@ -85,9 +85,13 @@ def generate(
         text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
     ]
     with torch.inference_mode():
-        pixels = decode(model, [row.latents for row in rows])
+        decodings = [Decoding(model, row.latents) for row in rows]
+    pictures = [decoding.wait() for decoding in decodings]
     laps.end("decode")
-    return list(pixels), laps.milliseconds(), warnings
+    broken = [index for index, picture in enumerate(pictures) if picture is None]
+    if broken:
+        raise broken_image(broken, len(pictures))
+    return [picture for picture in pictures if picture is not None], laps.milliseconds(), warnings
 
 
 @torch.inference_mode()
@@ -321,16 +325,6 @@ def refiner_row(
     """
     guidance = guidance_by_step(request)[request.num_inference_steps - steps.steps :]
     return Row(row.latents, steps, guidance, row.generator, *text)
-
-
-def decode(model: LoadedModel, latents: Sequence[torch.Tensor]) -> Pixels:
-    """Latents, one [1, channels, height/8, width/8] an image -> uint8 [images, height, width, 3].
-
-    Raises BrokenImage where any value of a picture is not a finite number.
-    """
-    # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
-    with model.decode_stream.beside(*latents):
-        return to_uint8(torch.cat([decoded(model, one) for one in latents]))
 
 
 class Decoding:

@@ -20,6 +20,7 @@ This module knows nothing of tensors, devices, guidance or generators.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,7 @@ class Table:
         return self.steps
 
 
+@lru_cache(maxsize=256)  # requests ask for the same few, and the GPU waits while one is made
 def table(sampler: str, steps: int, noise_schedule: NoiseSchedule) -> Table:
     """The table of a sampler, by any name `sampler_name` takes; RequestRefused past the steps it serves."""
     name = sampler_name(sampler)

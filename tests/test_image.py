@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from model import jpeg
-from model.errors import BrokenImage
-from model.image import Pixels, encode, encode_base64, to_uint8
+from model.image import Pixels, broken_image, encode, encode_base64, to_levels
 from model.request import ImageFormat
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
@@ -93,15 +92,15 @@ def test_pixels_are_those_of_diffusers(dtype: torch.dtype) -> None:
     images = VaeImageProcessor().postprocess(decoded, output_type="pil")
     expected = np.stack([np.asarray(image) for image in images])
 
-    got = to_uint8(decoded)
-    assert (got.dtype, got.shape) == (np.uint8, (4, 64, 96, 3))
-    assert got.flags.c_contiguous
-    np.testing.assert_array_equal(got, expected)
+    levels, finite = to_levels(decoded)
+    assert (levels.dtype, levels.shape) == (torch.uint8, (4, 64, 96, 3))
+    assert levels.is_contiguous() and finite.tolist() == [True] * 4
+    np.testing.assert_array_equal(levels.numpy(), expected)
 
 
 def test_the_decoders_output_is_left_as_it_was() -> None:
     decoded = torch.full((1, 3, 8, 8), 2.0)
-    to_uint8(decoded)
+    to_levels(decoded)
     assert bool((decoded == 2.0).all())
 
 
@@ -109,11 +108,14 @@ def test_the_decoders_output_is_left_as_it_was() -> None:
 def test_one_value_that_is_no_number_breaks_the_picture(value: float) -> None:
     decoded = torch.zeros(3, 3, 8, 8)
     decoded[1, 2, 7, 7] = value
-    with pytest.raises(BrokenImage, match=r"image 1 of 3 \(counted from 0\) has NaN or infinite values"):
-        to_uint8(decoded)
+    assert to_levels(decoded)[1].tolist() == [True, False, True]
     decoded[2, 0, 0, 0] = value
-    with pytest.raises(BrokenImage, match=r"image 1, 2 of 3"):
-        to_uint8(decoded)
+    assert to_levels(decoded)[1].tolist() == [True, False, False]
+
+
+def test_broken_pictures_are_named() -> None:
+    assert "image 1 of 3 (counted from 0) has NaN or infinite values" in str(broken_image([1], 3))
+    assert str(broken_image([1, 2], 3)).startswith("image 1, 2 of 3 ")
 
 
 def test_png_keeps_every_pixel() -> None:

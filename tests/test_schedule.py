@@ -258,6 +258,11 @@ def test_stack_lays_tables_of_different_lengths_side_by_side() -> None:
     assert [part.shape for part in schedule.stack([], 4)] == [(0, 4), (0, 4, 7)]
 
 
+def test_a_table_is_made_once() -> None:
+    first = schedule.table("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL))
+    assert schedule.table("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL)) is first
+
+
 def test_tables_cannot_be_written_to() -> None:
     part = schedule.table("Euler", 3, NoiseSchedule.from_config(SDXL))
     for array in (part.timesteps, part.coefficients, part.noise_drawn):
