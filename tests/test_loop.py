@@ -14,7 +14,7 @@ from model.engines import EngineSet
 from model.errors import EngineError
 from model.loading import Loaded
 from model.loop import Row, StepLoop, has_room, unet_rows
-from model.pipeline import LoadedModel, base_rows, decode, denoise, generate, make_loop, request_tables
+from model.pipeline import Decoding, LoadedModel, base_rows, denoise, generate, make_loop, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.schedule import SAMPLERS
 from model.store.manifest import Bucket, Span
@@ -224,4 +224,6 @@ def _drawn_in_a_mix(
             loop.step()
         step += 1
     for row in rows:
-        yield decode(model, [row.latents])[0]
+        picture = Decoding(model, row.latents).wait()
+        assert picture is not None
+        yield picture
