@@ -11,8 +11,9 @@ import torch
 from model import components
 from model.engines import graphed
 from model.job import Limits
-from model.pipeline import LoadedModel, generate
+from model.pipeline import Decoding, LoadedModel, draw, generate, request_tables
 from model.preview import fit_preview_map
+from model.request import GenerationSettings
 from model.scheduler import Scheduler
 from model.streams import Laps, SideStream
 from tests.stand_ins.line_networks import Stub, line_model
@@ -103,13 +104,21 @@ def stream_of(side: SideStream) -> Stream:
     return side._stream
 
 
+def queued(model: LoadedModel, request: GenerationSettings) -> Decoding:
+    """All that `generate` gives the device for a request of one image. It then waits, on the host."""
+    [row] = draw(model, [request], [request_tables(model, request)], lambda stage: None)
+    return Decoding(model, row.latents)
+
+
 @pytest.mark.parametrize("refiner", [False, True])
 def test_drawing_from_the_first_step_to_the_last_is_raceless(
     refiner: bool, model: LoadedModel, streams: Streams
 ) -> None:
     request = asked(5, use_refiner=refiner)
     with streams.watched():
-        [picture] = generate(model, [request])[0]
+        decoding = queued(model, request)
+    picture = decoding.wait()
+    assert picture is not None
     assert np.abs(picture.astype(int) - generate(line_model(), [request])[0][0].astype(int)).max() <= 1
 
 
@@ -128,7 +137,7 @@ def test_without_a_wait_or_a_record_there_is_a_race(
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, on: None if on is stream else record(t, on))
     said = "may not have made" if left_out == "wait" else "may have given away"
     with pytest.raises(Race, match=f"reads on {reader} what .* {said}"), streams.watched():
-        generate(model, [asked(1)])
+        queued(model, asked(1))
 
 
 def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
