@@ -84,6 +84,7 @@ def generate(
     warnings = [
         text for one, (_, rest) in zip(batch, steps, strict=True) for text in request_warnings(model, one, rest)
     ]
+    # One picture a call: a decoder's activations are the largest of the pipeline, and batching them gains nothing.
     with torch.inference_mode():
         decodings = [Decoding(model, row.latents) for row in rows]
     pictures = [decoding.wait() for decoding in decodings]
