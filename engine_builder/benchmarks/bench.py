@@ -100,9 +100,7 @@ def bench_diffusers(
 
     load: Any = StableDiffusionXLPipeline.from_pretrained
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = load(folder, torch_dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False).to(
-        device
-    )
+    pipeline = load(folder, dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False).to(device)
     pipeline.set_progress_bar_config(disable=True)
     if compiled:
         for network in (pipeline.unet, pipeline.vae):

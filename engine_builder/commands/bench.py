@@ -48,7 +48,9 @@ def latency(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,
     prompt: str = "a large red circle on a blue background",
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the release's own.")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
+    guidance_scale: Annotated[float | None, typer.Option(help="1: none; default: the release's own.")] = None,
     images: Annotated[int, typer.Option(help="Images a request.")] = 1,
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
     warm_ups: int = 3,
@@ -56,10 +58,16 @@ def latency(
     peer: Annotated[
         Path | None, typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in this run.")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="And the peer under torch.compile, which takes minutes to compile.")
+    ] = False,
     out: OutOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
     """Request to picture in this process, by stage. The last line is JSON."""
+    if compiled and peer is None:
+        raise typer.BadParameter("is of the peer: name its model folder with --peer", param_hint="--compiled")
+    width, height = sides(size) if size else (None, None)
     with console.status("Loading"):
         from engine_builder.benchmarks import bench as measuring
         from model.coldstart import ColdStart
@@ -70,14 +78,18 @@ def latency(
         holder = opened(store, cache_dir)
         loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
     request = GenerationRequest(
-        prompt=prompt, num_inference_steps=steps, num_images=images, seed=0, use_refiner=refiner
-    )
+        prompt=prompt, width=width, height=height, num_inference_steps=steps, guidance_scale=guidance_scale,
+        num_images=images, seed=0, use_refiner=refiner,
+    )  # fmt: skip
     with console.status(f"Measuring {release}"):
         rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
     if peer is not None:
+        settings, precision, warm_ups = resolve(request, loaded.served), rows[0].precision, min(warm_ups, 2)
         with console.status("Measuring diffusers"):
-            settings = resolve(request, loaded.served)
-            rows.append(measuring.bench_diffusers(peer, settings, rows[0].precision, min(warm_ups, 2), runs))
+            rows.append(measuring.bench_diffusers(peer, settings, precision, warm_ups, runs))
+        if compiled:
+            with console.status("Compiling and measuring diffusers"):
+                rows.append(measuring.bench_diffusers(peer, settings, precision, warm_ups, runs, compiled=True))
     _finish(rows, "stages", "ms", out)
 
 
