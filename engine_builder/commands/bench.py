@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -23,6 +24,7 @@ from engine_builder.commands.console import (
     opened,
     sides,
 )
+from model.errors import RequestRefused
 from model.store.signature import configured_keys
 
 
@@ -75,12 +77,16 @@ def latency(
         from model.request import GenerationRequest, resolve
         from model.runtimes import targets_here
 
+        try:
+            request = GenerationRequest(
+                prompt=prompt, width=width, height=height, num_inference_steps=steps, guidance_scale=guidance_scale,
+                num_images=images, seed=0, use_refiner=refiner,
+            )  # fmt: skip
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         holder = opened(store, cache_dir)
         loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
-    request = GenerationRequest(
-        prompt=prompt, width=width, height=height, num_inference_steps=steps, guidance_scale=guidance_scale,
-        num_images=images, seed=0, use_refiner=refiner,
-    )  # fmt: skip
     with console.status(f"Measuring {release}"):
         rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
     if peer is not None:

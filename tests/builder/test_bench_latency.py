@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from engine_builder.benchmarks import bench
 from engine_builder.benchmarks.rows import Row
 from engine_builder.commands.main import app
+from model.errors import RequestRefused
 from model.request import GenerationSettings
 from model.store import Store
 
@@ -63,3 +64,10 @@ def test_no_peer_is_measured_unless_it_is_named(toy_store: Store, asked: list[tu
 def test_a_size_that_is_none_is_refused(size: str, said: str, toy_store: Store) -> None:
     result = latency(toy_store, "--size", size, "--runs", "1")
     assert result.exit_code != 0 and said in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize("option, field", [("--guidance-scale", "guidance_scale"), ("--steps", "num_inference_steps")])
+def test_what_no_request_may_ask_for_is_refused_before_anything_is_loaded(option: str, field: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "no-such/1", option, "999"])
+    assert isinstance(result.exception, RequestRefused) and result.exception.field == field
+    assert "got 999" in str(result.exception)
