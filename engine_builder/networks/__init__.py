@@ -31,7 +31,7 @@ from model.layout import LAYOUTS, Layout
 from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
-FORM = 7
+FORM = 8
 
 
 class ModelFolderError(PreheatError):

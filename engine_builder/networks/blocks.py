@@ -15,6 +15,7 @@ _RUN_OF_LARGE, _LARGE = 1024, 100_000_000  # and of a tensor of so many elements
 _PARTS = 8448  # partial statistics, of fewer of which the compiler would split each once more, in a kernel of its own
 _SMALL = 4_000_000  # elements of a tensor that has one kernel less
 _FEW = 1024  # tokens of one row, up to which our own self-attention is faster than cuDNN's
+_FEWEST, _FEWEST_WIDE = 3696, 924  # tokens of all rows from which our own GEGLU is faster; the latter of 1,280 channels
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -222,10 +223,10 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
     rows, count, inner = tokens.shape
     width = projection.out_features // 2
     halves = tokens.dtype in (torch.float16, torch.bfloat16)
-    if tokens.is_cuda and halves and rows * count % 128 == 0 and width % 128 == 0 and inner % 64 == 0:
-        # Where it was seen to win on an H200: smaller products leave multiprocessors without a tile, and cuBLAS splits
-        # them better.
-        large = rows * count >= (1024 if inner >= 1280 else 4096) and inner >= 640
+    if tokens.is_cuda and halves and width % 128 == 0 and inner % 64 == 0:
+        # Where it was seen to win on an H200: one row of any size of about a million pixels, and more. Smaller products
+        # leave multiprocessors without a tile, and cuBLAS splits them better.
+        large = rows * count >= (_FEWEST_WIDE if inner >= 1280 else _FEWEST) and inner >= 640
         if large and torch.cuda.get_device_capability(tokens.device) >= (9, 0):
             from engine_builder.networks import kernels
 

@@ -91,7 +91,8 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
     x_tiles = tl.make_tensor_descriptor(x, [ROWS, INNER], [INNER, 1], [TILE_ROWS, TILE_DEPTH])
     weight_tiles = tl.make_tensor_descriptor(weight, [2 * WIDTH, INNER], [INNER, 1], [2 * TILE_WIDTH, TILE_DEPTH])
     out_tiles = tl.make_tensor_descriptor(out, [ROWS, WIDTH], [WIDTH, 1], [TILE_ROWS, TILE_WIDTH])
-    down: tl.constexpr = ROWS // TILE_ROWS
+    # Of tiles that reach beyond the tensors, what lies there is read as zeros and not written.
+    down: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     across: tl.constexpr = WIDTH // TILE_WIDTH
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
         # Programs that run at the same time share GROUP tiles' rows of x, so that weights are read from the cache.
@@ -117,13 +118,13 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
 def geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """values * gelu(gates), where values and gates alternate in x weight^T + bias, in one kernel.
 
-    x: [rows, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. rows * tokens and width are
-    multiples of 128, inner is one of 64. Returns [rows, tokens, width]. For GPUs with tensor memory accelerators.
+    x: [rows, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. width is a multiple of 128,
+    inner one of 64. Returns [rows, tokens, width]. For GPUs with tensor memory accelerators.
     """
     rows, tokens, inner = x.shape
     width = weight.shape[0] // 2
     out = x.new_empty(rows, tokens, width)
-    tiles = rows * tokens // _TILE_ROWS * (width // _TILE_WIDTH)
+    tiles = -(-rows * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     # Its descriptors lie in memory that Triton asks for here; a compiled engine has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))

@@ -86,12 +86,13 @@ compare("text, slices", kernels.attend_to_text(queries, keys, values, 2), blocks
 for tokens in (128, 256):
     fused = 3 * torch.randn(2, tokens, 3 * 128)
     compare(f"self, {tokens}", kernels.attend_to_itself(fused, 2), blocks.attend(*fused.chunk(3, -1), 2))
-for rows, width in ((1, 128), (2, 256), (9, 128)):  # fewer tiles than programs, and several for each
-    tokens, projection = torch.randn(rows, 128, 128), torch.nn.Linear(128, 2 * width)
+for rows, count, width in ((1, 128, 128), (2, 128, 256), (9, 128, 128), (2, 76, 128), (3, 130, 256)):
+    # Fewer tiles than programs and several for each, whole ones and not.
+    tokens, projection = torch.randn(rows, count, 128), torch.nn.Linear(128, 2 * width)
     with torch.no_grad():
         projection.weight *= 8  # gates far out, too
         got = kernels.geglu(tokens, projection.weight, projection.bias)
-        compare(f"geglu, {rows} x {width}", got, blocks.geglu(projection, tokens))
+        compare(f"geglu, {rows} x {count} x {width}", got, blocks.geglu(projection, tokens))
 winograd._CHANNELS = winograd._FEWEST = 64
 sizes = ((2, 64, 64, 8, 6), (3, 128, 64, 5, 7), (1, 64, 192, 2, 2), (2, 128, 128, 13, 1))
 for rows, before, after, height, width in sizes:
