@@ -1,4 +1,5 @@
-"""Our Triton kernels against PyTorch, in Triton's interpreter: what they compute, not how fast, and without a GPU."""
+"""Our Triton kernels without a GPU: what they compute, against PyTorch in Triton's interpreter, and that its compiler
+takes them, too, which accepts less. Not how fast they are."""
 
 import importlib.util
 import json
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A folder with Triton in it, for environments without: `pip install --no-deps --target FOLDER triton`. Torch's builds
-# for CUDA bring it.
-FOLDER = os.environ.get("PREHEAT_TRITON", "")
-NO_TRITON = not FOLDER and importlib.util.find_spec("triton") is None
+# Folders with Triton in them, for environments without: `pip install --no-deps --target FOLDER triton`. Torch's builds
+# for CUDA bring it. Several, as PATH has them, may hold the Tritons of several torches: kernels compile with each.
+FOLDERS = os.environ.get("PREHEAT_TRITON", "").split(os.pathsep)
+NO_TRITON = not FOLDERS[0] and importlib.util.find_spec("triton") is None
+KERNELS = ("attend", "attend_self", "geglu", "winograd_tiles", "winograd_pixels")
 
 SCRIPT = """
 import inspect
@@ -119,18 +121,86 @@ for rows, before, after, height, width in sizes:
 print(json.dumps({"errors": errors, "told": {name: sorted(types) for name, types in told.items()}}))
 """
 
+COMPILING = """
+import inspect
+import json
+from types import SimpleNamespace
+
+import torch
+from torch import library
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from engine_builder.networks import kernels, winograd_kernels
+
+TYPES = {torch.float16: "*fp16", torch.float32: "*fp32"}
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+shared = {}
+
+
+class Compiler:
+    # Compiles a kernel for what it is given, for a GPU with tensor memory accelerators, and does not start it.
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, **named):
+            parameters = inspect.signature(self.kernel.fn).parameters
+            arguments = dict(zip(parameters, given)) | named
+            options = {name: arguments.pop(name) for name in named if name not in parameters}
+            constants = {
+                name: value
+                for name, value in arguments.items()
+                if value is None or "constexpr" in str(parameters[name].annotation)
+            }
+            types = {
+                name: "constexpr" if name in constants else TYPES[value.dtype] if torch.is_tensor(value) else "i32"
+                for name, value in arguments.items()
+            }
+            source = triton.compiler.ASTSource(self.kernel, types, constants)
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert made.asm["cubin"]
+            name = self.kernel.fn.__name__
+            shared[name] = max(made.metadata.shared, shared.get(name, 0))
+
+        return launch
+
+
+def halves(*shape):
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+library.wrap_triton = Compiler
+for height, width in ((32, 32), (38, 26)):  # of 1024x1024 at the UNet's lowest level, and of 832x1216
+    tokens, tiles = height * width, 2 * height * width // 4
+    kernels.attend_to_text(halves(2, tokens, 1280), halves(2, 77, 1280), halves(2, 77, 1280), 20)
+    kernels.geglu(halves(2, tokens, 1280), halves(10240, 1280), halves(10240))
+    hidden, groups, products = halves(2, height, width, 1280), torch.zeros(2, 32), halves(16, tiles, 1280)
+    winograd_kernels.winograd_tiles(hidden, groups, groups, halves(1280), halves(1280))
+    winograd_kernels.winograd_pixels(products, halves(1280), height, width, halves(2, 1280), None)
+    winograd_kernels.winograd_pixels(products, halves(1280), height, width, None, hidden)
+kernels.attend_to_itself(halves(1, 256, 3 * 1280), 20)
+print(json.dumps(shared))
+"""
+
+
+def run(script: str, folder: str, environment: dict[str, str]) -> dict[str, Any]:
+    """What a script prints, with the Triton of `folder` if it is not empty. In a process of its own, for Triton reads
+    its environment when it is imported."""
+    path = os.pathsep.join([str(ROOT), *([folder] if folder else [])])
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    ran = subprocess.run(command, env=os.environ | environment | {"PYTHONPATH": path}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    printed: dict[str, Any] = json.loads(ran.stdout)
+    return printed
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """Relative errors by norm, and types of arguments. In a process of its own, for Triton reads its environment when
-    it is imported."""
-    path = os.pathsep.join([str(ROOT), *([FOLDER] if FOLDER else [])])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    measured: dict[str, Any] = json.loads(run.stdout)
-    return measured
+    """Relative errors by norm, and types of arguments."""
+    return run(SCRIPT, FOLDERS[0], {"TRITON_INTERPRET": "1"})
 
 
 @pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
@@ -143,7 +213,14 @@ def test_a_kernel_computes_what_pytorch_does(kernel: str, found: dict[str, Any])
 @pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
 def test_no_kernel_is_given_a_fraction_when_it_runs(found: dict[str, Any]) -> None:
     """Compiled into an engine it would be a double, and everything computed with it would be in fp64."""
-    names = ("attend", "attend_self", "geglu", "winograd_tiles", "winograd_pixels")
-    assert found["told"].keys() == {f"_{name}_kernel" for name in names}
+    assert found["told"].keys() == {f"_{name}_kernel" for name in KERNELS}
     for kernel, types in found["told"].items():
         assert set(types) <= {"tensor", "int"}, kernel
+
+
+@pytest.mark.skipif(NO_TRITON, reason="no Triton here: name a folder that holds it in PREHEAT_TRITON")
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_kernel_compiles_for_a_gpu(folder: str, tmp_path: Path) -> None:
+    shared = run(COMPILING, folder, {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert shared.keys() == {f"_{name}_kernel" for name in KERNELS}
+    assert max(shared.values()) <= 227 * 1024  # of one program, on an H100 or H200 (CUDA C++ Programming Guide)
