@@ -47,7 +47,8 @@ def _not_blank(text: str) -> str:
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 Text = Annotated[str, Field(max_length=4000), AfterValidator(_no_nul)]
-Side = Annotated[int, Field(ge=64, le=4096)]
+SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
+Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0, le=30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

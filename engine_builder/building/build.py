@@ -54,12 +54,13 @@ def build(
     tuning: Path | None = None,
     processes: int = 1,
 ) -> BuildResult:
-    """Bring everything the plan names into the store. Raises ModelFolderError, CompileError, InaccurateEngine, or
-    BrokenImage where the model draws no numbers.
+    """Bring everything the plan names into the store. Raises ModelFolderError, SizesRefused, CompileError,
+    InaccurateEngine, or BrokenImage where the model draws no numbers.
 
     `tuning`: the folder that keeps what the compiler measures of the target's kernels; None: the compiler's own.
     `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
     """
+    plan.check_sizes()
     source = fingerprint(plan)
     builder = _builder(plan, source)  # raises where something is not installed: before the work, not after it
     draft = _current_draft(plan, store, source)

@@ -1,18 +1,25 @@
 """What a build is asked for: a model, a device, precisions and buckets."""
 
+import math
 from dataclasses import dataclass
 
 from engine_builder.building import compile as compiler
-from engine_builder.model_folder.release_settings import read_settings
+from engine_builder.model_folder.release_settings import read_settings, size_step
 from engine_builder.networks import ModelFolder, Network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.errors import PreheatError
 from model.noise_schedule import MAX_STEPS
+from model.request import LARGEST_SIDE, SMALLEST_SIDE
 from model.store.manifest import Bucket, Precision
 from model.target import Target
 
 _STEPS = 32  # that a GPU embeds the times of at once; more take several calls
+
+
+class SizesRefused(PreheatError):
+    """Sizes that the model cannot draw, or without the one that its release draws unless asked otherwise."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +96,24 @@ class BuildPlan:
     @property
     def draft_name(self) -> str:
         return f"{self.model}.{self.target.key}.{self.precision}"
+
+    def check_sizes(self) -> None:
+        """Raises SizesRefused for what would fail after everything was compiled, or when the release is loaded."""
+        folders = [self.base] + ([self.refiner] if self.refiner else [])
+        step = math.lcm(*(size_step(folder) for folder in folders))
+        for rows, height, width in self.sizes:
+            sides = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (height, width))
+            if rows < 1 or not sides:
+                raise SizesRefused(
+                    f"There can be no engine for {width}x{height}@{rows}: give sides that are multiples of {step} from "
+                    f"{SMALLEST_SIDE} to {LARGEST_SIDE}, and one row or more."
+                )
+        settings = read_settings(self.base, None)
+        height, width = settings.native_height, settings.native_width
+        if self.sizes and (height, width) not in [size[1:] for size in self.sizes]:
+            _, other_height, other_width = self.sizes[0]
+            raise SizesRefused(
+                f"{self.model} draws {width}x{height} unless a request asks otherwise, and no size here is that: add "
+                f"{width}x{height}, or make another the model's own, for example "
+                f'{{"width": {other_width}, "height": {other_height}}} in {self.base.root}/defaults.json.'
+            )

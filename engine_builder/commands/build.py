@@ -128,7 +128,7 @@ def run_build(
         refiner=refiner_folder,
         target=target,
         precision=cast(Precision, chosen),
-        sizes=tuple(bucket_of(text) for text in sizes),
+        sizes=tuple(dict.fromkeys(bucket_of(text) for text in sizes)),
         tensorrt=choices,
         vae_precision=cast(Precision | None, vae_precision),
     )

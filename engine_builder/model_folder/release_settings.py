@@ -5,7 +5,7 @@ from typing import Any
 from engine_builder.model_folder.tokenizers import export_tokenizer
 from engine_builder.networks import ModelFolder, ModelFolderError
 from model.noise_schedule import NoiseSchedule
-from model.request import read_defaults
+from model.request import LARGEST_SIDE, SMALLEST_SIDE, read_defaults
 from model.schedule import configured_sampler
 from model.store import Store
 from model.store.manifest import Blob, RefinerSettings, Settings, TokenizerRecord
@@ -37,15 +37,22 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
 
 def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
     """Height and width (pixels) of a request that asks for none: defaults.json's, else the UNet's sample_size."""
-    unet, own = base.config("unet"), _own_defaults(base)
-    side, step = unet["sample_size"] * vae_scale, vae_scale * 2 ** (len(unet["block_out_channels"]) - 1)
+    own = _own_defaults(base)
+    side, step = base.config("unet")["sample_size"] * vae_scale, size_step(base)
     for name in ("height", "width"):
         value = own.get(name, side)
-        if type(value) is not int or not 64 <= value <= 4096 or value % step:
+        if type(value) is not int or not SMALLEST_SIDE <= value <= LARGEST_SIDE or value % step:
             raise ModelFolderError(
-                f"{base.root}/defaults.json: {name} is {value!r}; give a multiple of {step} from 64 to 4096."
+                f"{base.root}/defaults.json: {name} is {value!r}; give a multiple of {step} from {SMALLEST_SIDE} to "
+                f"{LARGEST_SIDE}."
             )
     return own.get("height", side), own.get("width", side)
+
+
+def size_step(folder: ModelFolder) -> int:
+    """Both sides of a picture, in pixels, are multiples of it: its latents are halved at each level of the UNet."""
+    levels = len(folder.config("unet")["block_out_channels"])
+    return folder.widths().vae_scale << (levels - 1)
 
 
 def _own_defaults(base: ModelFolder) -> dict[str, Any]:

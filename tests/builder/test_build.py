@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +19,11 @@ import torch
 
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.commands.build import _vae_remark
-from engine_builder.networks import FORM, ModelFolderError, Network
+from engine_builder.networks import FORM, ModelFolder, ModelFolderError, Network
 from engine_builder.releases.publish import publish
 from model.coldstart import ColdStart
 from model.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
@@ -170,7 +171,7 @@ import sys
 from pathlib import Path
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.networks import ModelFolder
 from model.store import open_store
 
@@ -300,6 +301,45 @@ def test_static_and_dynamic_builds_are_told_apart(store_copy: Store, toy_plan: B
     assert _current_draft(toy_plan, store_copy, source) is not None
     assert _current_draft(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, source) is None
     assert _current_draft(toy_plan, store_copy, "another") is None
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        (((1, 64, 64), (1, 64, 66)), "for 66x64@1: give sides that are multiples of 4 from 64 to 4096"),
+        (((0, 64, 64),), "for 64x64@0"),
+        (((1, 64, 64), (1, 60, 64)), "for 64x60@1"),
+        (((1, 64, 64), (1, 64, 4100)), "for 4100x64@1"),
+        (((2, 96, 128),), 'draws 64x64 unless a request asks otherwise, and no size here is that: add 64x64, or make '
+         'another the model\'s own, for example {"width": 128, "height": 96} in '),
+    ],
+)  # fmt: skip
+def test_sizes_that_no_release_could_draw_are_refused_before_anything_is_compiled(
+    sizes: tuple[tuple[int, int, int], ...], said: str, toy_plan: BuildPlan, store_copy: Store
+) -> None:
+    before = files(store_copy)
+    with pytest.raises(SizesRefused, match=re.escape(said)):
+        build(replace(toy_plan, sizes=sizes), store_copy)
+    assert files(store_copy) == before
+
+
+def test_a_refiner_s_levels_count_for_the_sizes_too_and_defaults_for_the_one_that_must_be_there(
+    toy_plan: BuildPlan, folder_copy: Path, plan_of: PlanOf
+) -> None:
+    config = folder_copy / "unet" / "config.json"
+    deeper = json.loads(config.read_text())
+    deeper["block_out_channels"] = [8, 16, 16]
+    config.write_text(json.dumps(deeper))
+    plan = replace(toy_plan, sizes=((1, 64, 64), (1, 68, 64)))
+    plan.check_sizes()
+    with pytest.raises(SizesRefused, match="multiples of 8"):
+        replace(plan, refiner=ModelFolder(folder_copy)).check_sizes()
+
+    (folder_copy / "defaults.json").write_text('{"width": 96, "height": 128}')
+    own = replace(plan_of(folder_copy, "tall"), sizes=((2, 128, 96),))
+    own.check_sizes()
+    with pytest.raises(SizesRefused, match="draws 96x128 unless"):
+        replace(own, sizes=((2, 96, 128),)).check_sizes()
 
 
 def test_latents_that_a_vae_normalises_are_refused(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
