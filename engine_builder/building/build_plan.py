@@ -22,6 +22,15 @@ class SizesRefused(PreheatError):
     """Sizes that the model cannot draw, or without the one that its release draws unless asked otherwise."""
 
 
+def default_sizes(base: ModelFolder, target: Target) -> tuple[tuple[int, int, int], ...]:
+    """The sizes of a build that names none: on a GPU one image of the model's own size, without guidance and with it;
+    on a CPU none, for its engines take any."""
+    if target.device != "cuda":
+        return ()
+    settings = read_settings(base, None)
+    return tuple((rows, settings.native_height, settings.native_width) for rows in (1, 2))
+
+
 @dataclass(frozen=True)
 class BuildPlan:
     """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.

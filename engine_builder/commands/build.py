@@ -49,7 +49,10 @@ def build(
     ] = None,
     size: Annotated[
         list[str] | None,
-        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each (GPU)."),
+        typer.Option(
+            help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: one tuned engine each; default: the model's own "
+            "size with 1 and 2 rows on a GPU, and one engine for any size on a CPU."
+        ),
     ] = None,
     runtime: Annotated[str, typer.Option(help="aot_inductor, or tensorrt (docs/tensorrt.md).")] = "aot_inductor",
     refit: Annotated[
@@ -107,7 +110,7 @@ def run_build(
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.building.build import build as build_model
-        from engine_builder.building.build_plan import BuildPlan
+        from engine_builder.building.build_plan import BuildPlan, default_sizes
         from engine_builder.building.compile import build_target
         from engine_builder.building.compile_jobs import default_processes
         from engine_builder.model_folder.checkout import find_folders
@@ -122,17 +125,20 @@ def run_build(
             raise typer.BadParameter(f"{given!r} is not fp32, fp16 or bf16", param_hint=option)
         if choices is not None and given == "bf16":
             raise typer.BadParameter("TensorRT's engines are built in fp32 or fp16", param_hint=option)
+    asked = tuple(dict.fromkeys(bucket_of(text) for text in sizes))
     plan = BuildPlan(
         model=name or base.root.resolve().name,
         base=base,
         refiner=refiner_folder,
         target=target,
         precision=cast(Precision, chosen),
-        sizes=tuple(dict.fromkeys(bucket_of(text) for text in sizes)),
+        sizes=asked if asked or choices is not None else default_sizes(base, target),
         tensorrt=choices,
         vae_precision=cast(Precision | None, vae_precision),
     )
-    console.print(f"Building [bold]{plan.model}[/] for {target.key} in {chosen}{_vae_remark(plan)}")
+    console.print(
+        f"Building [bold]{plan.model}[/] for {target.key} in {chosen}{_vae_remark(plan)}{_sizes_remark(plan)}"
+    )
     began = time.perf_counter()
     with _progress() as report:
         result = build_model(plan, store, report, TUNING / target.key, jobs or default_processes(target))
@@ -159,6 +165,11 @@ def _vae_remark(plan: "BuildPlan") -> str:
     if own == plan.precision:
         return ""
     return f", its VAE in {own}" + ("" if plan.vae_precision else " (force_upcast: it would overflow in fp16)")
+
+
+def _sizes_remark(plan: "BuildPlan") -> str:
+    sizes = ", ".join(f"{width}x{height}@{rows}" for rows, height, width in plan.sizes)
+    return f"; sizes @ rows: {sizes}" if sizes else ""
 
 
 def export_onnx(

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
@@ -23,6 +24,7 @@ from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.commands.build import _vae_remark
+from engine_builder.commands.main import app
 from engine_builder.networks import FORM, ModelFolder, ModelFolderError, Network
 from engine_builder.releases.publish import publish
 from model.coldstart import ColdStart
@@ -340,6 +342,39 @@ def test_a_refiner_s_levels_count_for_the_sizes_too_and_defaults_for_the_one_tha
     own.check_sizes()
     with pytest.raises(SizesRefused, match="draws 96x128 unless"):
         replace(own, sizes=((2, 96, 128),)).check_sizes()
+
+
+@pytest.mark.parametrize(
+    "device, options, planned",
+    [
+        ("cuda", [], ((1, 64, 64), (2, 64, 64))),
+        ("cuda", ["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"], ((8, 64, 64), (2, 64, 96))),
+        ("cpu", [], ()),
+    ],
+)
+def test_what_a_build_is_for_where_sizes_are_named_and_where_none_is(
+    device: str,
+    options: list[str],
+    planned: tuple[tuple[int, int, int], ...],
+    toy_plan: BuildPlan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[BuildPlan] = []
+
+    def stop(plan: BuildPlan, *_: object) -> None:
+        plans.append(plan)
+        raise BrokenImage("far enough")
+
+    monkeypatch.setattr("engine_builder.building.compile.build_target", lambda: replace(toy_plan.target, device=device))
+    monkeypatch.setattr("engine_builder.building.build.build", stop)
+    arguments = ["build", str(toy_plan.base.root), "--store", str(tmp_path), *options]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, BrokenImage)
+    assert plans[0].sizes == planned
+    said = re.sub(r"\s+", " ", result.output)
+    assert all(f"{width}x{height}@{rows}" in said for rows, height, width in planned)
+    assert bool(planned) == ("sizes @ rows" in said)
 
 
 def test_latents_that_a_vae_normalises_are_refused(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
