@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from engine_builder.commands.console import (
@@ -22,7 +23,7 @@ from engine_builder.commands.console import (
     steps_bar,
 )
 from model.store import Store
-from model.store.manifest import Manifest, Precision
+from model.store.manifest import Bucket, Manifest, Precision
 
 if TYPE_CHECKING:
     from engine_builder.building.build_plan import BuildPlan  # with PyTorch, which only some commands need
@@ -142,16 +143,25 @@ def run_build(
     began = time.perf_counter()
     with _progress() as report:
         result = build_model(plan, store, report, TUNING / target.key, jobs or default_processes(target))
-    table = Table("component", "engine", "precision", "KiB", "compiled in", "worst error", "relative error")
+    table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
     for engine in result.draft.engines:
-        state = "compiled" if engine.component in result.compiled else "reused"
+        compiled = f"{engine.build_seconds:.0f} s" if engine.component in result.compiled else "reused"
         table.add_row(
-            engine.component, state, engine.precision, f"{engine.blob.bytes // 1024:,}",
-            f"{engine.build_seconds:.0f} s", f"{engine.accuracy.worst:.1e}", f"{engine.accuracy.relative:.1e}",
+            engine.component, _bucket_remark(engine.bucket), engine.precision, f"{engine.blob.bytes // 1024:,}",
+            compiled, f"{engine.accuracy.relative:.1e}",
         )  # fmt: skip
     console.print(table)
     console.print(f"Built in {time.perf_counter() - began:.0f} s: {store.url}")
     return result.draft
+
+
+def _bucket_remark(bucket: Bucket) -> str:
+    """ "1024x1024@2", "any@1-16" of an engine for any size, "@2" of one that has none."""
+    rows, height, width = bucket.rows, bucket.height, bucket.width
+    size = ""
+    if height and width:
+        size = f"{width.max}x{height.max}" if height.min == height.max and width.min == width.max else "any"
+    return f"{size}@{rows.max}" if rows.min == rows.max else f"{size}@{rows.min}-{rows.max}"
 
 
 def _vae_remark(plan: "BuildPlan") -> str:

@@ -23,7 +23,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
-from engine_builder.commands.build import _vae_remark
+from engine_builder.commands.build import _bucket_remark, _vae_remark
 from engine_builder.commands.main import app
 from engine_builder.networks import FORM, ModelFolder, ModelFolderError, Network
 from engine_builder.releases.publish import publish
@@ -34,7 +34,7 @@ from model.loading import Loaded, load_release
 from model.pipeline import generate
 from model.request import GenerationRequest, resolve
 from model.store import Store
-from model.store.manifest import Manifest
+from model.store.manifest import Bucket, Manifest
 from model.target import detect_targets
 from tests.conftest import REPOSITORY
 from tests.stand_ins.reference import Reference
@@ -393,6 +393,19 @@ def test_base_and_refiner_share_an_equal_text_encoder(store: Store, release: str
     once = {blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}
     twice = sum(blob.bytes for record in manifest.weights for blob in record.blobs)
     assert loaded.weight_bytes <= sum(once.values()) < twice
+
+
+@pytest.mark.parametrize(
+    "bucket, said",
+    [
+        (compiler.static_bucket(2, 1216, 832), "832x1216@2"),
+        (compiler.static_bucket(1, None, None), "@1"),
+        (compiler.dynamic_bucket(8, max_rows=16), "any@1-16"),
+        (compiler.dynamic_bucket(None, max_rows=100), "@1-100"),
+    ],
+)
+def test_engines_of_one_component_are_told_apart_by_their_buckets(bucket: Bucket, said: str) -> None:
+    assert _bucket_remark(bucket) == said
 
 
 # -- the VAE's own precision -----------------------------------------------------------------------------------------
