@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from engine_builder.building import compile as compiler
-from engine_builder.model_folder.release_settings import read_settings, size_step
+from engine_builder.model_folder.release_settings import read_settings
 from engine_builder.networks import ModelFolder, Network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
@@ -109,7 +109,7 @@ class BuildPlan:
     def check_sizes(self) -> None:
         """Raises SizesRefused for what would fail after everything was compiled, or when the release is loaded."""
         folders = [self.base] + ([self.refiner] if self.refiner else [])
-        step = math.lcm(*(size_step(folder) for folder in folders))
+        step = math.lcm(*(folder.size_step() for folder in folders))
         for rows, height, width in self.sizes:
             sides = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (height, width))
             if rows < 1 or not sides:

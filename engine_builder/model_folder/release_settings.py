@@ -38,7 +38,7 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
 def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
     """Height and width (pixels) of a request that asks for none: defaults.json's, else the UNet's sample_size."""
     own = _own_defaults(base)
-    side, step = base.config("unet")["sample_size"] * vae_scale, size_step(base)
+    side, step = base.config("unet")["sample_size"] * vae_scale, base.size_step()
     for name in ("height", "width"):
         value = own.get(name, side)
         if type(value) is not int or not SMALLEST_SIDE <= value <= LARGEST_SIDE or value % step:
@@ -47,12 +47,6 @@ def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
                 f"{LARGEST_SIDE}."
             )
     return own.get("height", side), own.get("width", side)
-
-
-def size_step(folder: ModelFolder) -> int:
-    """Both sides of a picture, in pixels, are multiples of it: its latents are halved at each level of the UNet."""
-    levels = len(folder.config("unet")["block_out_channels"])
-    return folder.widths().vae_scale << (levels - 1)
 
 
 def _own_defaults(base: ModelFolder) -> dict[str, Any]:

@@ -133,6 +133,11 @@ class ModelFolder:
             timestep_cond=network.get("time_cond_proj_dim") or 0,
         )
 
+    def size_step(self) -> int:
+        """Both sides of a picture, in pixels, are multiples of it: its latents are halved at each level of the UNet."""
+        levels = len(self.config("unet")["block_out_channels"])
+        return self.widths().vae_scale << (levels - 1)
+
 
 # Keys that say where a config came from, not what is computed.
 _PROVENANCE = (
@@ -227,7 +232,7 @@ def load_network(
             by_tiles = layout == "channels_last" and precision != "fp32"
             module = (GuidedUnetNetwork if component == components.UNET_GUIDED else UnetNetwork)(network, by_tiles)
             signature = components.unet_signature(widths, time, text, dtype_name)
-            multiple = widths.vae_scale * 2 ** (len(config["block_out_channels"]) - 1)
+            multiple = folder.size_step()
     else:
         module = VaeDecoderNetwork(load("diffusers", "AutoencoderKL", folder, part, dtype))
         signature = components.vae_decoder_signature(widths.latent_channels, widths.vae_scale, dtype_name)

@@ -173,7 +173,7 @@ import sys
 from pathlib import Path
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan, SizesRefused
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.networks import ModelFolder
 from model.store import open_store
 

@@ -18,7 +18,8 @@ FOLDERS = os.environ.get("PREHEAT_TRITON", "").split(os.pathsep)
 NO_TRITON = not FOLDERS[0] and importlib.util.find_spec("triton") is None
 KERNELS = ("attend", "attend_self", "geglu", "winograd_tiles", "winograd_pixels")
 
-SCRIPT = """
+# What both scripts begin with: `wrap_triton` gives something that tells `take` what a kernel is to be started with.
+HEAD = """
 import inspect
 import json
 from types import SimpleNamespace
@@ -26,6 +27,26 @@ from types import SimpleNamespace
 import torch
 from torch import library
 
+
+def started_with(take):
+    class Wrapped:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*given, **named):
+                parameters = inspect.signature(self.kernel.fn).parameters
+                arguments = dict(zip(parameters, given)) | {name: named[name] for name in named if name in parameters}
+                constant = {name for name, one in parameters.items() if "constexpr" in str(one.annotation)}
+                options = {name: named[name] for name in named if name not in parameters}
+                return take(self.kernel, grid, arguments, constant, options)
+
+            return launch
+
+    return Wrapped
+"""
+
+SCRIPT = """
 from triton.runtime import interpreter
 
 from engine_builder.networks import blocks, kernels, winograd
@@ -51,26 +72,15 @@ errors, told = {}, {}
 wrap = library.wrap_triton
 
 
-class Recorder:
+def record(kernel, grid, arguments, constant, options):
     # Writes down of what types a kernel's arguments are when it runs: those that are no tl.constexpr.
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*given, **named):
-            parameters = inspect.signature(self.kernel.fn).parameters
-            arguments = dict(zip(parameters, given)) | named
-            running = [name for name, one in parameters.items() if "constexpr" not in str(one.annotation)]
-            values = [arguments[name] for name in running]
-            types = {"tensor" if torch.is_tensor(value) else type(value).__name__ for value in values}
-            told.setdefault(self.kernel.fn.__name__, set()).update(types)
-            return wrap(self.kernel)[grid](*given, **named)
-
-        return launch
+    values = [value for name, value in arguments.items() if name not in constant]
+    types = {"tensor" if torch.is_tensor(value) else type(value).__name__ for value in values}
+    told.setdefault(kernel.fn.__name__, set()).update(types)
+    return wrap(kernel)[grid](**arguments, **options)
 
 
-library.wrap_triton = Recorder
+library.wrap_triton = started_with(record)
 
 
 def compare(name, got, wanted):
@@ -122,13 +132,6 @@ print(json.dumps({"errors": errors, "told": {name: sorted(types) for name, types
 """
 
 COMPILING = """
-import inspect
-import json
-from types import SimpleNamespace
-
-import torch
-from torch import library
-
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -139,40 +142,24 @@ torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processo
 shared = {}
 
 
-class Compiler:
-    # Compiles a kernel for what it is given, for a GPU with tensor memory accelerators, and does not start it.
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*given, **named):
-            parameters = inspect.signature(self.kernel.fn).parameters
-            arguments = dict(zip(parameters, given)) | named
-            options = {name: arguments.pop(name) for name in named if name not in parameters}
-            constants = {
-                name: value
-                for name, value in arguments.items()
-                if value is None or "constexpr" in str(parameters[name].annotation)
-            }
-            types = {
-                name: "constexpr" if name in constants else TYPES[value.dtype] if torch.is_tensor(value) else "i32"
-                for name, value in arguments.items()
-            }
-            source = triton.compiler.ASTSource(self.kernel, types, constants)
-            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert made.asm["cubin"]
-            name = self.kernel.fn.__name__
-            shared[name] = max(made.metadata.shared, shared.get(name, 0))
-
-        return launch
+def compile_for_a_gpu(kernel, grid, arguments, constant, options):
+    # For what it is given, for a GPU with tensor memory accelerators, and does not start it.
+    constants = {name: value for name, value in arguments.items() if name in constant or value is None}
+    types = {
+        name: "constexpr" if name in constants else TYPES[value.dtype] if torch.is_tensor(value) else "i32"
+        for name, value in arguments.items()
+    }
+    source = triton.compiler.ASTSource(kernel, types, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.asm["cubin"]
+    shared[kernel.fn.__name__] = max(made.metadata.shared, shared.get(kernel.fn.__name__, 0))
 
 
 def halves(*shape):
     return torch.zeros(shape, dtype=torch.float16)
 
 
-library.wrap_triton = Compiler
+library.wrap_triton = started_with(compile_for_a_gpu)
 for height, width in ((32, 32), (38, 26)):  # of 1024x1024 at the UNet's lowest level, and of 832x1216
     tokens, tiles = height * width, 2 * height * width // 4
     kernels.attend_to_text(halves(2, tokens, 1280), halves(2, 77, 1280), halves(2, 77, 1280), 20)
@@ -190,7 +177,7 @@ def run(script: str, folder: str, environment: dict[str, str]) -> dict[str, Any]
     """What a script prints, with the Triton of `folder` if it is not empty. In a process of its own, for Triton reads
     its environment when it is imported."""
     path = os.pathsep.join([str(ROOT), *([folder] if folder else [])])
-    command = [sys.executable, "-W", "ignore", "-c", script]
+    command = [sys.executable, "-W", "ignore", "-c", HEAD + script]
     ran = subprocess.run(command, env=os.environ | environment | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     printed: dict[str, Any] = json.loads(ran.stdout)
