@@ -17,7 +17,11 @@ TEXT_ENCODER_2 = "text_encoder_2"
 UNET_TEXT = "unet_text"
 UNET_TIME = "unet_time"
 UNET = "unet"
-UNET_GUIDED = "unet_guided"  # optional: faster where all rows are guided, and against no text at all
+# Optional, for guidance against no text at all: rows that are told none, to run beside the UNet of those that are told
+# one, and both in one call.
+UNET_UNCONDITIONAL = "unet_unconditional"
+UNET_GUIDED = "unet_guided"
+GUIDED = (UNET_UNCONDITIONAL, UNET_GUIDED)
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
 REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"
@@ -26,6 +30,8 @@ VAE_DECODER = "vae_decoder"
 
 BASE_COMPONENTS = (TEXT_ENCODER, TEXT_ENCODER_2, UNET_TEXT, UNET_TIME, UNET, VAE_DECODER)
 REFINER_COMPONENTS = (REFINER_TEXT_ENCODER_2, REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET)
+
+LOOPED = (UNET, *GUIDED, REFINER_UNET)  # what a denoising loop runs at each step
 
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 

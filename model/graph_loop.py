@@ -15,7 +15,7 @@ import torch
 
 from model.components import DTYPES
 from model.engines import Engine, EngineSet
-from model.engines.graphed import capture
+from model.engines.graphed import beside, capture
 from model.loop import Conditioning, Row, advance, draw_noise, guide, has_room, unet_rows
 from model.noise_schedule import MAX_STEPS
 from model.schedule import COLUMNS, stack
@@ -31,21 +31,32 @@ class GraphLoop:
     there are as many of either as rows fit."""
 
     def __init__(
-        self, unet: EngineSet, height: int, width: int, device: torch.device, guided: Sequence[Engine] = ()
+        self,
+        unet: EngineSet,
+        height: int,
+        width: int,
+        device: torch.device,
+        unconditional: Sequence[Engine] = (),
+        guided: Sequence[Engine] = (),
     ) -> None:
-        """`height` and `width` in pixels. `guided`: engines of that size for when all images are guided and against no
-        text; see `_map_halves`. Raises EngineError where no engine of `unet` serves the size."""
-        # Rows of a step -> the engine that runs them, smallest first; the largest takes a guided image in any case.
-        self._engines = {engine.bucket.rows.max: engine for engine in unet.serving(height, width)}
-        self._engines.setdefault(max(2, *self._engines), self._engines[max(self._engines)])
-        self._guided = {engine.bucket.rows.max: engine for engine in guided}
+        """`height` and `width` in pixels. `unconditional` and `guided`: engines of that size for when all images are
+        guided and against no text, of the rows that are told none and of both halves; see `_map_halves`. Raises
+        EngineError where no engine of `unet` serves the size."""
+        # Rows of a step -> the engines that run them beside each other. A guided image alone has a branch for each row.
+        calls = {engine.bucket.rows.max: [engine] for engine in unet.serving(height, width)}
+        guided_calls = {engine.bucket.rows.max: [engine] for engine in guided}
+        alone = 2 * calls.get(1, [])
+        if alone:
+            calls.setdefault(2, alone)
+            for engine in unconditional:  # of one row, as the other is
+                guided_calls[2] = [*calls[1], engine]
         self.capacity = self.efficient = unet.most_rows(height, width)
         self.rows: list[Row] = []
         self._slots: dict[Row, int] = {}
         self._places: dict[Row, list[int]] = {}  # the unconditional text's first
         self._device = device
         self._pixels = height * width
-        slots, places = self.capacity, max(self._engines)
+        slots, places = self.capacity, max(calls)
         inputs = {spec.name: spec for spec in unet.signature.inputs}
         self._dtype = DTYPES[inputs["sample"].dtype]
         _, channels, *sides = inputs["sample"].shape
@@ -72,8 +83,9 @@ class GraphLoop:
             self._map = buffer(2 * (places + slots), dtype=torch.int64)
             self._row_places, self._row_slots, self._predicts = torch.split(self._map, [places, places, 2 * slots])
             # All now, so that no request waits for a capture or finds the memory full.
-            self._replays = {rows: self._replay_of(rows, engine) for rows, engine in self._engines.items()}
-            self._guided_replays = {rows: self._replay_of(rows, engine) for rows, engine in self._guided.items()}
+            self._replays = {rows: self._replay_of(*calls[rows]) for rows in sorted(calls)}
+            self._guided_replays = {rows: self._replay_of(*engines) for rows, engines in guided_calls.items()}
+            self._alone = self._replay_of(*alone) if alone and calls[2] != alone else None
         self._mapped: list[int] = []
         self._queued: deque[torch.cuda.Event] = deque()
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
@@ -145,9 +157,9 @@ class GraphLoop:
     def _map_rows(self) -> Callable[[], None]:
         """Tell the device which rows there are. Returns the step of the smallest bucket that holds them."""
         needed = unet_rows(self.rows)
-        bucket = next(rows for rows in self._engines if rows >= needed)
+        bucket = next(rows for rows in self._replays if rows >= needed)
         blank = all(row.guided and row.unconditional and row.unconditional.blank for row in self.rows)
-        if blank and bucket in self._guided:
+        if blank and bucket in self._guided_replays:
             self._map_halves(bucket // 2)
             return self._guided_replays[bucket]
         places: list[int] = []
@@ -160,7 +172,8 @@ class GraphLoop:
             slots += [slot] * row.unet_rows
             conditional[slot] = len(places) - 1
         self._send(bucket, places, slots, conditional, unconditional)
-        return self._replays[bucket]
+        alone = self._alone if len(self.rows) == 1 and needed == 2 else None
+        return alone or self._replays[bucket]
 
     def _map_halves(self, half: int) -> None:
         """For guided engines, whose rows are `half` with a text and then as many without one: each image has one of
@@ -209,29 +222,32 @@ class GraphLoop:
         if len(self._queued) > _AHEAD:
             self._queued.popleft().synchronize()
 
-    def _replay_of(self, rows: int, engine: Engine) -> Callable[[], None]:
-        work = partial(self._step, rows, engine)
+    def _replay_of(self, *engines: Engine) -> Callable[[], None]:
+        work = partial(self._step, engines)
         if self._device.type != "cuda":
             return work
-        return capture(work, workspace=rows * self._pixels < _MANY)
+        rows = sum(engine.bucket.rows.max for engine in engines)
+        return capture(work, workspace=len(engines) == 1 and rows * self._pixels < _MANY)
 
-    def _step(self, rows: int, engine: Engine) -> None:
-        """One step of every slot at its own counter. A slot that is free computes what no one reads."""
+    def _step(self, engines: Sequence[Engine]) -> None:
+        """One step of every slot at its own counter, whose rows these engines take in turn. A slot that is free
+        computes what no one reads."""
         now = self._coefficients[self._every, self._at]  # [slots, 8]
         c_in, *update, scale = now.T.reshape(now.shape[1], -1, 1, 1, 1)
         model_input = torch.mul(c_in, self._latents, out=self._model_input)
+        rows = [engine.bucket.rows.max for engine in engines]
         by_row = (self._row_places, self._row_slots, self._row_keys_values)
-        calls = zip(*(torch.split(of[:rows], engine.bucket.rows.max) for of in by_row), strict=True)
-        predicted = [
-            engine.run(
-                {
-                    "sample": model_input[slots],
-                    "time_embeds": self._time_embeds[places, self._at[slots]],
-                    "keys_values": keys_values,
-                }
-            )["noise"]
-            for places, slots, keys_values in calls
+        parts = zip(*(torch.split(of[: sum(rows)], rows) for of in by_row), strict=True)
+        inputs = [
+            {
+                "sample": model_input[slots],
+                "time_embeds": self._time_embeds[places, self._at[slots]],
+                "keys_values": keys_values,
+            }
+            for places, slots, keys_values in parts
         ]
+        results = beside([partial(engine.run, given) for engine, given in zip(engines, inputs, strict=True)])
+        predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         unconditional, conditional = eps[self._predicts].float().chunk(2)
         eps = guide(unconditional, conditional, scale)

@@ -95,8 +95,9 @@ def load_release(
         names = required_components(manifest)
         target = choose_target(manifest, fastest_first(manifest, targets, names), names)
         chosen = {name: choose_engines(manifest, name, target, buckets) for name in names}
-        if guided := guided_engines(manifest, chosen[components.UNET]):
-            chosen[components.UNET_GUIDED] = guided
+        for name in components.GUIDED:
+            if guided := guided_engines(manifest, name, chosen[components.UNET]):
+                chosen[name] = guided
         weights = {name: [weights_of(manifest, engine) for engine in engines] for name, engines in chosen.items()}
         for name, engines_of_it in chosen.items():
             check_installed(manifest, engines_of_it)
@@ -211,10 +212,10 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
     return list(chosen.values())
 
 
-def guided_engines(manifest: Manifest, unets: Sequence[EngineRecord]) -> list[EngineRecord]:
-    """The engines for guided rows alone that a release has beside these of the UNet."""
+def guided_engines(manifest: Manifest, name: str, unets: Sequence[EngineRecord]) -> list[EngineRecord]:
+    """The engines of `name`, a component for guided rows alone, that a release has beside these of the UNet."""
     beside = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in unets]
-    every = [engine for engine in manifest.engines if engine.component == components.UNET_GUIDED]
+    every = [engine for engine in manifest.engines if engine.component == name]
     return [e for e in every if (e.target, e.runtime, e.precision, e.layout, e.bucket) in beside and can_run(e)]
 
 
@@ -358,8 +359,7 @@ def _open(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
     # The loops have graphs of their own, around the UNet and all else of a step.
-    looped = record.component in (components.UNET, components.UNET_GUIDED, components.REFINER_UNET)
-    return engine if looped or device.type != "cuda" else GraphedEngine(engine)
+    return engine if record.component in components.LOOPED or device.type != "cuda" else GraphedEngine(engine)
 
 
 def _read(store: Store, blob: Blob) -> bytes:

@@ -65,8 +65,9 @@ def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Lo
     """A new loop for `component`, one of the UNets, at a size in pixels: where its implementation is chosen."""
     unet = model.engines[component]
     if model.device.type == "cuda" and unet.is_static(height, width):
-        guided = model.engines.get(components.UNET_GUIDED) if component == components.UNET else None
-        return GraphLoop(unet, height, width, model.device, guided.of_size(height, width) if guided else ())
+        guided = components.GUIDED if component == components.UNET else ()
+        halves = [model.engines[name].of_size(height, width) if name in model.engines else [] for name in guided]
+        return GraphLoop(unet, height, width, model.device, *halves)
     return StepLoop(unet, height, width)
 
 

@@ -47,14 +47,30 @@ class HalfStub(Stub):
         return super().run({**inputs, **halves})
 
 
-def halved(unet: EngineSet) -> list[HalfStub]:
-    """What a release has beside these engines: one for each bucket of even rows."""
+class UntoldStub(Stub):
+    """The UNet for rows of no text, whatever they are given."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().run({**inputs, "keys_values": torch.zeros_like(inputs["keys_values"])})
+
+
+def beside(unet: EngineSet, component: str, *rows: int) -> list[Stub]:
+    """Engines for guided rows alone, beside those of the UNet's buckets that have so many rows."""
+    kind = {components.UNET_UNCONDITIONAL: UntoldStub, components.UNET_GUIDED: HalfStub}[component]
     engines = []
     for plain in unet.engines:
-        if plain.bucket.rows.max % 2 == 0:
-            engines.append(HalfStub(components.UNET_GUIDED, plain.signature))
+        if plain.bucket.rows.max in rows:
+            engines.append(kind(component, plain.signature))
             engines[-1].bucket = plain.bucket
     return engines
+
+
+def untold(unet: EngineSet) -> list[Stub]:
+    return beside(unet, components.UNET_UNCONDITIONAL, 1)
+
+
+def halved(unet: EngineSet) -> list[Stub]:
+    return beside(unet, components.UNET_GUIDED, 2, 4, 6, 8)
 
 
 @pytest.fixture
@@ -111,8 +127,8 @@ def test_any_mix_comes_to_what_the_plain_loop_draws(
 ) -> None:
     model = line_model()
     unet = bucketed(model, *buckets)
-    for guided in ([], halved(unet)):
-        got = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device, guided), model, mix)
+    for guided in ({}, {"guided": halved(unet)}, {"unconditional": untold(unet), "guided": halved(unet)}):
+        got = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device, **guided), model, mix)
         for (asked, _), latents in zip(mix, got, strict=True):
             [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
             torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
@@ -129,7 +145,7 @@ def test_guided_engines_run_where_no_row_has_an_unconditional_text(model: Loaded
             seen.clear()
         return counts
 
-    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, guided)
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, guided=guided)
     first, second = row_of(model, num_inference_steps=4), row_of(model, num_inference_steps=3, seed=4)
     loop.join(first)
     loop.step()
@@ -149,6 +165,38 @@ def test_guided_engines_run_where_no_row_has_an_unconditional_text(model: Loaded
     assert new_calls() == [1, 0, 1, 0]  # its second step is not guided
 
 
+def test_a_guided_image_alone_takes_the_engines_of_one_row(model: LoadedModel) -> None:
+    unet = bucketed(model, 1, 2, 4)
+    engines = [*unet.engines, *untold(unet), *beside(unet, components.UNET_GUIDED, 4)]
+    calls = [engine.seen for engine in engines]  # type: ignore[attr-defined]
+
+    def new_calls() -> list[int]:
+        counts = [len(seen) for seen in calls]
+        for seen in calls:
+            seen.clear()
+        return counts
+
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, engines[3:4], engines[4:])
+    loop.join(row_of(model, num_inference_steps=4))
+    loop.step()
+    assert new_calls() == [1, 0, 0, 1, 0]  # a row with its text and one without any
+    loop.join(row_of(model, num_inference_steps=1, seed=4))
+    loop.step()
+    assert new_calls() == [0, 0, 0, 0, 1]  # two images
+    loop.join(row_of(model, num_inference_steps=1, negative_prompt="four"))
+    loop.step()
+    assert new_calls() == [0, 0, 1, 0, 0]
+    loop.step()
+    assert new_calls() == [1, 0, 0, 1, 0]
+    loop.join(row_of(model, num_inference_steps=1, negative_prompt="four"))
+    loop.step()
+    assert new_calls() == [2, 0, 0, 0, 0]  # a text each
+    for seed in range(2):
+        loop.join(row_of(model, num_inference_steps=1, seed=seed, guidance_scale=1.0))
+    loop.step()
+    assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
+
+
 def test_no_unconditional_text_is_not_an_empty_one(model: LoadedModel) -> None:
     blank = [row_of(model, negative_prompt=prompt).unconditional for prompt in (None, "", "four")]
     assert [text and text.blank for text in blank] == [True, False, False]
@@ -162,13 +210,13 @@ def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> Non
     unet = bucketed(model, 1, 2, 6)
     loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
     assert loop.capacity == 6
-    guided = row_of(model, num_inference_steps=3, end_cfg_frac=0.67)
-    plain = row_of(model, guidance_scale=1.0, num_inference_steps=1)
+    guided = row_of(model, num_inference_steps=3, end_cfg_frac=0.34)
+    plain = row_of(model, guidance_scale=1.0, num_inference_steps=2)
     loop.join(guided)
     loop.join(plain)
-    assert loop.step() == [plain]  # 3 rows
-    assert loop.step() == []  # 2 rows
-    assert loop.step() == [guided]  # its last step is not guided
+    assert loop.step() == []  # 3 rows
+    assert loop.step() == [plain]  # 2 rows: all but the first of its steps are not guided
+    assert loop.step() == [guided]
     assert [len(engine.seen) for engine in unet.engines] == [1, 1, 1]  # type: ignore[attr-defined]
 
 
@@ -184,11 +232,12 @@ def test_a_guided_image_is_drawn_also_where_the_largest_bucket_has_one_row(model
 
 
 def test_fewer_may_be_let_in_than_fit(model: LoadedModel) -> None:
-    loop = graph_loop(model, 2, 8)
+    unet = bucketed(model, 2, 8)
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
     loop.capacity = 4
     rows = [row_of(model, seed=seed) for seed in range(3)]
     denoise(loop, rows)
-    engine = loop._engines[8]
+    engine = unet.engines[-1]
     assert {len(inputs["sample"][:4].unique(dim=0)) for inputs in engine.seen} == {2}  # type: ignore[attr-defined]
     for seed, row in enumerate(rows):
         [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
@@ -290,19 +339,21 @@ def test_nothing_is_captured_anew_for_other_settings(model: LoadedModel) -> None
 def test_steps_of_many_pixels_are_captured_without_a_workspace(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = graph_loop(model, 1, 2, 4)
-    captured: dict[int, bool] = {}
+    unet = bucketed(model, 1, 2, 4)
+    loop = GraphLoop(unet, HEIGHT, WIDTH, model.device)
+    captured: dict[tuple[int, ...], bool] = {}
 
     def capture(work: "partial[None]", workspace: bool) -> "partial[None]":
-        captured[work.args[0]] = workspace
+        captured[tuple(engine.bucket.rows.max for engine in work.args[0])] = workspace
         return work
 
     monkeypatch.setattr(graph_loop_module, "capture", capture)
     monkeypatch.setattr(graph_loop_module, "_MANY", 4 * HEIGHT * WIDTH)
     monkeypatch.setattr(loop, "_device", torch.device("cuda"))
-    for rows, engine in loop._engines.items():
-        loop._replay_of(rows, engine)
-    assert captured == {1: True, 2: True, 4: False}
+    for engine in unet.engines:
+        loop._replay_of(engine)
+    loop._replay_of(unet.engines[0], unet.engines[0])
+    assert captured == {(1,): True, (2,): True, (4,): False, (1, 1): False}  # nor are branches
 
 
 def test_a_broken_row_poisons_neither_its_companions_nor_the_next_in_its_slot(model: LoadedModel) -> None:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save
 
 from model.coldstart import ColdStart
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, Widths, unet_signature
+from model.components import BASE_COMPONENTS, GUIDED, REFINER_COMPONENTS, Widths, unet_signature
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -318,18 +318,20 @@ def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: LocalStore,
     make_static(entries, (64, 64), (128, 64), component="unet")
     small, _ = [engine for engine in entries["engines"] if engine["component"] == "unet"]
     of_no_bucket = small | {"bucket": small["bucket"] | {"rows": {"min": 4, "max": 4, "multiple": 1}}}
-    for number, engine in enumerate((small, small | {"precision": "bf16"}, of_no_bucket)):
-        entries["engines"].append(engine | {"component": "unet_guided", "key": f"{number:063d}f"})
     [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
-    entries["weights"].append(weights | {"component": "unet_guided"})
-    entries["architectures"]["unet_guided"] = entries["architectures"]["unet"]
+    for name in GUIDED:
+        for number, engine in enumerate((small, small | {"precision": "bf16"}, of_no_bucket)):
+            entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{GUIDED.index(name)}"})
+        entries["weights"].append(weights | {"component": name})
+        entries["architectures"][name] = entries["architectures"]["unet"]
     releases.write_raw(store.root, entries)
     loaded = load(store)
-    [engine] = loaded.model.engines["unet_guided"].engines
-    assert engine.bucket == Bucket.model_validate(small["bucket"])
+    for name in GUIDED:
+        [engine] = loaded.model.engines[name].engines
+        assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == name
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's, once
     assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # not narrowed by what is only faster
-    assert "unet_guided" not in plain.model.engines
+    assert not {*GUIDED} & plain.model.engines.keys()
 
 
 def test_components_without_a_size_in_common(store: LocalStore, entries: Entries) -> None:

@@ -248,3 +248,30 @@ def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
     (pool, on, _), (pool_2, on_2, _), (pool_3, on_3, _) = captures
     assert on is side and on_2 is on_3 is not side
     assert pool is not pool_2 and pool_2 is pool_3
+
+
+def test_branches_leave_the_current_stream_and_join_it_again(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    ran: list[tuple[int, Stream]] = []
+
+    def work(number: int) -> int:
+        assert streams.current is home or streams.current.seen[home] == made
+        streams.current.count += 1
+        ran.append((number, streams.current))
+        return number
+
+    home, other, made = streams.main, Stream("other"), 7
+    home.count = made
+    assert graphed.beside([lambda: work(0), lambda: work(1), lambda: work(2)]) == [0, 1, 2]
+    on = dict(ran)
+    assert on[0] is home is streams.current and len({home, on[1], on[2]}) == 3
+    assert (home.seen[on[1]], home.seen[on[2]]) == (1, 1)
+    made = home.count
+    graphed.beside([lambda: work(3), lambda: work(4)])
+    home = other
+    with torch.cuda.stream(other):  # type: ignore[arg-type]
+        made = other.count
+        graphed.beside([lambda: work(5), lambda: work(6)])
+        assert graphed.beside([lambda: work(7)]) == [7]
+    on = dict(ran)
+    assert on[4] is on[1] and on[6] not in (on[1], on[2]) and on[5] is on[7] is other

@@ -51,20 +51,26 @@ class BuildPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        guided = (components.UNET_GUIDED,) if self.guided_sizes else ()
+        guided = tuple(name for name, sizes in self.guided_sizes.items() if sizes)
         return BASE_COMPONENTS + guided + (REFINER_COMPONENTS if self.refiner else ())
 
     @property
-    def guided_sizes(self) -> tuple[tuple[int, int, int], ...]:
-        """Those of `sizes` for which the base has a second engine, where it is guided against zeros: see
-        `GuidedUnetNetwork`. For the loops of CUDA graphs; plans of TensorRT hold weights of their own."""
+    def guided_sizes(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
+        """The sizes of the base's engines for guidance against zeros: one row that is told no text, where there is an
+        engine for one that is told one and a bucket for both; else an even number of rows in one call. For the loops of
+        CUDA graphs; plans of TensorRT hold weights of their own."""
         if (
             self.target.device != "cuda"
             or self.tensorrt
             or not read_settings(self.base, None).force_zeros_for_empty_prompt
         ):
-            return ()
-        return tuple(size for size in self.sizes if size[0] % 2 == 0)
+            return {}
+        alone = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
+        together = (size for size in self.sizes if size[0] % 2 == 0)
+        return {
+            components.UNET_UNCONDITIONAL: alone,
+            components.UNET_GUIDED: tuple(size for size in together if size[0] > 2 or (1, *size[1:]) not in alone),
+        }
 
     def folder_of(self, component: str) -> ModelFolder:
         if component not in REFINER_COMPONENTS:
@@ -99,7 +105,7 @@ class BuildPlan:
             return [compiler.static_bucket(rows, None, None) for rows in (1, 2)]
         if network.component == components.VAE_DECODER:
             return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
-        sizes = self.guided_sizes if network.component == components.UNET_GUIDED else self.sizes
+        sizes = self.guided_sizes.get(network.component, self.sizes)
         return [compiler.static_bucket(*size) for size in sizes]
 
     @property

@@ -29,7 +29,6 @@ from model.errors import PreheatError
 from model.store.manifest import Bucket, Precision
 from model.target import Target
 
-_LONGEST = (components.UNET, components.UNET_GUIDED, components.REFINER_UNET)
 _GRACE = 2.0  # seconds for a process to end by itself
 
 
@@ -68,7 +67,7 @@ def compile_jobs(
     process, with `networks`, in the jobs' order; else the longest first. Raises CompileError, after which, as when it
     is closed, nothing goes on."""
     if processes > 1 and len(jobs) > 1:
-        yield from _side_by_side(sorted(jobs, key=lambda job: job.component not in _LONGEST), processes, begun)
+        yield from _side_by_side(sorted(jobs, key=lambda job: job.component not in components.LOOPED), processes, begun)
         return
     for job in jobs:
         begun(job)

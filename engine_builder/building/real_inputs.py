@@ -58,8 +58,8 @@ def real_inputs(
         )
         generate(model, [resolve(request, served)])
     seen = {name: engine.seen for name, engine in eager.items()}
-    if components.UNET_GUIDED in seen:  # the request's negative prompt was not none
-        seen[components.UNET_GUIDED] = seen[components.UNET]
+    for name in seen.keys() & set(components.GUIDED):  # the request's negative prompt was not none
+        seen[name] = seen[components.UNET]
     return seen
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from engine_builder.networks.text import PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
     GuidedUnetNetwork,
+    UnconditionalUnetNetwork,
     UnetNetwork,
     UnetTextNetwork,
     UnetTimeNetwork,
@@ -165,6 +166,9 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     return decides
 
 
+_UNETS = {components.UNET_GUIDED: GuidedUnetNetwork, components.UNET_UNCONDITIONAL: UnconditionalUnetNetwork}
+
+
 class Reader:
     """Reads a part of a checkout and remembers it until another is asked for: a UNet's three components read it once.
 
@@ -203,6 +207,7 @@ def load_network(
         components.UNET_TEXT: "unet",
         components.UNET_TIME: "unet",
         components.UNET_GUIDED: "unet",
+        components.UNET_UNCONDITIONAL: "unet",
         components.REFINER_UNET_TEXT: "unet",
         components.REFINER_UNET_TIME: "unet",
         components.REFINER_UNET: "unet",
@@ -230,7 +235,7 @@ def load_network(
             signature = components.unet_time_signature(widths, time, dtype_name)
         else:
             by_tiles = layout == "channels_last" and precision != "fp32"
-            module = (GuidedUnetNetwork if component == components.UNET_GUIDED else UnetNetwork)(network, by_tiles)
+            module = _UNETS.get(component, UnetNetwork)(network, by_tiles)
             signature = components.unet_signature(widths, time, text, dtype_name)
             multiple = folder.size_step()
     else:

@@ -9,7 +9,7 @@ transformer. Where weights are channels_last the two are the same memory, and no
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -132,6 +132,15 @@ class GuidedUnetNetwork(UnetNetwork):
         return super().forward(sample[:half], time_embeds, keys_values[:half])
 
 
+class UnconditionalUnetNetwork(UnetNetwork):
+    """A `UnetNetwork` of rows that are told no text at all: what they are given of `keys_values` is not read. Beside a
+    `UnetNetwork` of as many rows it is the other half of guidance against nothing; `GuidedUnetNetwork` says what no
+    text stands for."""
+
+    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        return super().forward(sample, time_embeds, keys_values[:0])
+
+
 def _is_read_each_step(name: str) -> bool:
     return not name.startswith(_EMBEDDINGS) and not any(part in name for part in _ELSEWHERE)
 
@@ -194,6 +203,8 @@ def _self_attention(attention: Any, tokens: Tensor) -> Tensor:
 def _with_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`tokens` and what attention adds to them. Rows beyond those of `keys` and `values` are told no text."""
     projection, told = attention.to_out[0], keys.shape[0]
+    if told == 0:
+        return tokens + cast(Tensor, projection.bias)
     mixed: Tensor = projection(attend_to_text(attention.to_q(normed[:told]), keys, values, attention.heads))
     if told == tokens.shape[0]:
         return tokens + mixed

@@ -9,14 +9,16 @@ both for graphs that are captured without a workspace.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from model.engines import Engine
+
+Result = TypeVar("Result")
 
 _WARM_UPS = 2  # kernels load at their first call, which a capture does not allow
 _WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}  # none at all
@@ -73,6 +75,30 @@ def _no_workspace() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def beside(works: Sequence[Callable[[], Result]]) -> list[Result]:
+    """What `works` give: the first runs on the current stream, each other on a stream that leaves it here and joins it
+    again. In a graph these are branches, and where one waits for its next kernel another computes."""
+    if len(works) == 1 or not torch.cuda.is_available():
+        return [work() for work in works]
+    home = torch.cuda.current_stream()
+    branches = [_branch(home, number) for number in range(1, len(works))]
+    others = []
+    for branch, work in zip(branches, works[1:], strict=True):
+        branch.wait_stream(home)
+        with torch.cuda.stream(branch):
+            others.append(work())
+    first = works[0]()
+    for branch in branches:
+        home.wait_stream(branch)
+    return [first, *others]
+
+
+@cache
+def _branch(home: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
+    """Always the same one, whose memory the next graph may use again."""
+    return torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
 
 
 class GraphedEngine:

@@ -168,16 +168,32 @@ def test_the_unet_for_guided_rows_is_the_unet_of_rows_without_a_text() -> None:
     assert not text.any()  # zeros are what no text comes to
 
 
+def test_the_unet_of_rows_that_are_told_no_text_does_not_read_one() -> None:
+    plain, untold = (load_network(ModelFolder(TINY), name, "fp32") for name in ("unet", "unet_unconditional"))
+    assert untold.tensors().keys() == plain.tensors().keys() and untold.signature == plain.signature
+    inputs = example_inputs(plain.signature, 2, 64, 96, "cpu")
+    sample, embeds, texts = inputs["sample"], inputs["time_embeds"], inputs["keys_values"]
+    with torch.inference_mode():
+        expected = plain.module(sample, embeds, torch.zeros_like(texts))[0]
+        assert torch.equal(untold.module(sample, embeds, torch.full_like(texts, float("nan")))[0], expected)
+
+
 def test_a_gpu_s_build_has_engines_for_guided_rows(toy_folder: Path, folder_copy: Path, target: Target) -> None:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = ((1, 512, 512), (2, 512, 512), (5, 512, 512), (8, 512, 768))
     plan = BuildPlan("toy", ModelFolder(toy_folder), None, gpu, "fp32", sizes)
-    assert components.UNET_GUIDED in plan.components
-    network = load_network(ModelFolder(toy_folder), components.UNET_GUIDED, "fp32", "meta")
-    assert [bucket.rows.max for bucket in plan.buckets_of(network)] == [2, 8]
-    unet = load_network(ModelFolder(toy_folder), components.UNET, "fp32", "meta")
+    names = (components.UNET, components.UNET_UNCONDITIONAL, components.UNET_GUIDED)
+    assert {*names} <= {*plan.components}
+    networks = [load_network(ModelFolder(toy_folder), name, "fp32", "meta") for name in names]
+    unet, unconditional, guided = networks
+    assert plan.buckets_of(unconditional) == [static_bucket(1, 512, 512)]
+    assert plan.buckets_of(guided) == [static_bucket(8, 512, 768)]  # two rows of 512x512 are a call each
     bucket = static_bucket(2, 512, 512)
-    assert engine_key(network, gpu, bucket) != engine_key(unet, gpu, bucket)
+    assert len({engine_key(network, gpu, bucket) for network in networks}) == 3
+
+    pair = replace(plan, sizes=((2, 512, 512), (1, 512, 768)))  # with no engine for the row that is told a text
+    assert not {components.UNET_UNCONDITIONAL} & {*pair.components}
+    assert pair.buckets_of(guided) == [bucket]
 
     index = folder_copy / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"force_zeros_for_empty_prompt": False}))
@@ -187,7 +203,7 @@ def test_a_gpu_s_build_has_engines_for_guided_rows(toy_folder: Path, folder_copy
         replace(plan, tensorrt=Choices()),
         replace(plan, base=ModelFolder(folder_copy)),  # whose unconditional text is an empty one
     ):
-        assert components.UNET_GUIDED not in other.components
+        assert not {*components.GUIDED} & {*other.components}
 
 
 @pytest.mark.parametrize(("small", "large"), [(0, 2**40), (0, 0), (2**40, 2**40)])
@@ -282,7 +298,7 @@ def test_wide_convolutions_alone_are_computed_by_tiles(before: int, after: int, 
     assert isinstance(block.conv1, WinogradConv) == by_tiles and isinstance(block.conv2, torch.nn.Conv2d)
 
 
-@pytest.mark.parametrize("component", ["unet", "unet_guided"])
+@pytest.mark.parametrize("component", ["unet", "unet_unconditional", "unet_guided"])
 @pytest.mark.parametrize("precision, device, by_tiles", [
     ("fp16", "cuda", True), ("bf16", "cuda", True), ("fp32", "cuda", False), ("fp16", "cpu", False),
 ])  # fmt: skip
