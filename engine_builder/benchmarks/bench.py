@@ -1,51 +1,78 @@
 """Latency of a loaded release on this machine, by stage.
 
-A benchmark draws the same request again and again: warm-ups first, then counted runs. Peers run in the same process
-on the same weights, so that a ratio holds on a machine whose clocks drift.
+A benchmark draws the same request again and again: warm-ups first, then counted runs. Peers draw it in the same process
+on the same weights, in turns with the release: what drifts meanwhile, a GPU's clocks or what else a host has to do,
+meets all of them alike, so that a ratio holds.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
 from model import components
 from model.encoding import THREADS
-from model.image import broken_image, encode_base64
+from model.image import Pixels, broken_image, encode_base64
 from model.loading import Loaded
 from model.pipeline import Decoding, draw, generate, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 
+Work = Callable[[], dict[str, float]]
+"""Draws one request, and gives the milliseconds of its stages."""
 
-def measure(work: Callable[[], dict[str, float]], warm_ups: int, runs: int) -> tuple[list[float], dict[str, float]]:
-    """Milliseconds of each counted run, and the median milliseconds of each stage that `work` returns."""
-    for _ in range(warm_ups):
-        work()
-    totals: list[float] = []
-    stages: list[dict[str, float]] = []
+
+def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:
+    """Of each: milliseconds of its counted runs, and the median milliseconds of its stages. Each is warmed up, then
+    they take turns."""
+    for work in works:
+        for _ in range(warm_ups):
+            work()
+    totals: list[list[float]] = [[] for _ in works]
+    stages: list[list[dict[str, float]]] = [[] for _ in works]
     for _ in range(runs):
-        began = time.perf_counter()
-        stages.append(work())
-        totals.append((time.perf_counter() - began) * 1000)
-    return totals, medians(stages)
+        for work, its_totals, its_stages in zip(works, totals, stages, strict=True):
+            began = time.perf_counter()
+            its_stages.append(work())
+            its_totals.append((time.perf_counter() - began) * 1000)
+    return [(one, medians(of_it)) for one, of_it in zip(totals, stages, strict=True)]
 
 
 def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
     """Request in to encoded picture out, in this process."""
     settings = resolve(request, loaded.served)
+    [measured] = measure([release_work(loaded, settings)], warm_ups, runs)
+    return _release_row(loaded, settings, *measured)
+
+
+def bench_beside_diffusers(
+    loaded: Loaded, request: GenerationRequest, folder: Path, kinds: Iterable[str], warm_ups: int, runs: int
+) -> list[Row]:
+    """The release, then diffusers' pipeline on the weights of `folder` in each of `kinds` ("eager", "compiled"): the
+    same request in turns, in to encoded picture out."""
+    settings, precision = resolve(request, loaded.served), precision_of(loaded)
+    peers = {kind: diffusers_work(folder, settings, precision, kind == "compiled") for kind in kinds}
+    first, *others = measure([release_work(loaded, settings), *peers.values()], warm_ups, runs)
+    rows = [_release_row(loaded, settings, *first)]
+    for kind, measured in zip(peers, others, strict=True):
+        rows.append(_row(f"diffusers {kind} {settings.width}x{settings.height}", settings, precision, *measured))
+    return rows
+
+
+def release_work(loaded: Loaded, settings: GenerationSettings) -> Work:
+    """Drawing that request by the release."""
 
     def work() -> dict[str, float]:
         pixels, timings, _ = generate(loaded.model, [settings])
         began = time.perf_counter()
-        for picture in pixels:
-            encode_base64(picture, settings.output_format, settings.quality)
+        _encode(pixels, settings)
         return timings | {"encode": (time.perf_counter() - began) * 1000}
 
-    return _release_row(loaded, settings, *measure(work, warm_ups, runs))
+    return work
 
 
 def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
@@ -89,10 +116,8 @@ def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float,
     return totals
 
 
-def bench_diffusers(
-    folder: Path, like: GenerationSettings, precision: str, warm_ups: int, runs: int, compiled: bool = False
-) -> Row:
-    """diffusers' own pipeline on the same weights, size, steps and guidance. No refiner.
+def diffusers_work(folder: Path, like: GenerationSettings, precision: str, compiled: bool = False) -> Work:
+    """Drawing that request by diffusers' own pipeline: its size, steps and guidance. No refiner.
 
     Eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA graphs on UNet and decoder.
     """
@@ -119,13 +144,15 @@ def bench_diffusers(
             num_images_per_prompt=like.num_images,
             generator=torch.Generator().manual_seed(like.seed),
         ).images
-        for image in images:
-            image.convert("RGB").tobytes()
+        _encode([np.asarray(image.convert("RGB")) for image in images], like)
         return {}
 
-    totals, stages = measure(work, warm_ups, runs)
-    kind = "compiled" if compiled else "eager"
-    return _row(f"diffusers {kind} {like.width}x{like.height}", like, precision, totals, stages)
+    return work
+
+
+def _encode(pictures: Iterable[Pixels], settings: GenerationSettings) -> None:
+    for picture in pictures:
+        encode_base64(picture, settings.output_format, settings.quality)
 
 
 def precision_of(loaded: Loaded) -> str:

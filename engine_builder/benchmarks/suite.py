@@ -3,9 +3,9 @@
     python -m engine_builder.benchmarks.suite STORE NAME/1 --peer MODEL_FOLDER --out docs/benchmarks/h200.json
 
 Request in to encoded JPEG out, in this process. A case whose size or refiner the release does not serve is left out
-and said. The peers are diffusers' pipelines on the same weights, in the same run: eager, and compiled as PyTorch's
-"diffusion-fast" does it (github.com/huggingface/diffusion-fast), without coordinate descent, which had not ended after
-500 s, and with the compiler's defaults for matrix products, whose search takes minutes more.
+and said. The peers are diffusers' pipelines on the same weights, in turns with the release: eager, and compiled as
+PyTorch's "diffusion-fast" does it (github.com/huggingface/diffusion-fast), without coordinate descent, which had not
+ended after 500 s, and with the compiler's defaults for matrix products, whose search takes minutes more.
 """
 
 import argparse
@@ -14,16 +14,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_builder.benchmarks.bench import bench_diffusers, bench_offline, bench_release, precision_of
+from engine_builder.benchmarks.bench import bench_beside_diffusers, bench_offline, bench_release
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.coldstart import ColdStart
 from model.errors import RequestRefused
 from model.loading import Loaded, load_release
-from model.request import GenerationRequest, resolve
+from model.request import GenerationRequest
 from model.store import open_store
 from model.target import detect_targets
 
 _PROMPT = "a photograph of an astronaut riding a horse"
+_PEERS = ("eager", "compiled")
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,11 @@ def run(loaded: Loaded, peer: Path | None, tell: Callable[[str], None]) -> Itera
         row = replace(row, case=case.name)
         yield _told(_per_second(row) if case.throughput else row, tell)
     if peer is not None:
-        like = resolve(CASES[0].request(), loaded.served)
-        precision = precision_of(loaded)
-        for compiled, runs in ((False, 6), (True, 10)):
-            row = bench_diffusers(peer, like, precision, 2, runs, compiled)
-            kind = "compiled" if compiled else "eager"
-            yield _told(replace(row, case=f"{CASES[0].name}, diffusers {kind}"), tell)
+        case = CASES[0]
+        names = [f"{case.name}, in turns with diffusers"] + [f"{case.name}, diffusers {kind}" for kind in _PEERS]
+        rows = bench_beside_diffusers(loaded, case.request(), peer, _PEERS, 3, 10)
+        for name, row in zip(names, rows, strict=True):
+            yield _told(replace(row, case=name), tell)
 
 
 def _per_second(row: Row) -> Row:

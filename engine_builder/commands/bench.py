@@ -58,7 +58,8 @@ def latency(
     warm_ups: int = 3,
     runs: int = 20,
     peer: Annotated[
-        Path | None, typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in this run.")
+        Path | None,
+        typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in turns with the release."),
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="And the peer under torch.compile, which takes minutes to compile.")
@@ -74,7 +75,7 @@ def latency(
         from engine_builder.benchmarks import bench as measuring
         from model.coldstart import ColdStart
         from model.loading import load_release
-        from model.request import GenerationRequest, resolve
+        from model.request import GenerationRequest
         from model.runtimes import targets_here
 
         try:
@@ -87,15 +88,12 @@ def latency(
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         holder = opened(store, cache_dir)
         loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
-    with console.status(f"Measuring {release}"):
-        rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
-    if peer is not None:
-        settings, precision, warm_ups = resolve(request, loaded.served), rows[0].precision, min(warm_ups, 2)
-        with console.status("Measuring diffusers"):
-            rows.append(measuring.bench_diffusers(peer, settings, precision, warm_ups, runs))
-        if compiled:
-            with console.status("Compiling and measuring diffusers"):
-                rows.append(measuring.bench_diffusers(peer, settings, precision, warm_ups, runs, compiled=True))
+    kinds = ("eager", "compiled") if compiled else ("eager",)
+    with console.status(f"Measuring {release}{' in turns with diffusers' if peer else ''}"):
+        if peer is None:
+            rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
+        else:
+            rows = measuring.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
     _finish(rows, "stages", "ms", out)
 
 

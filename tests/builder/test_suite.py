@@ -14,7 +14,7 @@ from engine_builder.networks import ModelFolder, load_network
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.image import Pixels
 from model.loading import Loaded
-from model.request import GenerationRequest, resolve
+from model.request import GenerationRequest, GenerationSettings, resolve
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -38,6 +38,28 @@ def test_each_case_is_a_row_and_what_is_not_served_is_said(
     ]
     assert [line.partition(":")[0] for line in told] == ["first", "few-step", "many", "too-large"]
     assert "left out" in told[3] and "4096" in told[3]
+
+
+def test_the_peers_take_turns_with_the_first_case(
+    loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite, "CASES", (Case("first", 1, 2, side=64),))
+    asked: list[tuple[Path, GenerationSettings, str, bool]] = []
+
+    def peer(*given: object) -> bench.Work:
+        asked.append(given)  # type: ignore[arg-type]
+        return dict
+
+    monkeypatch.setattr(bench, "diffusers_work", peer)
+    rows = list(suite.run(loaded, toy_folder, lambda line: None))
+    assert [(row.case, row.runs) for row in rows] == [
+        ("first", 1),
+        ("first, in turns with diffusers", 10),
+        ("first, diffusers eager", 10),
+        ("first, diffusers compiled", 10),
+    ]
+    like = resolve(Case("first", 1, 2, side=64).request(), loaded.served)
+    assert asked == [(toy_folder, like, rows[0].precision, compiled) for compiled in (False, True)]
 
 
 def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(
