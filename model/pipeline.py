@@ -65,9 +65,10 @@ def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Lo
     """A new loop for `component`, one of the UNets, at a size in pixels: where its implementation is chosen."""
     unet = model.engines[component]
     if model.device.type == "cuda" and unet.is_static(height, width):
-        guided = components.GUIDED if component == components.UNET else ()
-        halves = [model.engines[name].of_size(height, width) if name in model.engines else [] for name in guided]
-        return GraphLoop(unet, height, width, model.device, *halves)
+        names = components.GUIDED if component == components.UNET else ()
+        some = {name: model.engines[name].of_size(height, width) for name in names if name in model.engines}
+        unconditional, guided = some.get(components.UNET_UNCONDITIONAL, []), some.get(components.UNET_GUIDED, [])
+        return GraphLoop(unet, height, width, model.device, unconditional, guided)
     return StepLoop(unet, height, width)
 
 

@@ -1,5 +1,6 @@
 """The loop whose steps are replayed: held, without a GPU, against the one that runs them op by op."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import components
+from model import components, pipeline
 from model import graph_loop as graph_loop_module
 from model.engines import EngineSet
 from model.graph_loop import GraphLoop
@@ -195,6 +196,29 @@ def test_a_guided_image_alone_takes_the_engines_of_one_row(model: LoadedModel) -
         loop.join(row_of(model, num_inference_steps=1, seed=seed, guidance_scale=1.0))
     loop.step()
     assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
+
+
+def test_a_gpu_s_loop_is_given_what_a_release_has_for_guided_rows(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = bucketed(model, 1, 2, 4)
+    alone, both = untold(unet), halved(unet)
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    made = inspect.signature(GraphLoop).bind
+    monkeypatch.setattr(pipeline, "GraphLoop", lambda *given: made(*given).arguments)
+
+    def given(component: str, **guided: list[Stub]) -> tuple[object, object]:
+        sets = {name: EngineSet(engines) for name, engines in guided.items()}
+        monkeypatch.setattr(model, "engines", {component: unet} | sets)
+        arguments: dict[str, object] = pipeline.make_loop(model, component, HEIGHT, WIDTH)  # type: ignore[assignment]
+        assert arguments["unet"] is unet
+        return arguments["unconditional"], arguments["guided"]
+
+    assert given(components.UNET) == ([], [])
+    assert given(components.UNET, unet_unconditional=alone) == (alone, [])
+    assert given(components.UNET, unet_guided=both) == ([], both)
+    assert given(components.UNET, unet_unconditional=alone, unet_guided=both) == (alone, both)
+    assert given(components.REFINER_UNET, unet_unconditional=alone, unet_guided=both) == ([], [])
 
 
 def test_no_unconditional_text_is_not_an_empty_one(model: LoadedModel) -> None:

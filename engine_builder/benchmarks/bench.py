@@ -22,6 +22,7 @@ from model.loading import Loaded
 from model.pipeline import Decoding, draw, generate, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 
+PEERS = ("eager", "compiled")  # how diffusers' pipeline is run
 Work = Callable[[], dict[str, float]]
 """Draws one request, and gives the milliseconds of its stages."""
 
@@ -52,8 +53,8 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
 def bench_beside_diffusers(
     loaded: Loaded, request: GenerationRequest, folder: Path, kinds: Iterable[str], warm_ups: int, runs: int
 ) -> list[Row]:
-    """The release, then diffusers' pipeline on the weights of `folder` in each of `kinds` ("eager", "compiled"): the
-    same request in turns, in to encoded picture out."""
+    """The release, then diffusers' pipeline on the weights of `folder` in each of `kinds`, some of `PEERS`: the same
+    request in turns, in to encoded picture out."""
     settings, precision = resolve(request, loaded.served), precision_of(loaded)
     peers = {kind: diffusers_work(folder, settings, precision, kind == "compiled") for kind in kinds}
     first, *others = measure([release_work(loaded, settings), *peers.values()], warm_ups, runs)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_builder.benchmarks.bench import bench_beside_diffusers, bench_offline, bench_release
+from engine_builder.benchmarks.bench import PEERS, bench_beside_diffusers, bench_offline, bench_release
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.coldstart import ColdStart
 from model.errors import RequestRefused
@@ -24,7 +24,6 @@ from model.store import open_store
 from model.target import detect_targets
 
 _PROMPT = "a photograph of an astronaut riding a horse"
-_PEERS = ("eager", "compiled")
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,8 @@ def run(loaded: Loaded, peer: Path | None, tell: Callable[[str], None]) -> Itera
         yield _told(_per_second(row) if case.throughput else row, tell)
     if peer is not None:
         case = CASES[0]
-        names = [f"{case.name}, in turns with diffusers"] + [f"{case.name}, diffusers {kind}" for kind in _PEERS]
-        rows = bench_beside_diffusers(loaded, case.request(), peer, _PEERS, 3, 10)
+        names = [f"{case.name}, in turns with diffusers"] + [f"{case.name}, diffusers {kind}" for kind in PEERS]
+        rows = bench_beside_diffusers(loaded, case.request(), peer, PEERS, 3, 10)
         for name, row in zip(names, rows, strict=True):
             yield _told(replace(row, case=name), tell)
 

@@ -88,11 +88,11 @@ def latency(
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         holder = opened(store, cache_dir)
         loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
-    kinds = ("eager", "compiled") if compiled else ("eager",)
     with console.status(f"Measuring {release}{' in turns with diffusers' if peer else ''}"):
         if peer is None:
             rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
         else:
+            kinds = measuring.PEERS if compiled else measuring.PEERS[:1]
             rows = measuring.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
     _finish(rows, "stages", "ms", out)
 
