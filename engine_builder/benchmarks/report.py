@@ -29,7 +29,8 @@ _HEAD = """\
 # Benchmarks
 
 Made by `preheat report` from the rows in [benchmarks/](benchmarks/); mend those, not this page. p50, p90 and p99 are by
-nearest rank over all runs, `value` is the median. What a row was measured with stands under its table.
+nearest rank over all runs, counted from the best (of images/s the highest). What a row was measured with stands under
+its table, by commit.
 """
 
 
@@ -159,14 +160,14 @@ def _named(key: str, value: Any) -> str:
 
 def _table(rows: Sequence[Entries]) -> str:
     lines = [
-        "| case | precision | steps | batch | p50 | p90 | p99 | value | runs |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| case | precision | steps | batch | p50 | p90 | p99 | runs | commit |",
+        "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
         unit = row["unit"]
-        numbers = " | ".join(f"{_number(row[key])} {unit}" for key in ("p50", "p90", "p99", "value"))
-        counted = f"{row['steps'] or ''} | {row['batch'] or ''}"
-        lines.append(f"| {_cell(row['case'])} | {row['precision']} | {counted} | {numbers} | {row['runs']} |")
+        numbers = " | ".join(f"{_number(row[key])} {unit}" for key in ("p50", "p90", "p99"))
+        counted = f"{row['precision']} | {row['steps'] or ''} | {row['batch'] or ''}"
+        lines.append(f"| {_cell(row['case'])} | {counted} | {numbers} | {row['runs']} | {row['commit']} |")
     return "\n".join(lines) + "\n"
 
 

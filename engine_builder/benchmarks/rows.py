@@ -23,6 +23,7 @@ REQUIRED = (
     "commit", "command",
 )  # fmt: skip
 _NUMBERS = ("value", "p50", "p90", "p99")
+_MORE_IS_BETTER = {"images/s", "dB"}
 _COUNTS = ("runs", "steps", "batch")
 
 
@@ -32,7 +33,8 @@ class BadRows(PreheatError):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case. `value` is the median of the runs; `stages` (ms) and `phases` (s) are medians.
+    """One measured case. `value` is the median of the runs; `stages` (ms) and `phases` (s) are medians. 90 % of the
+    runs are as good as `p90` or better: as low, or of images/s and dB as high.
 
     `gpu` is the device: a GPU's name, or a CPU's with the number of threads.
     """
@@ -77,13 +79,16 @@ def make_row(
     extra: Mapping[str, Any] | None = None,
 ) -> Row:
     """A row of these values, measured in this process's environment by the command it was started with."""
+    sign = -1 if unit in _MORE_IS_BETTER else 1
+    signed = [sign * value for value in values]
+    p50, p90, p99 = (sign * round(percentile(signed, share), digits) for share in (0.5, 0.9, 0.99))
     return Row(
         case=case,
         value=round(statistics.median(values), digits),
         unit=unit,
-        p50=round(percentile(values, 0.5), digits),
-        p90=round(percentile(values, 0.9), digits),
-        p99=round(percentile(values, 0.99), digits),
+        p50=p50,
+        p90=p90,
+        p99=p99,
         runs=len(values),
         gpu=device_name(),
         driver=_driver(),

@@ -56,7 +56,7 @@ def test_sections_are_those_that_rows_exist_for(folder: Path) -> None:
     write(folder, [], "empty")
     text = render(folder, folder.with_suffix(".md"))
     assert re.findall("^## (.*)$", text, re.MULTILINE) == ["H200 SDXL"]
-    assert "| sdxl/1 1024x1024 | fp16 | 30 | 1 | 10 ms | 11 ms | 12 ms | 10 ms | 5 |" in text
+    assert "| sdxl/1 1024x1024 | fp16 | 30 | 1 | 10 ms | 11 ms | 12 ms | 5 | abc1234 |" in text
     assert "- a GPU, driver 580.1, torch 2.13.0, commit abc1234: `preheat bench sdxl/1`" in text
     assert "![" not in text
 
@@ -144,6 +144,12 @@ def test_percentiles_are_of_values_that_were_measured() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert percentile([7.0], 0.99) == 7.0 and percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+@pytest.mark.parametrize("unit, p50, p90", [("ms", 5.0, 9.0), ("images/s", 6.0, 2.0), ("dB", 6.0, 2.0)])
+def test_nine_of_ten_runs_are_as_good_as_p90(unit: str, p50: float, p90: float) -> None:
+    made = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
+    assert (made.p50, made.p90) == (p50, p90)
 
 
 def test_medians_keep_the_order_of_the_phases() -> None:
