@@ -118,22 +118,20 @@ class BlobCache(LocalStore):
         """The verified file of a blob. Where it is not there, `fill` fetches what is missing of it and checks its
         SHA-256 (raising CorruptBlob), by one process at a time."""
         self.note(digest, size)
-        if (path := self._kept(digest, size)) is not None:
-            return path
         target = self._blob_path(digest)
-        with self._guarded(), self._partial(digest, size, part_bytes) as partial:
-            # Another process may have been the one to fetch it.
-            if (path := self._kept(digest, size)) is not None:
-                (self._partials / digest).unlink()
-                return path
-            fill(partial)
-            os.ftruncate(partial.handle, size)
-            os.replace(self._partials / digest, target)
-            found = os.fstat(partial.handle)
-            self._touched.add(digest)
-            # `fill` has hashed the bytes of this very file.
-            self._verified.add(seen_as(digest, found))
-        return target
+        while (path := self._kept(digest, size)) is None:
+            with self._guarded(), self._partial(digest, size, part_bytes) as partial:
+                if partial is None:
+                    continue  # another process may have been the one to fetch it
+                fill(partial)
+                os.ftruncate(partial.handle, size)
+                os.replace(self._partials / digest, target)
+                found = os.fstat(partial.handle)
+                self._touched.add(digest)
+                # `fill` has hashed the bytes of this very file.
+                self._verified.add(seen_as(digest, found))
+                return target
+        return path
 
     def stream_kept(self, digest: str, size: int, sink: Sink) -> bool:
         """`stream` of a blob that is here, hashed once; False where it is not, or is damaged and so deleted."""
@@ -172,29 +170,33 @@ class BlobCache(LocalStore):
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     @contextmanager
-    def _partial(self, digest: str, size: int, part_bytes: int) -> Iterator[Partial]:
-        """The partial file of a blob, of its full length and locked. Waits for whoever has it."""
+    def _partial(self, digest: str, size: int, part_bytes: int) -> Iterator[Partial | None]:
+        """The partial file of a blob, of its full length and locked. Waits for whoever has it; None where it was
+        finished, or evicted, meanwhile."""
         path = self._partials / digest
-        while True:
-            handle = _open_ours(path)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX)
-                if not _is_still(handle, path):
-                    continue  # it was finished, or evicted, while we waited
-                partial = Partial(handle, size, part_bytes)
-                try:
-                    if not self._kept(digest, size):
-                        self._reserve(partial)
-                    yield partial
-                except BaseException as error:
-                    # What is full must not stay full of halves; else only what holds no part is not worth keeping.
-                    full = isinstance(error, OSError) and error.errno in _FULL
-                    if full or isinstance(error, CorruptBlob) or len(partial.missing()) == partial.parts:
-                        path.unlink()
-                    raise
+        handle = _open_ours(path)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_still(handle, path):
+                yield None
                 return
-            finally:
-                os.close(handle)
+            if self.has(digest):
+                # Deleted before anything is hashed: a process that is killed meanwhile leaves nothing behind.
+                path.unlink()
+                yield None
+                return
+            partial = Partial(handle, size, part_bytes)
+            try:
+                self._reserve(partial)
+                yield partial
+            except BaseException as error:
+                # What is full must not stay full of halves; else only what holds no part is not worth keeping.
+                full = isinstance(error, OSError) and error.errno in _FULL
+                if full or isinstance(error, CorruptBlob) or len(partial.missing()) == partial.parts:
+                    path.unlink()
+                raise
+        finally:
+            os.close(handle)
 
     # -- room ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The folder of fetched blobs: bounded, shared by processes, and never holding what is wrong. Needs no object store."""
 
 import errno
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -176,6 +177,39 @@ def test_of_several_threads_one_brings_and_the_others_wait(root: Path) -> None:
         thread.join(60)
     assert len(paths) == 4 and len(set(paths)) == 1 and len(filled) == 1
     assert not here(root, "partial")
+
+
+def test_who_waited_leaves_nothing_even_if_killed_while_it_hashes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, data = blob_of("a")
+    begun, may_end = Event(), Event()
+
+    def slowly(partial: Partial) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        filling(data)(partial)
+
+    first, second = BlobCache(root), BlobCache(root)
+    threads = [Thread(target=first.bring, args=(digest, len(data), PART, slowly), daemon=True)]
+    threads[0].start()
+    assert begun.wait(60)
+    left: list[set[str]] = []
+    get = second.get
+    monkeypatch.setattr(second, "get", lambda *given: left.append(here(root, "partial")) or get(*given))  # type: ignore[func-returns-value]
+    waits, flock = Event(), fcntl.flock
+
+    def locked(handle: int, how: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).parent.name == "partial":
+            waits.set()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    threads.append(Thread(target=second.bring, args=(digest, len(data), PART, never), daemon=True))
+    threads[1].start()
+    assert waits.wait(60)
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert left == [set()]
 
 
 def _bring_many(root: Path, letters: str, limit: int, log: Path) -> None:
