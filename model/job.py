@@ -85,7 +85,7 @@ class Job:
     ) -> None:
         self.result: Future[Drawn] = Future()
         self.ahead = 0
-        """Images that were before it in the queue when last counted; 0 once it runs."""
+        """Images that were before it in the queue when last counted; 0 once its first has joined a loop."""
         self.settings = settings
         self.listener = listener
         self.preview_every = preview_every

@@ -141,6 +141,7 @@ class Scheduler:
             self._news.notify()
         self._thread.join()
         self._encoders.close()
+        self._take_in()  # what has arrived since, also from the encoders
         for job in self._every_job():
             job.fail(Unavailable(self._failure))
             self._free(job)
@@ -201,7 +202,11 @@ class Scheduler:
         for key, handed in self._handed_over.items():
             loop = self.model.loop(*key)
             while handed and has_room(loop, handed[0][1].unet_rows):
-                self._enter(key, *handed.popleft())
+                image, row = handed.popleft()
+                try:
+                    self._enter(key, image, row)
+                except Exception as error:
+                    self._failed({image.job}, error)
         ahead, full = 0, set()
         for job in list(self._waiting):
             job.ahead = ahead
@@ -229,6 +234,7 @@ class Scheduler:
                 job.rows = base_rows(self.model, job.settings, job.tables[0])
                 job.mark("text")
             image, row = _Image(job, job.joined, key[0]), job.rows[job.joined]
+            job.ahead = 0
             job.joined += 1
             if job.joined == job.settings.num_images:
                 job.rows = []  # with their texts
@@ -354,6 +360,7 @@ class Scheduler:
 
     def _failed(self, jobs: set[Job], error: Exception) -> None:
         """Something that was done for `jobs` raised: they fail, and all others where the device is what failed."""
+        before = self._failure
         if not isinstance(error, BrokenImage):
             logger.error("A step of the worker failed.", exc_info=error)
             self._check_device(error)
@@ -361,7 +368,7 @@ class Scheduler:
         for job in jobs if failure is None else jobs | self._every_job():
             job.fail(failure or error)
             self._free(job)
-        if failure is not None:
+        if failure is not None and before is None:
             self._on_device_failure()
 
     def _check_device(self, error: Exception) -> None:

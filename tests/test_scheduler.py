@@ -313,6 +313,16 @@ def test_sizes_take_turns_and_none_waits_for_another(gate: Gate, scheduler: Sche
     assert len(both) >= 7 and all(one != next_one for one, next_one in itertools.pairwise(both))
 
 
+def test_none_is_ahead_of_what_runs(gate: Gate, scheduler: Scheduler) -> None:
+    jobs = [scheduler.submit(asked(seed)) for seed in range(4)]  # two run, two wait
+    gate.let(1)
+    eventually(lambda: len(gate.steps) == 1 and [job.ahead for job in jobs] == [0, 0, 0, 1])
+    small = scheduler.submit(asked(4, width=64))
+    gate.let(1)
+    eventually(lambda: len(gate.steps) == 2 and small.joined == 1)
+    assert (small.ahead, jobs[3].ahead) == (0, 1)
+
+
 def test_a_further_size_waits_and_is_not_overtaken_for_ever(model: LoadedModel, gate: Gate) -> None:
     scheduler = Scheduler(model, Limits(max_queue=64, sizes_at_once=1), lambda: None)
     first = scheduler.submit(asked(0))
@@ -458,6 +468,20 @@ def test_a_failure_of_one_size_leaves_the_other(model: LoadedModel, gate: Gate, 
     stays.result.result(SECONDS)
 
 
+def test_an_image_that_cannot_go_on_to_the_refiner_fails_alone(
+    model: LoadedModel, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(row: Row) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(model.loop(components.REFINER_UNET, 64, 96), "join", full)
+    refined, other = scheduler.submit(asked(1, use_refiner=True)), scheduler.submit(asked(2, num_inference_steps=40))
+    with pytest.raises(torch.OutOfMemoryError):
+        refined.result.result(SECONDS)
+    assert len(other.result.result(SECONDS).images) == 1
+    assert scheduler.healthy()
+
+
 def test_after_a_device_failure_nothing_is_promised(
     model: LoadedModel, scheduler: Scheduler, failures: list[str]
 ) -> None:
@@ -468,6 +492,12 @@ def test_after_a_device_failure_nothing_is_promised(
     assert not scheduler.healthy()
     with pytest.raises(Unavailable):
         scheduler.submit(asked(2))
+    encoded = Job(model, asked(3), None, 0)  # as one whose picture was with the encoders
+    scheduler._failed_elsewhere(encoded, torch.AcceleratorError("CUDA error: an illegal memory access"))
+    with pytest.raises(Unavailable, match="The GPU has failed"):
+        encoded.result.result(SECONDS)
+    scheduler.call(lambda: None).result(SECONDS)
+    assert failures == ["device"]  # it is said once
 
 
 def test_a_step_that_never_ends_is_no_health(model: LoadedModel, gate: Gate) -> None:
@@ -550,10 +580,16 @@ def test_a_closed_scheduler_answers_what_it_had_accepted(model: LoadedModel, gat
     jobs = [scheduler.submit(asked(seed)) for seed in range(4)]
     gate.let(1)
     eventually(lambda: len(gate.steps) == 1)
+    jobs.append(scheduler.submit(asked(4)))  # nobody will take it in
+    call = scheduler.call(lambda: "done")
+    closing = threading.Thread(target=scheduler.close)
+    closing.start()
+    eventually(lambda: scheduler._closed)
     gate.let(1)
-    scheduler.close()
+    closing.join(SECONDS)
     for job in jobs:
         with pytest.raises(Unavailable, match="has ended"):
             job.result.result(SECONDS)
+    assert call.result(SECONDS) == "done"
     with pytest.raises(Unavailable):
         scheduler.submit(asked(9))
