@@ -42,7 +42,8 @@ class GraphLoop:
         """`height` and `width` in pixels. `unconditional` and `guided`: engines of that size for when all images are
         guided and against no text, of the rows that are told none and of both halves; see `_map_halves`. Raises
         EngineError where no engine of `unet` serves the size."""
-        # Rows of a step -> the engines that run them beside each other. A guided image alone has a branch for each row.
+        # Rows of a step -> the engines that run them, beside each other where they may: then a guided image alone has a
+        # branch for each row.
         calls = {engine.bucket.rows.max: [engine] for engine in unet.serving(height, width)}
         guided_calls = {engine.bucket.rows.max: [engine] for engine in guided}
         alone = 2 * calls.get(1, [])
@@ -85,7 +86,7 @@ class GraphLoop:
             # All now, so that no request waits for a capture or finds the memory full.
             self._replays = {rows: self._replay_of(*calls[rows]) for rows in sorted(calls)}
             self._guided_replays = {rows: self._replay_of(*engines) for rows, engines in guided_calls.items()}
-            self._alone = self._replay_of(*alone) if alone and calls[2] != alone else None
+            self._alone = self._replay_of(*alone) if alone and alone[0].overlaps and calls[2] != alone else None
         self._mapped: list[int] = []
         self._queued: deque[torch.cuda.Event] = deque()
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]
@@ -246,7 +247,8 @@ class GraphLoop:
             }
             for places, slots, keys_values in parts
         ]
-        results = beside([partial(engine.run, given) for engine, given in zip(engines, inputs, strict=True)])
+        runs = [partial(engine.run, given) for engine, given in zip(engines, inputs, strict=True)]
+        results = beside(runs) if all(engine.overlaps for engine in engines) else [run() for run in runs]
         predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         unconditional, conditional = eps[self._predicts].float().chunk(2)

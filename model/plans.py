@@ -11,13 +11,19 @@ from model.store import Store
 from model.store.manifest import Blob, EngineRecord
 from model.weights import tensors_in
 
-# Which components take turns, and so share device memory. Those of a denoising loop do with each other and may run
-# beside the others, whose own turns are before and after.
+# Which components take turns, and so share device memory: those whose work is queued on one stream (model/streams.py).
+# All others read text, beside the first text encoder.
 _TURNS = {
+    components.TEXT_ENCODER: "first text",
     components.UNET: "denoising",
     components.REFINER_UNET: "denoising",
     components.VAE_DECODER: "decoding",
 }
+
+
+def turn_of(component: str) -> str:
+    """The group that a component takes turns with."""
+    return _TURNS.get(component, "text")
 
 
 class Plans:
@@ -45,7 +51,7 @@ class Plans:
                 self._literals(record.component, record.tensorrt.literals),
                 self._device,
             )
-        workspace = self._workspaces.setdefault(_TURNS.get(record.component, "text"), Workspace(self._device))
+        workspace = self._workspaces.setdefault(turn_of(record.component), Workspace(self._device))
         return TensorRTEngine(self._plans[identity], record.tensorrt.profile, record.bucket, workspace)
 
     def _literals(self, component: str, blob: Blob) -> dict[str, torch.Tensor]:
@@ -76,6 +82,6 @@ def extra_bytes(engines: Sequence[EngineRecord], weight_bytes: Mapping[str, int]
     workspaces: dict[str, int] = {}
     for engine in engines:
         if engine.tensorrt:
-            turn = _TURNS.get(engine.component, "text")
+            turn = turn_of(engine.component)
             workspaces[turn] = max(workspaces.get(turn, 0), engine.tensorrt.workspace_bytes)
     return sum(weight_bytes[component] for component in plans) + sum(workspaces.values())

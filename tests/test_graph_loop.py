@@ -198,6 +198,21 @@ def test_a_guided_image_alone_takes_the_engines_of_one_row(model: LoadedModel) -
     assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
 
 
+def test_engines_that_may_not_overlap_run_one_after_the_other(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_loop_module, "beside", lambda works: pytest.fail("beside each other"))
+    asked: dict[str, object] = {"negative_prompt": "four", "num_inference_steps": 3}
+    [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+    for rows, calls in {(1, 2): [0, 3], (1,): [6]}.items():  # both rows in one call, or in two where there is none
+        unet = bucketed(model, *rows)
+        for engine in unet.engines:
+            engine.overlaps = False
+        [latents] = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device), model, [(asked, 0)])
+        assert [len(engine.seen) for engine in unet.engines] == calls  # type: ignore[attr-defined]
+        torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_gpu_s_loop_is_given_what_a_release_has_for_guided_rows(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from model import components
 from model.engines import graphed
 from model.job import Limits
 from model.pipeline import Decoding, LoadedModel, draw, generate, request_tables
+from model.plans import turn_of
 from model.preview import fit_preview_map
 from model.request import GenerationSettings
 from model.scheduler import Scheduler
@@ -83,6 +84,10 @@ def test_what_is_served_is_right_and_raceless(
         components.TEXT_ENCODER: {"first_text"},
         components.VAE_DECODER: {"decode"},
     }
+    sharing: dict[str, set[str]] = {}  # what shares the memory of TensorRT's plans runs on one stream
+    for name, on in ran_on.items():
+        sharing.setdefault(turn_of(name), set()).update(on)
+    assert len(sharing) == 4 and all(len(on) == 1 for on in sharing.values())
     for request, images in zip(MIX, drawn, strict=True):
         for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
             assert np.abs(pixels(data).astype(int) - picture.astype(int)).max() <= 1

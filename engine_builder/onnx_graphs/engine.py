@@ -19,6 +19,8 @@ from model.store.manifest import Signature
 class OnnxEngine:
     """Runs a graph without weights on `weights`, which are mapped and not copied, as an engine's are."""
 
+    overlaps = True
+
     def __init__(
         self, component: str, graph: OnnxGraph, signature: Signature, weights: Mapping[str, torch.Tensor]
     ) -> None:

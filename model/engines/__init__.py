@@ -18,6 +18,9 @@ class Engine(Protocol):
     component: str
     signature: Signature
     bucket: Bucket
+    overlaps: bool
+    """Whether two of its runs, or one of its and one of its component's other engines, may be under way at once, on
+    streams beside each other. Not where they work in memory that they share."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Named tensors in and out, on the current stream. Raises EngineError for inputs it does not take."""

@@ -22,6 +22,8 @@ _AGAIN = "build and publish the release again (`preheat build`, `preheat publish
 class AotInductorEngine:
     """One `.pt2` package without weights. `weights` are aliased, never copied, and must outlive the engine."""
 
+    overlaps = True
+
     def __init__(
         self,
         component: str,

@@ -17,6 +17,8 @@ ANY_BUCKET = Bucket(rows=Span(min=1, max=2**16))  # any size, too
 class EagerEngine:
     """Runs `module(*inputs)` op by op, at any rows and size. Remembers its inputs in `seen` while `recording`."""
 
+    overlaps = True
+
     def __init__(self, component: str, module: nn.Module, signature: Signature, recording: bool = False) -> None:
         self.component = component
         self.signature = signature

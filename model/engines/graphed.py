@@ -104,6 +104,8 @@ def _branch(home: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
 class GraphedEngine:
     """An engine of one static bucket on a GPU, behind a graph that is captured at its first run, for its stream."""
 
+    overlaps = False  # its inputs and outputs are one buffer each
+
     def __init__(self, engine: Engine) -> None:
         self.component = engine.component
         self.signature = engine.signature

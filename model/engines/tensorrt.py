@@ -158,6 +158,8 @@ class TensorRTPlan:
 class TensorRTEngine:
     """One profile of a plan: the engine of one bucket."""
 
+    overlaps = False  # a context has one set of addresses, and its component one workspace
+
     def __init__(self, plan: TensorRTPlan, profile: int, bucket: Bucket, workspace: Workspace) -> None:
         """Raises EngineError where the plan has no such profile."""
         import tensorrt as trt

@@ -44,6 +44,7 @@ class Stub:
 
     def __post_init__(self) -> None:
         self.bucket = ANY_BUCKET
+        self.overlaps = True
         self.seen: list[dict[str, torch.Tensor]] = []
         self.poison: tuple[int, float] | None = None  # (call, value) of an output that is no number
         self.fails: Exception | None = None  # raised by every call while it is set
