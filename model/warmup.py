@@ -1,8 +1,8 @@
 """What a replica runs before it says that it is ready, so that no request pays for lazy loading or finds memory full.
 
 Every loop that requests can ask for is made, and with it the graphs of all of its buckets, and a picture is drawn and
-decoded at every size: the most device memory that serving takes has then been taken once. On the way each size's loop
-is asked how many rows it runs efficiently.
+decoded at every size, and text is read in every way: the most device memory that serving takes has then been taken
+once. On the way each size's loop is asked how many rows it runs efficiently.
 """
 
 import math
@@ -17,7 +17,7 @@ from model.engines import EngineSet
 from model.errors import NoEngineForTarget
 from model.loading import Loaded
 from model.loop import Loop, Row
-from model.pipeline import LoadedModel, base_rows, generate, is_guided, request_tables
+from model.pipeline import LoadedModel, base_rows, generate, is_guided, refiner_text, request_tables
 from model.preview import PreviewMap, fit_preview_map
 from model.request import GenerationRequest, GenerationSettings, SizeList, resolve
 
@@ -32,6 +32,7 @@ def warm_up(loaded: Loaded) -> PreviewMap:
     """
     served = loaded.served
     native = (served.native_width, served.native_height)
+    refusals = _refusals(loaded.model)
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
         for width, height in listed or (native,):
@@ -50,9 +51,28 @@ def warm_up(loaded: Loaded) -> PreviewMap:
         if listed is None:
             loop = loaded.model.loop(components.UNET, served.native_height, served.native_width)
             loaded.model.efficient_pixels = loop.efficient * served.native_height * served.native_width
+        _read_every_text(loaded, settings)
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
-    except torch.OutOfMemoryError as error:
-        raise NoEngineForTarget(_no_room(loaded)) from error
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or _refusals(loaded.model) > refusals:
+            raise NoEngineForTarget(_no_room(loaded)) from error
+        raise
+
+
+def _read_every_text(loaded: Loaded, settings: GenerationSettings) -> None:
+    """With a negative prompt, with none and without guidance: each has other rows of the networks that read text."""
+    for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 2.0), (None, 1.0)):
+        asked = replace(settings, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
+        base, rest = request_tables(loaded.model, asked)
+        base_rows(loaded.model, asked, base)
+        if rest:
+            refiner_text(loaded.model, asked, rest)
+
+
+def _refusals(model: LoadedModel) -> int:
+    """How often PyTorch has had no memory to give. An engine's own code does not say so: what it raises is any
+    RuntimeError."""
+    return int(torch.cuda.memory_stats(model.device).get("num_ooms", 0)) if model.device.type == "cuda" else 0
 
 
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:

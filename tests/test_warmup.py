@@ -142,6 +142,38 @@ def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clo
         assert model.loop(components.UNET, height, width).efficient == rows
 
 
+@pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
+def test_text_is_read_in_every_way_that_requests_can_ask_for(guidance_scale: float, loaded: Loaded) -> None:
+    served = replace(
+        loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": guidance_scale})
+    )
+    with torch.inference_mode():
+        warm_up(replace(loaded, served=served))
+    texts = (
+        components.TEXT_ENCODER, components.TEXT_ENCODER_2, components.UNET_TEXT, components.REFINER_TEXT_ENCODER_2,
+        components.REFINER_UNET_TEXT,
+    )  # fmt: skip
+    for name in texts:
+        rows = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
+        assert rows == {1, 2}, name
+
+
+class EngineFailed(RuntimeError):
+    """As an AOTInductor engine's code raises whatever happens in it."""
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_an_engine_that_finds_no_memory_is_told_from_one_that_fails(
+    refused: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = iter([3, 4 if refused else 3])  # of which one, or none, in the warm-up
+    monkeypatch.setattr(warmup, "_refusals", lambda model: next(refusals))
+    stub(loaded.model, components.VAE_DECODER).fails = EngineFailed("run_func_(...) API call failed")
+    expected = pytest.raises(NoEngineForTarget, match="does not fit") if refused else pytest.raises(EngineFailed)
+    with expected, torch.inference_mode():
+        warm_up(loaded)
+
+
 def test_a_gpu_that_is_too_small_is_said_at_load(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
