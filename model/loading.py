@@ -111,26 +111,29 @@ def load_release(
         sizes = {name: sum(blob.bytes for blob in records[0].blobs) for name, records in weights.items()}
         extra = extra_bytes(every, sizes) + (loop_bytes(chosen) if device.type == "cuda" else 0)
         check_memory(device, [r for records in weights.values() for r in records], extra)
-    cache = WeightsCache(store, device)
     needed = {name: list({record.identity: record for record in records}.values()) for name, records in weights.items()}
-    streamed = cache.begin([record for records in needed.values() for record in records], cold_start)
-    blobs = needed_blobs(manifest, chosen, {} if streamed else needed)
-    with cold_start.phase("fetch"):
-        store.fetch(blobs)
-    with cold_start.phase("verify"):
-        verify(store, blobs)
-    with cold_start.phase("tokenizers"):
-        tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
-    with cold_start.phase("weights"):
-        tensors = {
-            name: [_in_layout(cache.load(record), record) for record in records] for name, records in weights.items()
-        }
-    with cold_start.phase("engines"):
-        plans = Plans(store, device)
-        engines = {
-            name: EngineSet([_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)])
-            for name, records in chosen.items()
-        }
+    with WeightsCache(store, device) as cache:
+        streamed = cache.begin([record for records in needed.values() for record in records], cold_start)
+        blobs = needed_blobs(manifest, chosen, {} if streamed else needed)
+        with cold_start.phase("fetch"):
+            store.fetch(blobs)
+        with cold_start.phase("verify"):
+            verify(store, blobs)
+        with cold_start.phase("tokenizers"):
+            tokenizers: dict[str, ClipTokenizer] = {name: _tokenizer(store, manifest, name) for name in _TOKENIZERS}
+        with cold_start.phase("weights"):
+            tensors = {
+                name: [_in_layout(cache.load(record), record) for record in records]
+                for name, records in weights.items()
+            }
+        with cold_start.phase("engines"):
+            plans = Plans(store, device)
+            engines = {
+                name: EngineSet(
+                    [_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
+                )
+                for name, records in chosen.items()
+            }
     second, refiners = weights[components.TEXT_ENCODER_2], weights.get(components.REFINER_TEXT_ENCODER_2, [])
     model = LoadedModel(
         engines=engines,

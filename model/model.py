@@ -43,14 +43,21 @@ class Model:
         self._prefetch = Prefetch(self._settings, self._secrets)
         self._scheduler: Scheduler | None = None
         self._service: Service | None = None
+        self._failed = False
 
     def load(self) -> None:
         """Find this device's engines in the release, map the weights, warm up. Truss calls it again after a failure."""
         if self._service is not None:
             return
+        if self._failed:
+            _free_memory()
         gc.disable()  # importing makes many objects and little garbage; to look for that takes a tenth of the time
         try:
             self._load()
+        except Exception as error:
+            self._failed = True  # what Truss says of it when it loads again is that it does
+            logger.error(json.dumps({"event": "load_failed", "error": str(error)}))
+            raise
         finally:
             gc.enable()
 
@@ -80,7 +87,7 @@ class Model:
             with self._cold_start.phase("warm_up"):
                 scheduler.preview_map = scheduler.call(lambda: warm_up(loaded)).result()
         except BaseException:
-            scheduler.close()  # Truss loads again, and its memory must be free then
+            scheduler.close()
             raise
         # What is loaded stays: else the collector looks through all of it now and then, and every thread waits.
         gc.collect()
@@ -123,6 +130,14 @@ class Model:
                 f"No {name} is configured: set model_metadata.preheat.{name} in config.yaml, or PREHEAT_{name.upper()}."
             )
         return str(value)
+
+
+def _free_memory() -> None:
+    """Of a load that failed: its error's traceback held the model, in a cycle, until Truss let go of it."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _end_process() -> None:

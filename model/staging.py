@@ -143,20 +143,22 @@ def stream_weights(
     device: torch.device,
     threads: int | None = None,
     make_lane: Callable[[torch.device], Lane] = Lane,
+    stopped: threading.Event | None = None,
 ) -> dict[str, Tensors]:
-    """The tensors of each blob by its digest, on `device`, every digest checked.
+    """The tensors of each blob by its digest, on `device`, every digest checked. Once `stopped` is set no further blob
+    is begun, and those that were not are missing.
 
     Raises CorruptBlob or StoreError, of the first blob that fails; then nothing stays on the device.
     """
     waiting = deque(sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes))
     count = max(1, min(threads or min(MOST_THREADS, os.cpu_count() or 1), len(waiting)))
-    failed = threading.Event()
+    stopped = stopped or threading.Event()
     done: dict[str, Tensors] = {}
 
     def work() -> None:
         lane = make_lane(device)
         try:
-            while not failed.is_set():
+            while not stopped.is_set():
                 try:
                     blob = waiting.popleft()
                 except IndexError:
@@ -165,7 +167,7 @@ def stream_weights(
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
         except BaseException:
-            failed.set()
+            stopped.set()
             raise
         finally:
             lane.finish()

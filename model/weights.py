@@ -4,9 +4,11 @@ On the CPU tensors are views of the mapped, verified files; to a GPU they are st
 """
 
 import mmap
+import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -19,13 +21,27 @@ from model.tensor_file import BadHeader, damaged, read_header, refuse_empty
 
 
 class WeightsCache:
-    """Holds what was loaded, by the digests of its blobs: equal weights are mapped once."""
+    """Holds what was loaded, by the digests of its blobs: equal weights are mapped once.
+
+    Used in a `with`: where that is left by an error, what `begin` began is stopped and waited for, so that who
+    loads again finds the device free.
+    """
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self._store = store
         self._device = device
         self._streaming: Future[dict[str, Tensors]] | None = None
         self._loaded: dict[tuple[str, ...], Tensors] = {}
+        self._stopped = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._streaming is not None:
+            self._stopped.set()
+            wait([self._streaming])
+            self._streaming = None
 
     def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> bool:
         """Start to stream all that these name to the device, beside what the caller does next; `load` waits for it.
@@ -38,7 +54,7 @@ class WeightsCache:
 
         def stream() -> dict[str, Tensors]:
             with cold_start.phase("stream"):
-                return stream_weights(self._store, blobs, self._device)
+                return stream_weights(self._store, blobs, self._device, stopped=self._stopped)
 
         pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-stream")
         self._streaming = pool.submit(stream)

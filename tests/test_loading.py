@@ -11,7 +11,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -653,6 +656,35 @@ def test_the_collector_rests_while_a_model_loads(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(StoreError):
         Model(config={}).load()
     assert found == [False] and gc.isenabled()
+
+
+def test_what_a_failed_load_held_is_free_when_it_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from model.model import Model
+
+    class Held:
+        pass
+
+    held: list[weakref.ref[Held]] = []
+
+    def load(self: Model) -> None:
+        assert not [one for one in held if one() is not None], "the last load's memory"
+        model, failed = Held(), Future[None]()
+        held.append(weakref.ref(model))
+        failed.set_exception(StoreError(f"gone {len(held)}"))  # whose traceback holds this frame, which holds it
+        failed.result()
+
+    monkeypatch.setattr(Model, "_load", load)
+    model = Model(config={})
+    for _ in range(2):
+        with suppress(StoreError):
+            model.load()
+    assert len(held) == 2
+    assert ["gone 1" in said for said in caplog.messages] == [
+        True,
+        False,
+    ]  # Truss itself does not say why it tries again
 
 
 def test_importing_the_server_imports_no_more_than_serving_takes() -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model import weights
+from model import staging, weights
 from model.coldstart import ColdStart
 from model.components import BASE_COMPONENTS
-from model.errors import CorruptBlob
+from model.errors import CorruptBlob, StoreError
 from model.loading import load_release
 from model.staging import SLOTS, Lane, stream_weights, view
 from model.store.local import LocalStore
@@ -177,6 +177,31 @@ def test_a_release_is_loaded_through_the_slots(store: LocalStore, monkeypatch: p
     file.write_bytes(file.read_bytes()[:-1] + b"\7")
     with pytest.raises(CorruptBlob, match=path[:12]):
         load_release(store, NAME, [cpu_target()], [], ColdStart())
+
+
+def test_a_load_that_fails_elsewhere_streams_no_further(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write_release(releases.draft(store, releases.toy()))
+    monkeypatch.setattr(weights, "copies_to", lambda device: True)
+    monkeypatch.setattr(staging, "MOST_THREADS", 1)
+    begun, failed = threading.Event(), threading.Event()
+    streamed: list[str] = []
+
+    def stream(self: LocalStore, digest: str, size: int, sink: Sink) -> None:
+        begun.set()
+        assert failed.wait(60)
+        streamed.append(digest)
+
+    def fetch(self: LocalStore, blobs: Iterable[Blob]) -> None:
+        assert begun.wait(60)
+        threading.Timer(0.2, failed.set).start()  # the load waits for this one
+        raise StoreError("The store is away.")
+
+    monkeypatch.setattr(LocalStore, "stream", stream)
+    monkeypatch.setattr(LocalStore, "fetch", fetch)
+    with pytest.raises(StoreError, match="away"):
+        load_release(store, NAME, [cpu_target()], [], ColdStart())
+    assert len(streamed) == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
 
 
 def test_weights_that_two_components_share_are_streamed_once(
