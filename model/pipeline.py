@@ -175,9 +175,10 @@ def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
     return components.timestep_cond_width(time.signature) > 0
 
 
-def is_guided(model: LoadedModel, request: GenerationSettings, refiner: bool) -> bool:
-    """Whether a UNet takes two rows for each image of a request, as long as its guidance lasts."""
-    return bool((guidance_by_step(request) > 1).any()) and not embeds_guidance(model, refiner)
+def is_guided(model: LoadedModel, request: GenerationSettings, refiner: bool, first: int = 0) -> bool:
+    """Whether a UNet that begins with step `first` takes two rows for each image of a request, as long as its guidance
+    lasts."""
+    return bool((guidance_by_step(request)[first:] > 1).any()) and not embeds_guidance(model, refiner)
 
 
 def _read_beside(
@@ -214,8 +215,9 @@ def encode_prompt(
         zeros = model.settings.refiner.force_zeros_for_empty_prompt
     else:
         zeros = model.settings.force_zeros_for_empty_prompt
-    scales = scale_by_step(request)[request.num_inference_steps - steps.steps if refiner else 0 :]
-    guided = is_guided(model, request, refiner)
+    first = request.num_inference_steps - steps.steps if refiner else 0
+    scales = scale_by_step(request)[first:]
+    guided = is_guided(model, request, refiner, first)
     zero_negative = request.negative_prompt is None and zeros
     texts = [request.prompt]
     if guided and not zero_negative:

@@ -304,7 +304,6 @@ def test_guided_images_and_others_fill_a_bucket_to_the_last_row(guided: int, pla
 
 
 def test_what_is_never_guided_reads_its_own_text_though_it_has_two(model: LoadedModel) -> None:
-    """As at the refiner after the guidance has ended with the base."""
     rows = []
     for _ in range(2):
         rows.append(row_of(model, negative_prompt="four"))

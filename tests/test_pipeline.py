@@ -98,6 +98,16 @@ def test_the_refiner_takes_over_with_its_own_text_and_score(model: LoadedModel) 
     assert len(stub(model, components.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
 
 
+@pytest.mark.parametrize("fraction, rows", [(1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])])
+def test_the_refiner_reads_no_text_for_guidance_that_has_ended(
+    fraction: float, rows: list[int], model: LoadedModel
+) -> None:
+    generate(model, [replace(PLAIN, use_refiner=True, negative_prompt="four", end_cfg_frac=fraction)])
+    assert rows_of(model, components.REFINER_UNET) == rows
+    texts = len(stub(model, components.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"])
+    assert texts == rows[0]
+
+
 def test_a_shared_text_encoder_is_used_for_both(model: LoadedModel) -> None:
     model.shares_text_encoder_2 = True
     generate(model, [replace(PLAIN, use_refiner=True)])
