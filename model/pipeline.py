@@ -175,10 +175,10 @@ def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
     return components.timestep_cond_width(time.signature) > 0
 
 
-def is_guided(model: LoadedModel, request: GenerationSettings, refiner: bool, first: int = 0) -> bool:
-    """Whether a UNet that begins with step `first` takes two rows for each image of a request, as long as its guidance
+def is_guided(model: LoadedModel, request: GenerationSettings, refiner: bool, begin: int = 0) -> bool:
+    """Whether a UNet that begins with step `begin` takes two rows for each image of a request, as long as its guidance
     lasts."""
-    return bool((guidance_by_step(request)[first:] > 1).any()) and not embeds_guidance(model, refiner)
+    return bool((guidance_by_step(request)[begin:] > 1).any()) and not embeds_guidance(model, refiner)
 
 
 def _read_beside(
@@ -215,9 +215,9 @@ def encode_prompt(
         zeros = model.settings.refiner.force_zeros_for_empty_prompt
     else:
         zeros = model.settings.force_zeros_for_empty_prompt
-    first = request.num_inference_steps - steps.steps if refiner else 0
-    scales = scale_by_step(request)[first:]
-    guided = is_guided(model, request, refiner, first)
+    begin = request.num_inference_steps - steps.steps if refiner else 0
+    scales = scale_by_step(request)[begin:]
+    guided = is_guided(model, request, refiner, begin)
     zero_negative = request.negative_prompt is None and zeros
     texts = [request.prompt]
     if guided and not zero_negative:

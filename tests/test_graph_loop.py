@@ -394,6 +394,57 @@ def test_steps_of_many_pixels_are_captured_without_a_workspace(
     assert captured == {(1,): True, (2,): True, (4,): False, (1, 1): False}  # nor are branches
 
 
+class LateDevice:
+    """A device as late as it may be: it reads what was sent to it, and does a step, when the host waits for that."""
+
+    def __init__(self, loop: GraphLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]  # of each step: what is read, as it was sent
+        self.done = 0
+        device = self
+
+        class Noise:
+            def __getitem__(self, rows: slice) -> "Noise":
+                return self
+
+            def copy_(self, staged: torch.Tensor, non_blocking: bool) -> None:
+                assert non_blocking
+                device.queued[-1].append((staged, staged.clone()))
+
+        class Event:
+            def record(self) -> None:
+                self.step = len(device.queued)
+                device.queued.append([])
+
+            def synchronize(self) -> None:
+                while device.done < self.step:
+                    device.run(device.done)
+                    device.done += 1
+
+        monkeypatch.setattr(graph_loop_module, "to_device", lambda tensor, device: tensor)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(loop, "_device", torch.device("cuda"))
+        monkeypatch.setattr(loop, "_noise", Noise())
+        monkeypatch.setattr(loop, "_replays", {rows: lambda: None for rows in loop._replays})
+
+    def run(self, step: int) -> None:
+        for staged, sent in self.queued[step]:
+            assert torch.equal(staged, sent), "the host has drawn over noise that was not read yet"
+
+
+def test_the_host_stays_two_steps_ahead_and_overwrites_nothing(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = graph_loop(model, 2)
+    device = LateDevice(loop, monkeypatch)
+    loop.join(row_of(model, scheduler="Euler a", num_inference_steps=20))
+    ahead = []
+    while loop.rows:
+        loop.step()
+        ahead.append(len(device.queued) - 1 - device.done)
+    assert ahead == [1, 2, *18 * [2]]
+    assert sum(len(sent) for sent in device.queued) == 20  # as diffusers, which draws for the last one, too
+
+
 def test_a_broken_row_poisons_neither_its_companions_nor_the_next_in_its_slot(model: LoadedModel) -> None:
     loop = graph_loop(model, 4)
     broken, companion = row_of(model, seed=1), row_of(model, seed=2, scheduler="DPM++ 2M")

@@ -17,7 +17,7 @@ from model.preview import fit_preview_map
 from model.request import GenerationSettings
 from model.scheduler import Scheduler
 from model.streams import Laps, SideStream
-from tests.stand_ins.line_networks import Stub, line_model
+from tests.stand_ins.line_networks import WIDTHS, Stub, line_model, stub
 from tests.stand_ins.streams import Race, Stream, Streams
 from tests.test_graph_loop import graph_loop
 from tests.test_scheduler import SECONDS, asked, pixels
@@ -280,3 +280,25 @@ def test_branches_leave_the_current_stream_and_join_it_again(streams: Streams, m
         assert graphed.beside([lambda: work(7)]) == [7]
     on = dict(ran)
     assert on[4] is on[1] and on[6] not in (on[1], on[2]) and on[5] is on[7] is other
+
+
+def test_a_graphed_engine_reads_each_run_s_own_inputs_and_gives_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[Callable[[], None]] = []
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(work)
+        return work
+
+    monkeypatch.setattr(graphed, "capture", capture)
+    plain, behind = (stub(line_model(), components.UNET_TEXT) for _ in range(2))
+    engine = graphed.GraphedEngine(behind)
+    width = [spec.shape[-1] for spec in plain.signature.inputs][0]
+    given = [{"encoder_hidden_states": torch.randn(1, WIDTHS.tokens, int(width))} for _ in range(3)]
+    found = [engine.run({name: tensor.clone() for name, tensor in inputs.items()}) for inputs in given]
+    for inputs, outputs in zip(given, found, strict=True):  # the earlier ones, too, after the last run
+        torch.testing.assert_close(outputs, plain.run(inputs), rtol=0, atol=0)
+    assert len(captured) == 1
+    # A replay reads and writes the memory that it was captured with.
+    with torch.inference_mode():
+        captured[0]()
+    assert torch.equal(behind.seen[-1]["encoder_hidden_states"], given[-1]["encoder_hidden_states"])
