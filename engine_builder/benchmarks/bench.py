@@ -1,30 +1,41 @@
 """Latency of a loaded release on this machine, by stage.
 
 A benchmark draws the same request again and again: warm-ups first, then counted runs. Peers draw it in the same process
-on the same weights, in turns with the release: what drifts meanwhile, a GPU's clocks or what else a host has to do,
-meets all of them alike, so that a ratio holds.
+on the same weights, in turns with the release: what drifts meanwhile, a host's or a GPU's clocks, meets all of them
+alike. A turn is a few runs, and the first of it is not counted, so that each is measured on a device as warm as its own
+work makes it.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from engine_builder.benchmarks.peers import diffusers_pipeline, draw_by_diffusers, find_peer
 from engine_builder.benchmarks.rows import Row, make_row, medians
 from model import components
+from model.coldstart import ColdStart
 from model.encoding import THREADS
+from model.errors import PreheatError
 from model.image import Pixels, broken_image, encode_base64
-from model.loading import Loaded
+from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import Decoding, draw, generate, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
+from model.runtimes import targets_here
+from model.store import Store
+from model.store.signature import configured_keys
 
-PEERS = ("eager", "compiled")  # how diffusers' pipeline is run
+_TURN = 4  # counted runs
 Work = Callable[[], dict[str, float]]
 """Draws one request, and gives the milliseconds of its stages."""
+
+
+def load_here(store: Store, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
+    """A release as a server on this machine would load it: by the runtime and the public keys that the environment
+    names. Raises what `load_release` does."""
+    return load_release(store, release, targets_here({}), buckets, ColdStart(), configured_keys())
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:
@@ -35,11 +46,14 @@ def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[
             work()
     totals: list[list[float]] = [[] for _ in works]
     stages: list[list[dict[str, float]]] = [[] for _ in works]
-    for _ in range(runs):
+    for begin in range(0, runs, _TURN):
         for work, its_totals, its_stages in zip(works, totals, stages, strict=True):
-            began = time.perf_counter()
-            its_stages.append(work())
-            its_totals.append((time.perf_counter() - began) * 1000)
+            if len(works) > 1:
+                work()
+            for _ in range(begin, min(runs, begin + _TURN)):
+                began = time.perf_counter()
+                its_stages.append(work())
+                its_totals.append((time.perf_counter() - began) * 1000)
     return [(one, medians(of_it)) for one, of_it in zip(totals, stages, strict=True)]
 
 
@@ -51,15 +65,26 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
 
 
 def bench_beside_diffusers(
-    loaded: Loaded, request: GenerationRequest, folder: Path, kinds: Iterable[str], warm_ups: int, runs: int
+    loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
 ) -> list[Row]:
-    """The release, then diffusers' pipeline on the weights of `folder` in each of `kinds`, some of `PEERS`: the same
-    request in turns, in to encoded picture out."""
+    """The release, then diffusers' pipeline on the weights of `model`, a folder or a Hub id, in each of `kinds` (some
+    of `PEERS`): the same request in turns, in to encoded picture out.
+
+    Raises ModelFolderError or RequestRefused where it cannot be the same; PreheatError where a device has no room for
+    all of them.
+    """
     settings, precision = resolve(request, loaded.served), precision_of(loaded)
-    peers = {kind: diffusers_work(folder, settings, precision, kind == "compiled") for kind in kinds}
-    first, *others = measure([release_work(loaded, settings), *peers.values()], warm_ups, runs)
+    folder = find_peer(model, settings)
+    try:
+        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), settings) for kind in kinds]
+        first, *others = measure([release_work(loaded, settings), *peers], warm_ups, runs)
+    except torch.OutOfMemoryError as error:
+        raise PreheatError(
+            "This GPU has no room for the release and its peers at once, which take turns: measure without --compiled, "
+            "or on a larger one."
+        ) from error
     rows = [_release_row(loaded, settings, *first)]
-    for kind, measured in zip(peers, others, strict=True):
+    for kind, measured in zip(kinds, others, strict=True):
         rows.append(_row(f"diffusers {kind} {settings.width}x{settings.height}", settings, precision, *measured))
     return rows
 
@@ -117,35 +142,11 @@ def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float,
     return totals
 
 
-def diffusers_work(folder: Path, like: GenerationSettings, precision: str, compiled: bool = False) -> Work:
-    """Drawing that request by diffusers' own pipeline: its size, steps and guidance. No refiner.
-
-    Eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA graphs on UNet and decoder.
-    """
-    from diffusers import StableDiffusionXLPipeline
-
-    load: Any = StableDiffusionXLPipeline.from_pretrained
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    pipeline = load(folder, dtype=getattr(torch, precision), use_safetensors=True, add_watermarker=False).to(device)
-    pipeline.set_progress_bar_config(disable=True)
-    if compiled:
-        for network in (pipeline.unet, pipeline.vae):
-            network.to(memory_format=torch.channels_last)
-        pipeline.fuse_qkv_projections()
-        pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
-        pipeline.vae.decode = torch.compile(pipeline.vae.decode, mode="reduce-overhead", fullgraph=True)
+def diffusers_work(pipeline: Any, like: GenerationSettings) -> Work:
+    """Drawing that request by diffusers' pipeline."""
 
     def work() -> dict[str, float]:
-        images = pipeline(
-            prompt=like.prompt,
-            width=like.width,
-            height=like.height,
-            num_inference_steps=like.num_inference_steps,
-            guidance_scale=like.guidance_scale,
-            num_images_per_prompt=like.num_images,
-            generator=torch.Generator().manual_seed(like.seed),
-        ).images
-        _encode([np.asarray(image.convert("RGB")) for image in images], like)
+        _encode(draw_by_diffusers(pipeline, like), like)
         return {}
 
     return work

@@ -21,18 +21,16 @@ from pathlib import Path
 
 import torch
 
-from engine_builder.benchmarks.bench import precision_of
+from engine_builder.benchmarks.bench import load_here, precision_of
 from engine_builder.benchmarks.gpu_counters import Busy, GpuCounters, gpu_counters
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
-from model.coldstart import ColdStart
-from model.loading import Loaded, load_release
+from model.loading import Loaded
 from model.loop import Loop
 from model.loop import Row as LoopRow
 from model.pipeline import base_rows, denoise, request_tables
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.store import open_store
-from model.target import detect_targets
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU here: this profiles one.")
-    loaded = load_release(open_store(given.store), given.release, detect_targets(), [], ColdStart())
+    loaded = load_here(open_store(given.store), given.release)
     request = GenerationRequest(prompt="a red circle", seed=1, num_inference_steps=given.steps, num_images=given.images)
     rows = measure(loaded, request, given.runs)
     if given.out is not None:

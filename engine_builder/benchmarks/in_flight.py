@@ -32,21 +32,18 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engine_builder.benchmarks.bench import offline, precision_of
+from engine_builder.benchmarks.bench import load_here, offline, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
-from model.coldstart import ColdStart
 from model.encoding import THREADS
 from model.image import encode_base64
 from model.job import Finished, Limits, Stepped
-from model.loading import Loaded, ServedBucket, load_release
+from model.loading import Loaded, ServedBucket
 from model.pipeline import generate, is_guided
 from model.request import GenerationRequest, GenerationSettings, resolve
 from model.schedule import SAMPLERS
 from model.scheduler import Scheduler
 from model.store import StoreOptions, open_store
-from model.store.signature import configured_keys
-from model.target import detect_targets
 from model.warmup import warm_up
 
 Submit = Callable[[GenerationSettings], "Future[Any]"]
@@ -279,7 +276,7 @@ def main() -> None:
     width, height = (int(side) for side in given.size.split("x")) if given.size else (None, None)
     buckets = [ServedBucket(height, width, given.rows)] if height and width and given.rows else []
     store = open_store(given.store, StoreOptions.from_deployment())
-    loaded = load_release(store, given.release, detect_targets(), buckets, ColdStart(), configured_keys())
+    loaded = load_here(store, given.release, buckets)
     with torch.inference_mode():
         warm_up(loaded)
     request = GenerationRequest(

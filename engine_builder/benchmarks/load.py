@@ -27,7 +27,8 @@ _TIMEOUT_SECONDS = 600
 
 @dataclass
 class Outcome:
-    """What came of a load. `load`: clients, or arrivals a second. Latencies in seconds, of pictures only."""
+    """What came of a load. `load`: clients, or arrivals a second. Latencies in seconds, of pictures only. `said`: why
+    the first request that was not drawn was not."""
 
     case: str
     load: float
@@ -35,6 +36,7 @@ class Outcome:
     images: int = 0
     latencies: list[float] = field(default_factory=list)
     statuses: Counter[int] = field(default_factory=Counter)
+    said: str = ""
 
     @property
     def images_per_second(self) -> float:
@@ -61,13 +63,16 @@ async def _send(client: httpx.AsyncClient, request: dict[str, Any], outcome: Out
     began = time.perf_counter()
     try:
         answer = await client.post(PREDICT, json=request)
-    except httpx.TransportError:
+    except httpx.TransportError as error:
         outcome.statuses[0] += 1
+        outcome.said = outcome.said or str(error)
         return
     outcome.statuses[answer.status_code] += 1
     if answer.status_code == 200:
         outcome.latencies.append(time.perf_counter() - began)
         outcome.images += len(answer.json()["images"])
+    else:
+        outcome.said = outcome.said or f"{answer.status_code}: {answer.text[:300]}"
 
 
 async def closed_loop(url: str, ask: Ask, clients: int, seconds: float) -> Outcome:

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import torch
 
-from engine_builder.benchmarks.bench import precision_of
+from engine_builder.benchmarks.bench import load_here, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
 from model import components
-from model.coldstart import ColdStart
-from model.loading import Loaded, ServedBucket, load_release
+from model.loading import Loaded, ServedBucket
 from model.metrics import gpu_memory
 from model.store import open_store
-from model.target import detect_targets
 from model.warmup import warm_up
 
 _GIB = 2**30
@@ -52,7 +50,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("no GPU here: this measures its memory.")
     buckets = [ServedBucket.from_config(entry) for entry in json.loads(given.buckets)]
-    row = measure(load_release(open_store(given.store), given.release, detect_targets(), buckets, ColdStart()))
+    row = measure(load_here(open_store(given.store), given.release, buckets))
     if given.out is not None:
         append_rows(given.out, [row])
     print(json.dumps([row.to_dict()]))

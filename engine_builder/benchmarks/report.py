@@ -12,13 +12,14 @@ A file of notes beside it (name.md) comes first. The page depends on these files
 plots need matplotlib, which is imported only to draw.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_builder.benchmarks.rows import read_rows
+from engine_builder.benchmarks.rows import BadRows, read_rows
 from model.errors import PreheatError
 
 Entries = dict[str, Any]
@@ -46,9 +47,11 @@ class Plot:
 def write_report(folder: Path, page: Path) -> list[Path]:
     """Write the page and its plots (SVG, into `folder`); plots that no row asks for any more are deleted.
 
-    Returns the plots. Raises BadRows, or PreheatError where matplotlib is not installed.
+    Returns the plots. Raises BadRows, also where there are none, or PreheatError where matplotlib is not installed.
     """
     sections = read_sections(folder)
+    if not sections:
+        raise BadRows(f"{folder} has no JSON file of rows: name the folder that `--out` of a benchmark wrote into.")
     wanted = {plot.name: plot for name, rows in sections.items() for plot in plots_of(name, rows)}
     drawn = [_draw(folder / f"{name}.svg", plot) for name, plot in wanted.items()]
     for path in folder.glob("*.svg"):
@@ -65,7 +68,7 @@ def read_sections(folder: Path) -> dict[str, list[Entries]]:
 
 def render(folder: Path, page: Path) -> str:
     """The page's text."""
-    where = folder.relative_to(page.parent)
+    where = Path(os.path.relpath(folder, page.parent)).as_posix()
     parts = [_HEAD]
     for name, rows in read_sections(folder).items():
         parts.append(f"## {title_of(name)}\n")

@@ -7,6 +7,7 @@ them.
 
 import json
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -173,7 +174,7 @@ def command_line() -> str:
     """What this process was started with, as a person would type it."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"python -m {module.name}" if module else Path(sys.argv[0]).name
-    return " ".join([name, *sys.argv[1:]])
+    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 
 
 def _driver() -> str:
@@ -200,10 +201,11 @@ def _ask_gpu(*fields: str) -> list[str]:
 
 
 def _commit() -> str:
-    """The repository's, marked where files differ from it; unknown where there is no repository."""
+    """This code's, marked where files differ from it; unknown where it lies in no repository."""
+    here = Path(__file__).parent
     try:
         asked = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
+            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True
         )
     except FileNotFoundError:
         return "unknown"

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_builder.benchmarks.bench import PEERS, bench_beside_diffusers, bench_offline, bench_release
+from engine_builder.benchmarks.bench import bench_beside_diffusers, bench_offline, bench_release, load_here
+from engine_builder.benchmarks.peers import PEERS, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
-from model.coldstart import ColdStart
 from model.errors import RequestRefused
-from model.loading import Loaded, load_release
-from model.request import GenerationRequest
+from model.loading import Loaded
+from model.request import GenerationRequest, resolve
 from model.store import open_store
-from model.target import detect_targets
 
 _PROMPT = "a photograph of an astronaut riding a horse"
 
@@ -72,9 +71,11 @@ CASES = (
 )
 
 
-def run(loaded: Loaded, peer: Path | None, tell: Callable[[str], None]) -> Iterator[Row]:
+def run(loaded: Loaded, peer: str | None, tell: Callable[[str], None]) -> Iterator[Row]:
     """Each case's row as soon as it is measured, then the peers'; `tell` is given a line for each, and for what is
-    left out."""
+    left out. `peer`: a model's folder or Hub id."""
+    if peer is not None:
+        find_peer(peer, resolve(CASES[0].request(), loaded.served))  # before anything is measured
     for case in CASES:
         try:
             bench = bench_offline if case.throughput else bench_release
@@ -107,10 +108,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", help="folder, file:// or s3:// URL")
     parser.add_argument("release", help="MODEL/VERSION")
-    parser.add_argument("--peer", type=Path, help="the model's folder: measure diffusers on it, too")
+    parser.add_argument("--peer", help="the model's folder or Hub id: measure diffusers on it, too")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     given = parser.parse_args()
-    loaded = load_release(open_store(given.store), given.release, detect_targets(), [], ColdStart())
+    loaded = load_here(open_store(given.store), given.release)
     rows = []
     for row in run(loaded, given.peer, lambda line: print(line, flush=True)):
         rows.append(row.to_dict())

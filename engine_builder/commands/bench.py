@@ -16,8 +16,10 @@ from typer.core import TyperGroup
 from engine_builder.benchmarks.rows import Row, append_rows
 from engine_builder.commands.console import (
     DEFAULT_STORE,
+    DEMO_CONFIG,
     ROOT,
     CacheOption,
+    ConfigOption,
     StoreOption,
     bucket_of,
     console,
@@ -25,7 +27,6 @@ from engine_builder.commands.console import (
     sides,
 )
 from model.errors import RequestRefused
-from model.store.signature import configured_keys
 
 
 class _LatencyUnlessNamed(TyperGroup):
@@ -42,6 +43,7 @@ bench_app = typer.Typer(
 )
 
 ReleaseArgument = Annotated[str, typer.Argument(help="MODEL/VERSION.")]
+RunsOption = Annotated[int, typer.Option(min=1, help="Counted ones.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
 
 
@@ -55,11 +57,13 @@ def latency(
     guidance_scale: Annotated[float | None, typer.Option(help="1: none; default: the release's own.")] = None,
     images: Annotated[int, typer.Option(help="Images a request.")] = 1,
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
-    warm_ups: int = 3,
-    runs: int = 20,
+    warm_ups: Annotated[int, typer.Option(min=0)] = 3,
+    runs: RunsOption = 20,
     peer: Annotated[
-        Path | None,
-        typer.Option(help="Model folder: also measure diffusers' eager pipeline on it, in turns with the release."),
+        str | None,
+        typer.Option(
+            help="The model's folder or Hub id: measure diffusers' eager pipeline on it, in turns with the release."
+        ),
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compiled", help="And the peer under torch.compile, which takes minutes to compile.")
@@ -73,10 +77,8 @@ def latency(
     width, height = sides(size) if size else (None, None)
     with console.status("Loading"):
         from engine_builder.benchmarks import bench as measuring
-        from model.coldstart import ColdStart
-        from model.loading import load_release
+        from engine_builder.benchmarks.peers import PEERS
         from model.request import GenerationRequest
-        from model.runtimes import targets_here
 
         try:
             request = GenerationRequest(
@@ -87,12 +89,12 @@ def latency(
             first = error.errors(include_url=False)[0]
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         holder = opened(store, cache_dir)
-        loaded = load_release(holder, release, targets_here({}), [], ColdStart(), configured_keys())
+        loaded = measuring.load_here(holder, release)
     with console.status(f"Measuring {release}{' in turns with diffusers' if peer else ''}"):
         if peer is None:
             rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
         else:
-            kinds = measuring.PEERS if compiled else measuring.PEERS[:1]
+            kinds = PEERS if compiled else PEERS[:1]
             rows = measuring.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
     _finish(rows, "stages", "ms", out)
 
@@ -107,10 +109,7 @@ def cold_start(
             help="Also start from s3://bucket/prefix, which has the release; or `own`: the tests' object store."
         ),
     ] = None,
-    config: Annotated[Path, typer.Option(help="The deployment's config.yaml.")] = ROOT
-    / "truss"
-    / "configs"
-    / "cpu-demo.yaml",
+    config: ConfigOption = DEMO_CONFIG,
     prompt: str = "a large red circle on a blue background",
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of it; default: the release's own.")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of the first picture.")] = 30,
@@ -118,7 +117,7 @@ def cold_start(
         list[str] | None,
         typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: served in place of the config's buckets."),
     ] = None,
-    runs: int = 5,
+    runs: RunsOption = 5,
     out: OutOption = None,
 ) -> None:
     """Start of the real server's process to its first picture, by phase. The last line is JSON."""
@@ -225,10 +224,13 @@ def _finish(rows: list[Row], parts: str, unit: str, out: Path | None) -> None:
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="Where the JSON files with rows are.")] = ROOT / "docs" / "benchmarks",
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Where the JSON files with rows are.")
+    ] = ROOT / "docs" / "benchmarks",
     out: Annotated[Path | None, typer.Option(help="The page; default: FOLDER with .md in place.")] = None,
 ) -> None:
-    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json."""
+    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json. Other SVG files there are
+    deleted."""
     from engine_builder.benchmarks.report import write_report
 
     page = out or folder.with_suffix(".md")

@@ -32,7 +32,9 @@ StoreOption = Annotated[
 CacheOption = Annotated[
     Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Where what is fetched from s3:// is kept.")
 ]
+ConfigOption = Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The deployment's config.yaml.")]
 DEFAULT_STORE = str(ROOT / ".preheat" / "store")
+DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 
 class Meter:

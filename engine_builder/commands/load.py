@@ -9,8 +9,19 @@ from rich.table import Column, Table
 
 from engine_builder.benchmarks.load import Outcome, closed_loop, open_loop, plot, rows, run
 from engine_builder.benchmarks.rows import append_rows, percentile
-from engine_builder.commands.console import DEFAULT_STORE, ROOT, CacheOption, StoreOption, console, opened, sides
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    DEMO_CONFIG,
+    ROOT,
+    CacheOption,
+    ConfigOption,
+    StoreOption,
+    console,
+    opened,
+    sides,
+)
 from engine_builder.serving import demo
+from model.errors import PreheatError
 
 _SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached
 
@@ -18,12 +29,12 @@ _SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops rea
 def load(
     release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
     store: StoreOption = DEFAULT_STORE,
-    config: Annotated[Path, typer.Option(help="The deployment's config.yaml.")] = ROOT / "truss/configs/cpu-demo.yaml",
+    config: ConfigOption = DEMO_CONFIG,
     url: Annotated[str | None, typer.Option(help="A running server of that release; default: one of our own.")] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the release's own.")] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 8,
     clients: Annotated[str, typer.Option(help="Numbers of clients of the closed loops.")] = "1,2,4,8,16,32",
-    seconds: Annotated[float, typer.Option(help="Of each load.")] = 15,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each load.")] = 15,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file, over what it held.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file.")] = None,
     cache_dir: CacheOption = None,
@@ -44,11 +55,11 @@ def load(
             "seed": number,
         }
 
-    counts = [int(count) for count in clients.split(",")]
+    counts = _counts(clients)
 
     def drive(url: str) -> list[Outcome]:
         outcomes = []
-        run(closed_loop(url, ask, 2, 2))
+        _refuse_none(run(closed_loop(url, ask, 2, 2)))
         for count in counts:
             with console.status(f"{count} clients"):
                 outcomes.append(run(closed_loop(url, ask, count, seconds)))
@@ -80,3 +91,16 @@ def load(
         out.unlink(missing_ok=True)
         append_rows(out, kept)
     print(json.dumps([row.to_dict() for row in kept]))
+
+
+def _counts(clients: str) -> list[int]:
+    counts = [int(count) for count in clients.split(",") if count.isdigit()]
+    if len(counts) < len(clients.split(",")) or not all(counts):
+        raise typer.BadParameter(f"{clients!r} is not numbers from 1 on, for example 1,2,4", param_hint="--clients")
+    return counts
+
+
+def _refuse_none(first: Outcome) -> None:
+    """Raises PreheatError where nothing was drawn: there is no load to measure then."""
+    if not first.latencies:
+        raise PreheatError(f"The server draws nothing of what is asked ({first.said}).")

@@ -15,8 +15,10 @@ from engine_builder.commands.bench import bench_app, report
 from engine_builder.commands.build import build, export_onnx, run_build
 from engine_builder.commands.console import (
     DEFAULT_STORE,
+    DEMO_CONFIG,
     ROOT,
     CacheOption,
+    ConfigOption,
     StoreOption,
     console,
     opened,
@@ -31,8 +33,6 @@ from engine_builder.serving.calling import generate as call
 from engine_builder.serving.calling import save_images, save_predicted
 from model.errors import PreheatError
 from model.store import open_store
-
-DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app)
@@ -66,8 +66,8 @@ def main() -> None:
 def serve(
     release: Annotated[str, typer.Argument(envvar="PREHEAT_RELEASE", help="MODEL/VERSION.")],
     store: StoreOption = DEFAULT_STORE,
-    config: Annotated[Path, typer.Option(help="The deployment's config.yaml.")] = DEMO_CONFIG,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8080,
+    config: ConfigOption = DEMO_CONFIG,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8080,
     cache_dir: CacheOption = None,
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted."""

@@ -28,7 +28,9 @@ def plan_replicas(
             "second,rate."
         ),
     ],
-    cold_start: Annotated[float, typer.Option(help="Seconds from a replica's start to its first picture, measured.")],
+    cold_start: Annotated[
+        float, typer.Option(min=0, help="Seconds from a replica's start to its first picture, measured.")
+    ],
     p99: Annotated[float, typer.Option(help="Seconds that 99 % of the requests may take.")],
     measured: Annotated[
         Path | None, typer.Option("--load", help="Rows of `preheat load`: the curve of rows to rate is read from them.")
@@ -36,10 +38,10 @@ def plan_replicas(
     curve: Annotated[
         str | None, typer.Option(help="The curve by hand, IMAGES:SECONDS of a step, as 1:0.05,8:0.11.")
     ] = None,
-    steps: Annotated[int, typer.Option(help="Denoising steps of a request.")] = 30,
-    hours: Annotated[float, typer.Option(help="Of traffic; a CSV file has its own.")] = 24,
-    max_replica: Annotated[int, typer.Option(help="The most replicas there may be.")] = 8,
-    max_queue: Annotated[int, typer.Option(help="limits.max_queue of the deployment's config.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of a request.")] = 30,
+    hours: Annotated[float, typer.Option(min=0.01, help="Of traffic; a CSV file has its own.")] = 24,
+    max_replica: Annotated[int, typer.Option(min=1, help="The most replicas there may be.")] = 8,
+    max_queue: Annotated[int, typer.Option(min=1, help="limits.max_queue of the deployment's config.")] = 64,
     out: Annotated[Path | None, typer.Option(help="Write the recommended settings to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the traffic and the replicas.")] = None,
 ) -> None:

@@ -248,16 +248,21 @@ def load_network(
     return Network(component, module, signature, architecture(config, component), precision, layout, multiple)
 
 
+def variant_of(folder: ModelFolder, part: str) -> str | None:
+    """What diffusers calls the variant of a part's files: "fp16" where all are named so. Raises ModelFolderError."""
+    files = list((folder.root / part).glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")
+    return "fp16" if all(".fp16" in file.name for file in files) else None
+
+
 def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:
     import importlib
 
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the build has a bar of its own
-    files = list((folder.root / part).glob("*.safetensors"))
-    if not files:
-        raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")
-    variant = "fp16" if all(".fp16" in file.name for file in files) else None
+    variant = variant_of(folder, part)
     cls = getattr(importlib.import_module(library), name)
     kind = "torch_dtype" if library == "diffusers" else "dtype"
     network: nn.Module = cls.from_pretrained(folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype})

@@ -89,7 +89,8 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
         "offline", "in flight", "in flight", "in flight", "batch at a time", "in a mix against alone",
     ]  # fmt: skip
     assert [row.unit for row in rows] == ["images/s", "images/s", "images/s", "s", "s", "dB"]
-    assert all(row.value > 0 and row.p50 <= row.p99 and row.batch == 2 for row in rows)
+    assert all(row.value > 0 and row.batch == 2 for row in rows)
+    assert all(row.p50 <= row.p99 if row.unit == "s" else row.p50 >= row.p99 for row in rows)
     assert rows[1].extra["of_offline"] == pytest.approx(rows[1].value / rows[0].value, rel=0.01)
     assert rows[3].runs == rows[4].runs > 0
     assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]

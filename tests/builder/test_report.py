@@ -132,6 +132,21 @@ def test_the_same_rows_give_the_same_files_and_old_plots_go(folder: Path) -> Non
     assert path.read_bytes() == before and not (folder / "old.svg").exists()
 
 
+def test_a_page_elsewhere_links_to_where_the_plots_are(folder: Path) -> None:
+    write(folder, [row(steps=10), row(steps=20)], "x")
+    page = folder.parent / "other" / "page.md"
+    page.parent.mkdir()
+    write_report(folder, page)
+    assert "](../benchmarks/x-steps.svg)" in page.read_text()
+
+
+def test_a_folder_without_rows_loses_nothing(folder: Path) -> None:
+    (folder / "mine.svg").write_text("mine")
+    with pytest.raises(BadRows, match="no JSON file of rows"):
+        write_report(folder, folder.with_suffix(".md"))
+    assert (folder / "mine.svg").exists() and not folder.with_suffix(".md").exists()
+
+
 def test_bars_of_one_case_are_told_apart(folder: Path) -> None:
     write(folder, [row(stages={"text": 1.0}), row(stages={"text": 2.0}), row(stages={"text": 3.0}, batch=2)], "x")
     write_report(folder, folder.with_suffix(".md"))

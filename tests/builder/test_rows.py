@@ -1,5 +1,7 @@
 """What a row says of the GPU it was measured on, asked of a stand-in for nvidia-smi."""
 
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,3 +44,20 @@ def test_a_driver_that_does_not_answer_costs_no_measurement(gpu: SimpleNamespace
     gpu.uuid = "another"
     row = make_row("case", [1.0], "ms", "fp16", 30, 1).to_dict()
     assert row["value"] == 1.0 and row["driver"] == "" and "clocks" not in row
+
+
+def test_a_row_names_the_commit_of_this_code_wherever_it_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = make_row("case", [1.0], "ms", "fp16", 30, 1).commit
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    author = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+    subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert make_row("case", [1.0], "ms", "fp16", 30, 1).commit == here
+
+
+def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/preheat", "bench", "a/1", "--prompt", "a red circle"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    assert make_row("case", [1.0], "ms", "fp16", 30, 1).command == "preheat bench a/1 --prompt 'a red circle'"

@@ -10,11 +10,11 @@ from engine_builder.benchmarks import bench, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
 from engine_builder.model_folder import random_sdxl
-from engine_builder.networks import ModelFolder, load_network
+from engine_builder.networks import ModelFolder, ModelFolderError, load_network
 from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.image import Pixels
 from model.loading import Loaded
-from model.request import GenerationRequest, GenerationSettings, resolve
+from model.request import GenerationRequest, resolve
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -44,14 +44,11 @@ def test_the_peers_take_turns_with_the_first_case(
     loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suite, "CASES", (Case("first", 1, 2, side=64),))
-    asked: list[tuple[Path, GenerationSettings, str, bool]] = []
-
-    def peer(*given: object) -> bench.Work:
-        asked.append(given)  # type: ignore[arg-type]
-        return dict
-
-    monkeypatch.setattr(bench, "diffusers_work", peer)
-    rows = list(suite.run(loaded, toy_folder, lambda line: None))
+    made: list[object] = []
+    drawn: list[object] = []
+    monkeypatch.setattr(bench, "diffusers_pipeline", lambda *given: made.append(given))
+    monkeypatch.setattr(bench, "draw_by_diffusers", lambda pipeline, like: drawn.append(like) or [])  # type: ignore[func-returns-value]
+    rows = list(suite.run(loaded, str(toy_folder), lambda line: None))
     assert [(row.case, row.runs) for row in rows] == [
         ("first", 1),
         ("first, in turns with diffusers", 10),
@@ -59,7 +56,11 @@ def test_the_peers_take_turns_with_the_first_case(
         ("first, diffusers compiled", 10),
     ]
     like = resolve(Case("first", 1, 2, side=64).request(), loaded.served)
-    assert asked == [(toy_folder, like, rows[0].precision, compiled) for compiled in (False, True)]
+    assert made == [(ModelFolder(toy_folder), rows[0].precision, compiled) for compiled in (False, True)]
+    assert set(drawn) == {like}
+    monkeypatch.setattr(suite, "bench_release", lambda *_: pytest.fail("measured"))
+    with pytest.raises(ModelFolderError):
+        list(suite.run(loaded, "no such folder", lambda line: None))
 
 
 def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(

@@ -1,0 +1,78 @@
+"""diffusers' own pipeline on the same weights: what a release is measured beside."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine_builder.model_folder.checkout import find_folders
+from engine_builder.networks import ModelFolder, variant_of
+from model.errors import RequestRefused
+from model.image import Pixels
+from model.request import GenerationSettings
+from model.schedule import configured_sampler
+
+PEERS = ("eager", "compiled")  # how it is run
+
+
+def find_peer(model: str, like: GenerationSettings) -> ModelFolder:
+    """The model's folder, or a download from the Hub, as a build finds it.
+
+    Raises ModelFolderError, and RequestRefused for what diffusers would draw in another way than the release does.
+    """
+    folder, _ = find_folders(model, None)
+    if like.use_refiner:
+        raise RequestRefused("use_refiner", "a peer has no refiner: leave out --refiner, or the peer.")
+    if like.guidance_scale > 1 and like.end_cfg_frac < 1:
+        raise RequestRefused(
+            "end_cfg_frac",
+            f"this release ends its guidance after {like.end_cfg_frac:g} of the steps, and a peer does not: publish it "
+            "without that default (defaults.json) to measure it beside one.",
+        )
+    own = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
+    if like.scheduler != own:
+        raise RequestRefused(
+            "scheduler",
+            f"this release draws with {like.scheduler} and {folder.root} with {own}: name a folder whose "
+            "scheduler/scheduler_config.json has the release's.",
+        )
+    return folder
+
+
+def diffusers_pipeline(folder: ModelFolder, precision: str, compiled: bool) -> Any:
+    """diffusers' pipeline in eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA
+    graphs on UNet and decoder. A decoder that diffusers would move to fp32 and back for each picture
+    (`force_upcast` in fp16), which a graph would have to be captured anew for, then stays in fp32."""
+    from diffusers import StableDiffusionXLPipeline
+
+    load: Any = StableDiffusionXLPipeline.from_pretrained
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"variant": variant_of(folder, "unet"), "use_safetensors": True, "add_watermarker": False}
+    pipeline = load(folder.root, dtype=getattr(torch, precision), **options).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    if not compiled:
+        return pipeline
+    vae: Any = pipeline.vae
+    if vae.dtype == torch.float16 and vae.config.force_upcast:
+        torch.nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns of what from_pretrained does
+    for network in (pipeline.unet, vae):
+        network.to(memory_format=torch.channels_last)
+    pipeline.fuse_qkv_projections()
+    pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
+    decode: Any = torch.compile(vae.decode, mode="reduce-overhead", fullgraph=True)
+    vae.decode = lambda latents, **given: decode(latents.to(vae.dtype), **given)
+    return pipeline
+
+
+def draw_by_diffusers(pipeline: Any, like: GenerationSettings) -> list[Pixels]:
+    """The pictures of that request."""
+    images = pipeline(
+        prompt=like.prompt,
+        width=like.width,
+        height=like.height,
+        num_inference_steps=like.num_inference_steps,
+        guidance_scale=like.guidance_scale,
+        num_images_per_prompt=like.num_images,
+        generator=torch.Generator().manual_seed(like.seed),
+    ).images
+    return [np.asarray(image.convert("RGB")) for image in images]

@@ -1,0 +1,51 @@
+"""`preheat load` where there is nothing to measure: it says why, at once."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+from typer.testing import CliRunner
+
+from engine_builder.commands.main import app
+from model.errors import PreheatError
+from model.store import Store
+
+REFUSAL = {"error": "width: 72 is not served here", "kind": "refused", "field": "width"}
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(400)
+        self.end_headers()
+        self.wfile.write(json.dumps(REFUSAL).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def said(store: Store, url: str) -> str:
+    result = CliRunner().invoke(app, ["load", "toy-sdxl/1", "--store", store.url, "--url", url])
+    assert isinstance(result.exception, PreheatError)
+    return str(result.exception)
+
+
+def test_a_server_that_refuses_all_is_said_in_its_own_words(toy_store: Store, refusing: str) -> None:
+    found = said(toy_store, refusing)
+    assert "draws nothing" in found and "400" in found and REFUSAL["error"] in found
+
+
+def test_a_server_that_is_not_there_is_said(toy_store: Store) -> None:
+    assert "connection" in said(toy_store, "http://127.0.0.1:9").lower()  # the discard port: nobody listens
