@@ -44,7 +44,11 @@ def diffusers_pipeline(folder: ModelFolder, precision: str, compiled: bool) -> A
     graphs on UNet and decoder. A decoder that diffusers would move to fp32 and back for each picture
     (`force_upcast` in fp16), which a graph would have to be captured anew for, then stays in fp32."""
     from diffusers import StableDiffusionXLPipeline
+    from diffusers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
+    for noisy in (logging, transformers_logging):
+        noisy.disable_progress_bar()
     load: Any = StableDiffusionXLPipeline.from_pretrained
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {"variant": variant_of(folder, "unet"), "use_safetensors": True, "add_watermarker": False}
