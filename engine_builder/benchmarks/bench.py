@@ -1,24 +1,22 @@
 """Latency of a loaded release on this machine, by stage.
 
-A benchmark draws the same request again and again: warm-ups first, then counted runs. Peers draw it in the same process
-on the same weights, in turns with the release: what drifts meanwhile, a host's or a GPU's clocks, meets all of them
-alike. A turn is a few runs, and the first of it is not counted, so that each is measured on a device as warm as its own
-work makes it.
+A benchmark draws the same request again and again: warm-ups first, then counted runs. What is compared draws it in one
+process, in turns: what drifts meanwhile, a host's or a GPU's clocks, meets all alike. A turn is a few runs, and its
+first is not counted, so that each is measured on a device as warm as its own work makes it.
+
+Imports model/, torch and the standard library: it runs where the server image runs.
 """
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from engine_builder.benchmarks.peers import diffusers_pipeline, draw_by_diffusers, find_peer
 from engine_builder.benchmarks.rows import Row, make_row, medians
 from model import components
 from model.coldstart import ColdStart
 from model.encoding import THREADS
-from model.errors import PreheatError
 from model.image import Pixels, broken_image, encode_base64
 from model.loading import Loaded, ServedBucket, load_release
 from model.pipeline import Decoding, draw, generate, request_tables
@@ -61,32 +59,7 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     """Request in to encoded picture out, in this process."""
     settings = resolve(request, loaded.served)
     [measured] = measure([release_work(loaded, settings)], warm_ups, runs)
-    return _release_row(loaded, settings, *measured)
-
-
-def bench_beside_diffusers(
-    loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
-) -> list[Row]:
-    """The release, then diffusers' pipeline on the weights of `model`, a folder or a Hub id, in each of `kinds` (some
-    of `PEERS`): the same request in turns, in to encoded picture out.
-
-    Raises ModelFolderError or RequestRefused where it cannot be the same; PreheatError where a device has no room for
-    all of them.
-    """
-    settings, precision = resolve(request, loaded.served), precision_of(loaded)
-    folder = find_peer(model, settings)
-    try:
-        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), settings) for kind in kinds]
-        first, *others = measure([release_work(loaded, settings), *peers], warm_ups, runs)
-    except torch.OutOfMemoryError as error:
-        raise PreheatError(
-            "This GPU has no room for the release and its peers at once, which take turns: measure without --compiled, "
-            "or on a larger one."
-        ) from error
-    rows = [_release_row(loaded, settings, *first)]
-    for kind, measured in zip(kinds, others, strict=True):
-        rows.append(_row(f"diffusers {kind} {settings.width}x{settings.height}", settings, precision, *measured))
-    return rows
+    return release_row(loaded, settings, *measured)
 
 
 def release_work(loaded: Loaded, settings: GenerationSettings) -> Work:
@@ -95,7 +68,7 @@ def release_work(loaded: Loaded, settings: GenerationSettings) -> Work:
     def work() -> dict[str, float]:
         pixels, timings, _ = generate(loaded.model, [settings])
         began = time.perf_counter()
-        _encode(pixels, settings)
+        encode_all(pixels, settings)
         return timings | {"encode": (time.perf_counter() - began) * 1000}
 
     return work
@@ -106,7 +79,7 @@ def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
     settings = resolve(request, loaded.served)
     if warm_ups:
         offline(loaded, [settings], 0, warm_ups)
-    return _release_row(loaded, settings, offline(loaded, [settings], 0, runs), {})
+    return release_row(loaded, settings, offline(loaded, [settings], 0, runs), {})
 
 
 def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float, least: int = 1) -> list[float]:
@@ -142,17 +115,8 @@ def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float,
     return totals
 
 
-def diffusers_work(pipeline: Any, like: GenerationSettings) -> Work:
-    """Drawing that request by diffusers' pipeline."""
-
-    def work() -> dict[str, float]:
-        _encode(draw_by_diffusers(pipeline, like), like)
-        return {}
-
-    return work
-
-
-def _encode(pictures: Iterable[Pixels], settings: GenerationSettings) -> None:
+def encode_all(pictures: Iterable[Pixels], settings: GenerationSettings) -> None:
+    """As the request's answer has them."""
     for picture in pictures:
         encode_base64(picture, settings.output_format, settings.quality)
 
@@ -162,11 +126,15 @@ def precision_of(loaded: Loaded) -> str:
     return loaded.model.engines[components.UNET].signature.outputs[0].dtype
 
 
-def _release_row(loaded: Loaded, settings: GenerationSettings, totals: list[float], stages: dict[str, float]) -> Row:
+def release_row(loaded: Loaded, settings: GenerationSettings, totals: list[float], stages: dict[str, float]) -> Row:
+    """Of what `measure` gives of the release."""
     case = f"{loaded.release} {settings.width}x{settings.height}"
-    return _row(case, settings, precision_of(loaded), totals, stages)
+    return timed_row(case, settings, precision_of(loaded), totals, stages)
 
 
-def _row(case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]) -> Row:
+def timed_row(
+    case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]
+) -> Row:
+    """Of what `measure` gives of anything that draws this request."""
     steps, batch = settings.num_inference_steps, settings.num_images
     return make_row(case, totals, "ms", precision, steps, batch, stages=stages)

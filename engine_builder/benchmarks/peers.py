@@ -1,18 +1,56 @@
 """diffusers' own pipeline on the same weights: what a release is measured beside."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine_builder.benchmarks.bench import (
+    Work,
+    encode_all,
+    measure,
+    precision_of,
+    release_row,
+    release_work,
+    timed_row,
+)
+from engine_builder.benchmarks.rows import Row
 from engine_builder.model_folder.checkout import find_folders
 from engine_builder.networks import ModelFolder, variant_of
-from model.errors import RequestRefused
+from model.errors import PreheatError, RequestRefused
 from model.image import Pixels
-from model.request import GenerationSettings
+from model.loading import Loaded
+from model.request import GenerationRequest, GenerationSettings, resolve
 from model.schedule import configured_sampler
 
 PEERS = ("eager", "compiled")  # how it is run
+
+
+def bench_beside_diffusers(
+    loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
+) -> list[Row]:
+    """The release, then diffusers' pipeline on the weights of `model`, a folder or a Hub id, in each of `kinds` (some
+    of `PEERS`): the same request in turns, in to encoded picture out.
+
+    Raises ModelFolderError or RequestRefused where it cannot be the same; PreheatError where a device has no room for
+    all of them.
+    """
+    settings, precision = resolve(request, loaded.served), precision_of(loaded)
+    folder = find_peer(model, settings)
+    try:
+        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), settings) for kind in kinds]
+        first, *others = measure([release_work(loaded, settings), *peers], warm_ups, runs)
+    except torch.OutOfMemoryError as error:
+        raise PreheatError(
+            "This GPU has no room for the release and its peers at once, which take turns: measure without --compiled, "
+            "or on a larger one."
+        ) from error
+    rows = [release_row(loaded, settings, *first)]
+    for kind, measured in zip(kinds, others, strict=True):
+        case = f"diffusers {kind} {settings.width}x{settings.height}"
+        rows.append(timed_row(case, settings, precision, *measured))
+    return rows
 
 
 def find_peer(model: str, like: GenerationSettings) -> ModelFolder:
@@ -80,3 +118,13 @@ def draw_by_diffusers(pipeline: Any, like: GenerationSettings) -> list[Pixels]:
         generator=torch.Generator().manual_seed(like.seed),
     ).images
     return [np.asarray(image.convert("RGB")) for image in images]
+
+
+def diffusers_work(pipeline: Any, like: GenerationSettings) -> Work:
+    """Drawing that request by diffusers' pipeline."""
+
+    def work() -> dict[str, float]:
+        encode_all(draw_by_diffusers(pipeline, like), like)
+        return {}
+
+    return work

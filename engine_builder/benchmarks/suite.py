@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_builder.benchmarks.bench import bench_beside_diffusers, bench_offline, bench_release, load_here
-from engine_builder.benchmarks.peers import PEERS, find_peer
+from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here
+from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.errors import RequestRefused
 from model.loading import Loaded

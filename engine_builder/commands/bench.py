@@ -77,7 +77,7 @@ def latency(
     width, height = sides(size) if size else (None, None)
     with console.status("Loading"):
         from engine_builder.benchmarks import bench as measuring
-        from engine_builder.benchmarks.peers import PEERS
+        from engine_builder.benchmarks import peers
         from model.request import GenerationRequest
 
         try:
@@ -94,8 +94,8 @@ def latency(
         if peer is None:
             rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
         else:
-            kinds = PEERS if compiled else PEERS[:1]
-            rows = measuring.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
+            kinds = peers.PEERS if compiled else peers.PEERS[:1]
+            rows = peers.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
     _finish(rows, "stages", "ms", out)
 
 

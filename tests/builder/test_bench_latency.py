@@ -12,8 +12,7 @@ from click.testing import Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks import bench
-from engine_builder.benchmarks.peers import find_peer
+from engine_builder.benchmarks import bench, peers
 from engine_builder.commands.main import app
 from engine_builder.networks import ModelFolder, ModelFolderError
 from engine_builder.releases.signing import public_key
@@ -23,7 +22,7 @@ from model.request import GenerationSettings
 from model.store import Store
 from tests.stand_ins.line_networks import PLAIN
 
-PIPELINE, DRAW = bench.diffusers_pipeline, bench.draw_by_diffusers
+PIPELINE, DRAW = peers.diffusers_pipeline, peers.draw_by_diffusers
 WHO = ("toy-sdxl/1", "diffusers eager", "diffusers compiled")
 
 
@@ -32,15 +31,15 @@ def latency(store: Store, *arguments: str) -> Result:
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each peer whether it is to be compiled; here it is not, for that takes minutes."""
     calls: list[bool] = []
 
-    def pipeline(folder: ModelFolder, precision: str, compiled: bool) -> Any:
-        calls.append(compiled)
+    def pipeline(folder: ModelFolder, precision: str, is_compiled: bool) -> Any:
+        calls.append(is_compiled)
         return PIPELINE(folder, precision, False)
 
-    monkeypatch.setattr(bench, "diffusers_pipeline", pipeline)
+    monkeypatch.setattr(peers, "diffusers_pipeline", pipeline)
     return calls
 
 
@@ -53,13 +52,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[GenerationSettings]:
         found.append(like)
         return DRAW(pipeline, like)
 
-    monkeypatch.setattr(bench, "draw_by_diffusers", draw)
+    monkeypatch.setattr(peers, "draw_by_diffusers", draw)
     return found
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' own, of numpy 2
 def test_the_size_the_guidance_and_both_peers_are_measured(
-    toy_store: Store, toy_folder: Path, peers: list[bool], drawn: list[GenerationSettings], tmp_path: Path
+    toy_store: Store, toy_folder: Path, compiled: list[bool], drawn: list[GenerationSettings], tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.json"
     result = latency(
@@ -71,7 +70,7 @@ def test_the_size_the_guidance_and_both_peers_are_measured(
     assert rows == json.loads(result.stdout.splitlines()[-1])
     assert [row["case"] for row in rows] == [f"{who} 128x64" for who in WHO]
     assert {(row["steps"], row["runs"], row["unit"]) for row in rows} == {(3, 2, "ms")}
-    assert peers == [False, True]
+    assert compiled == [False, True]
     assert len(drawn) == 2 * 3  # of either the counted runs of its one turn, and one before them
     assert {(like.width, like.height, like.guidance_scale) for like in drawn} == {(128, 64, 1.0)}
 
@@ -100,7 +99,7 @@ def test_they_take_turns_of_a_few_runs_of_which_the_first_is_not_counted() -> No
 def test_all_pictures_are_encoded_alike(
     toy_store: Store,
     toy_folder: Path,
-    peers: list[bool],
+    compiled: list[bool],
     drawn: list[GenerationSettings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,25 +116,25 @@ def test_all_pictures_are_encoded_alike(
     assert encoded == [expected] * 2 * 3 * 3
 
 
-def test_no_peer_is_measured_unless_it_is_named(toy_store: Store, peers: list[bool]) -> None:
+def test_no_peer_is_measured_unless_it_is_named(toy_store: Store, compiled: list[bool]) -> None:
     result = latency(toy_store, "--steps", "1", "--runs", "1")
-    assert result.exit_code == 0 and len(json.loads(result.stdout.splitlines()[-1])) == 1 and not peers
+    assert result.exit_code == 0 and len(json.loads(result.stdout.splitlines()[-1])) == 1 and not compiled
     refused = latency(toy_store, "--compiled")
     assert refused.exit_code == 2 and "--peer" in refused.output
 
 
 def test_a_peer_that_would_draw_otherwise_is_refused(toy_store: Store, toy_folder: Path, tmp_path: Path) -> None:
     like = replace(PLAIN, scheduler="Euler")
-    assert find_peer(str(toy_folder), like).root == toy_folder
+    assert peers.find_peer(str(toy_folder), like).root == toy_folder
     for changes, field in (
         ({"use_refiner": True}, "use_refiner"),
         ({"end_cfg_frac": 0.4}, "end_cfg_frac"),
         ({"scheduler": "LCM"}, "scheduler"),
     ):
         with pytest.raises(RequestRefused) as refused:
-            find_peer(str(toy_folder), replace(like, **changes))  # type: ignore[arg-type]
+            peers.find_peer(str(toy_folder), replace(like, **changes))  # type: ignore[arg-type]
         assert refused.value.field == field
-    assert find_peer(str(toy_folder), replace(like, end_cfg_frac=0.4, guidance_scale=1.0)).root == toy_folder
+    assert peers.find_peer(str(toy_folder), replace(like, end_cfg_frac=0.4, guidance_scale=1.0)).root == toy_folder
     for named, said in ((tmp_path / "none", "There is no folder"), (tmp_path, "has no model_index.json")):
         result = latency(toy_store, "--steps", "1", "--runs", "1", "--peer", str(named))
         assert isinstance(result.exception, ModelFolderError) and said in str(result.exception)
@@ -173,7 +172,7 @@ def test_a_gpu_without_room_for_the_peers_is_said(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(bench, "diffusers_pipeline", full)
+    monkeypatch.setattr(peers, "diffusers_pipeline", full)
     result = latency(toy_store, "--steps", "1", "--runs", "1", "--peer", str(toy_folder))
     assert isinstance(result.exception, PreheatError) and "without --compiled" in str(result.exception)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_builder.benchmarks import bench, suite
+from engine_builder.benchmarks import bench, peers, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
 from engine_builder.model_folder import random_sdxl
@@ -46,8 +46,8 @@ def test_the_peers_take_turns_with_the_first_case(
     monkeypatch.setattr(suite, "CASES", (Case("first", 1, 2, side=64),))
     made: list[object] = []
     drawn: list[object] = []
-    monkeypatch.setattr(bench, "diffusers_pipeline", lambda *given: made.append(given))
-    monkeypatch.setattr(bench, "draw_by_diffusers", lambda pipeline, like: drawn.append(like) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(peers, "diffusers_pipeline", lambda *given: made.append(given))
+    monkeypatch.setattr(peers, "draw_by_diffusers", lambda pipeline, like: drawn.append(like) or [])  # type: ignore[func-returns-value]
     rows = list(suite.run(loaded, str(toy_folder), lambda line: None))
     assert [(row.case, row.runs) for row in rows] == [
         ("first", 1),
