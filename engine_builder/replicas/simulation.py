@@ -54,7 +54,8 @@ class Server:
     @property
     def efficient(self) -> int:
         """Images beyond which more at once hardly pay."""
-        return efficient_images(sorted(self.step_seconds.items()))
+        counts = {2**power for power in range(self.capacity.bit_length())} | {self.capacity}
+        return efficient_images((count, self.curve(count)) for count in sorted(counts))
 
     @property
     def images_per_second(self) -> float:
