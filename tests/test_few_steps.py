@@ -227,5 +227,5 @@ def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path:
 def test_a_native_size_that_no_unet_draws_is_refused(size: dict[str, Any], tmp_path: Path) -> None:
     folder = packaged("Turbo", tmp_path / "model")
     (folder / "defaults.json").write_text(json.dumps(size))
-    with pytest.raises(ModelFolderError, match=f"defaults.json: {next(iter(size))} is .* give a multiple of 32"):
+    with pytest.raises(ModelFolderError, match=f"defaults.json: {next(iter(size))} is .* a multiple of 32"):
         read_settings(ModelFolder(folder), None)

@@ -38,13 +38,15 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
 def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
     """Height and width (pixels) of a request that asks for none: defaults.json's, else the UNet's sample_size."""
     own = _own_defaults(base)
-    side, step = base.config("unet")["sample_size"] * vae_scale, base.size_step()
+    latent, step = base.config("unet").get("sample_size"), base.size_step()
+    side = latent * vae_scale if type(latent) is int else 0
     for name in ("height", "width"):
         value = own.get(name, side)
         if type(value) is not int or not SMALLEST_SIDE <= value <= LARGEST_SIDE or value % step:
+            found = f"{name} is {value!r}" if name in own else f"it has none, and the UNet's sample_size is {latent!r}"
             raise ModelFolderError(
-                f"{base.root}/defaults.json: {name} is {value!r}; give a multiple of {step} from {SMALLEST_SIDE} to "
-                f"{LARGEST_SIDE}."
+                f"{base.root}/defaults.json: {found}; give a {name} that is a multiple of {step} from {SMALLEST_SIDE} "
+                f"to {LARGEST_SIDE}."
             )
     return own.get("height", side), own.get("width", side)
 

@@ -7,11 +7,13 @@ form that is faster once it is compiled.
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.networks.text import PooledTextNetwork, TextNetwork
@@ -81,27 +83,42 @@ def public_name(name: str) -> str:
     return name.removeprefix("network.")
 
 
+class Config(dict[str, Any]):
+    """JSON settings of a part. Asking for a key that is not there raises ModelFolderError."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise ModelFolderError(
+            f"{self._path} has no {key}: give SDXL's in diffusers' layout, for example data/tiny-sdxl."
+        )
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """A diffusers checkout on disk."""
 
     root: Path
 
-    def config(self, part: str, file: str = "config.json") -> dict[str, Any]:
-        """A part's JSON settings. Raises ModelFolderError where the file is missing or is not JSON."""
+    def config(self, part: str, file: str = "config.json") -> Config:
+        """A part's JSON settings. Raises ModelFolderError where the file is missing or is no JSON object."""
         path = self.root / part / file
         try:
-            config: dict[str, Any] = json.loads(path.read_text())
+            entries = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise ModelFolderError(
                 f"{self.root} has no {part}/{file}: give a folder in diffusers' layout, for example data/tiny-sdxl."
             ) from error
         except ValueError as error:
             raise ModelFolderError(f"{path} is not JSON: {error}.") from error
-        return config
+        if not isinstance(entries, dict):
+            raise ModelFolderError(f"{path} is no JSON object.")
+        return Config(path, entries)
 
     @property
-    def index(self) -> dict[str, Any]:
+    def index(self) -> Config:
         """model_index.json."""
         return self.config(".", "model_index.json")
 
@@ -265,8 +282,20 @@ def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.
     variant = variant_of(folder, part)
     cls = getattr(importlib.import_module(library), name)
     kind = "torch_dtype" if library == "diffusers" else "dtype"
-    network: nn.Module = cls.from_pretrained(folder.root / part, variant=variant, use_safetensors=True, **{kind: dtype})
-    return network
+    options = {"variant": variant, "use_safetensors": True, "output_loading_info": True, kind: dtype}
+    try:
+        network, found = cls.from_pretrained(folder.root / part, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise ModelFolderError(
+            f"{folder.root}/{part} cannot be loaded ({said}): fetch the model again, whole."
+        ) from error
+    if missing := sorted(found["missing_keys"]):  # which would be random numbers
+        raise ModelFolderError(
+            f"{folder.root}/{part} lacks {len(missing)} of its network's weights, {missing[0]} first: fetch the model "
+            "again, whole."
+        )
+    return cast(nn.Module, network)
 
 
 def _load_shapes(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -44,6 +45,11 @@ PARTS = {
 def edit_config(part: Path, **entries: object) -> None:
     file = part / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def drop_key(part: Path, key: str) -> None:
+    file = part / "config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
@@ -324,6 +330,17 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no first text encoder": (lambda folder: shutil.rmtree(folder / "text_encoder"), "no text_encoder/config.json"),
     "no scheduler": (lambda folder: shutil.rmtree(folder / "scheduler"), "no scheduler/scheduler_config.json"),
     "a config that is no JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
+    "an index that is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "is no JSON object"),
+    "a config without a key": (lambda folder: drop_key(folder / "vae", "scaling_factor"), "no scaling_factor"),
+    "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]; give a"),
+    "a file cut short": (
+        lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 5000),
+        "unet cannot be loaded",
+    ),
+    "a pointer to a file": (
+        lambda folder: (folder / "text_encoder" / "model.safetensors").write_text("version https://git-lfs.github.com"),
+        "text_encoder cannot be loaded",
+    ),
     "pickled weights": (
         lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").rename(
             folder / "vae" / "diffusion_pytorch_model.bin"
@@ -353,6 +370,23 @@ def test_a_folder_that_is_no_sdxl_is_refused_with_a_sentence(
         build(plan_of(folder_copy, "refused"), store_copy)
     assert str(folder_copy) in str(refusal.value)
     assert not [name for name in store_copy.records("drafts") if name.startswith("refused.")]
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_weights_that_are_missing_are_never_random_ones(
+    component: str, folder_copy: Path, edit_weights: Callable[..., None]
+) -> None:
+    part = folder_copy / PARTS[component][1]
+    lost: list[str] = []
+
+    def lose(tensors: dict[str, torch.Tensor]) -> None:
+        lost.append(max(name for name in tensors if name.endswith("weight") and "encoder.conv" not in name))
+        del tensors[lost[0]]
+
+    edit_weights(part, lose)
+    with pytest.raises(ModelFolderError, match="lacks 1 of its network's weights, ") as refusal:
+        load_network(ModelFolder(folder_copy), component, "fp32")
+    assert lost[0].removeprefix("text_model.") in str(refusal.value)
 
 
 def test_a_refiner_of_another_noise_schedule_is_refused(
