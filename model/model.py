@@ -20,6 +20,7 @@ from model.coldstart import ColdStart, seconds_since_process_start
 from model.errors import ManifestError
 from model.prefetch import Prefetch
 from model.request import GenerationRequest
+from model.settings import read_section
 from model.store.signature import configured_keys
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Model:
 
     def __init__(self, **kwargs: Any) -> None:
         config = kwargs.get("config") or {}
-        self._settings: dict[str, Any] = dict((config.get("model_metadata") or {}).get("preheat") or {})
+        self._settings = read_section((config.get("model_metadata") or {}).get("preheat"))
         self._secrets: Mapping[str, str] = kwargs.get("secrets") or {}
         self._cold_start = ColdStart()
         self._prefetch = Prefetch(self._settings, self._secrets)

@@ -336,7 +336,9 @@ def _explanation(problem: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
         if kind == "string_unicode":
             return "the name of a field is not Unicode text (it holds half of a surrogate pair)"
         return f"got {_shown(value)}, expected a JSON object with the fields {', '.join(fields)}"
-    accepted = _accepted(fields[problem["loc"][0]])
+    if (field := fields.get(problem["loc"][0])) is None:
+        return "the name of a field is not text"
+    accepted = _accepted(field)
     if kind == "missing":
         return f"is required: {accepted}"
     if kind == "string_unicode":

@@ -127,19 +127,23 @@ class Service:
         self, asked: Asked, job: Job, events: "asyncio.Queue[Stepped | Finished | None]"
     ) -> AsyncIterator[str]:
         yield _line("accepted", request_id=asked.id, seed=job.settings.seed, steps=job.steps, ahead=job.ahead)
-        while True:
-            try:
-                event = await asyncio.wait_for(events.get(), HEARTBEAT_SECONDS)
-            except TimeoutError:
-                yield _line("heartbeat", ahead=job.ahead)
-                continue
-            if isinstance(event, Stepped):
-                preview = {} if event.preview is None else {"preview": event.preview}
-                yield _line("step", step=event.step, steps=event.steps, **preview)
-            elif isinstance(event, Finished):
-                yield _line("image", index=event.index, **_image(job.settings, event.index, event.data))
-            else:
-                break
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(events.get(), HEARTBEAT_SECONDS)
+                except TimeoutError:
+                    yield _line("heartbeat", ahead=job.ahead)
+                    continue
+                if isinstance(event, Stepped):
+                    preview = {} if event.preview is None else {"preview": event.preview}
+                    yield _line("step", step=event.step, steps=event.steps, **preview)
+                elif isinstance(event, Finished):
+                    yield _line("image", index=event.index, **_image(job.settings, event.index, event.data))
+                else:
+                    break
+        except (asyncio.CancelledError, GeneratorExit):
+            self._refusal(asked, Cancelled("The client left."))  # nobody reads it, but it is counted and logged
+            raise
         if (error := job.result.exception()) is not None:
             refusal = self._refusal(asked, error)
             yield _line("error", status=refusal.status_code, **json.loads(bytes(refusal.body)))

@@ -378,3 +378,9 @@ def test_a_refiner_that_is_not_there_is_refused() -> None:
     with pytest.raises(RequestRefused, match="use_refiner: true is not accepted, this release has no refiner") as it:
         resolve(request(use_refiner=True), without)
     assert it.value.field == "use_refiner"
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    """As MessagePack's maps may have them."""
+    with pytest.raises(pydantic.ValidationError, match="the name of a field is not text"):
+        GenerationRequest.model_validate({b"prompt": "x"})

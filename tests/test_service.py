@@ -184,6 +184,8 @@ def test_a_request_that_takes_too_long_is_given_up(small: httpx.Client) -> None:
 def test_a_client_that_leaves_frees_its_rows(stream: bool, client: httpx.Client, server: Server) -> None:
     name = 'preheat_cancellations_total{state="running"}'
     before = measured(client).get(name, 0)
+    answers = 'preheat_requests_total{status="499"}'
+    answered = measured(client).get(answers, 0)
     steps = measured(client).get('preheat_steps_total{component="unet"}', 0)
     with httpx.Client(base_url=server.url, trust_env=False, timeout=READY_SECONDS) as leaving:
         with leaving.stream("POST", PREDICT, json=LONG | {"stream": True}) if stream else _sent(leaving) as answer:
@@ -191,6 +193,7 @@ def test_a_client_that_leaves_frees_its_rows(stream: bool, client: httpx.Client,
             del answer
     eventually(lambda: measured(client)[name] == before + 1, "it is counted as cancelled")
     eventually(lambda: measured(client)['preheat_active_rows{component="unet"}'] == 0, "its rows are free")
+    eventually(lambda: measured(client).get(answers, 0) == answered + 1, "it is counted as answered, once")
     assert measured(client)['preheat_steps_total{component="unet"}'] < steps + 100
     assert predict(client, **SMALL)["status"] == "success"
 

@@ -116,6 +116,19 @@ def test_generate_says_why_it_was_refused(server: Server) -> None:
     assert refusal.value.status == 400
 
 
+@pytest.mark.parametrize("url", ["http://localhost:80a", "http://[x"])
+def test_generate_says_that_an_address_is_none(url: str) -> None:
+    with pytest.raises(CallFailed, match="is no URL of a server"):
+        generate(url, {"prompt": "x"}, timeout=5)
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    picture = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+    with pytest.raises(CallFailed, match="cannot be written .*--out"):
+        save_images({"data": picture}, tmp_path / "file" / "out.png")
+
+
 def test_generate_says_that_nothing_answers() -> None:
     with pytest.raises(CallFailed, match="cannot be reached.*preheat serve") as failure:
         generate("http://127.0.0.1:9", {"prompt": "x"}, timeout=5)

@@ -13,7 +13,7 @@ from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOpt
 from model.errors import CorruptBlob, UntrustedRelease
 from model.store import Store
 from model.store.manifest import Blob, Manifest
-from model.store.signature import check_signature, configured_keys
+from model.store.signature import check_signature, parse_keys
 
 
 def keygen(
@@ -90,7 +90,7 @@ def verify(
 ) -> None:
     """Hash every blob that a release names, where it lies, and check who signed it. Exit status 1 where anything is
     damaged, or not signed by --public-key where that is given."""
-    keys = configured_keys({"public_key": public_key})
+    keys = parse_keys(public_key)
     holder = opened(store)
     names = [release] if release else holder.releases()
     manifests = [holder.read_release(name) for name in names]

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from model.errors import PreheatError
 from model.store import Store
+from model.store.local import REFRESH_AGE
 
 DAY = 24 * 3600
 _KINDS = ("engines", "drafts", "onnx", "timing")
+_LEAST_AGE = 2 * REFRESH_AGE
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY, "w": 7 * DAY}
 
 
@@ -74,8 +76,11 @@ def named_blobs(store: Store) -> set[str]:
 
 
 def read_age(text: str) -> float:
-    """ "36h" -> seconds. Raises BadAge."""
+    """ "36h" -> seconds. Raises BadAge, also for less than a running build may leave a blob untouched."""
     found = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if found is None:
         raise BadAge(f"{text!r} is no age: write a number and s, m, h, d or w, for example 24h or 7d.")
-    return float(int(found[1]) * _UNITS[found[2]])
+    seconds = float(int(found[1]) * _UNITS[found[2]])
+    if seconds < _LEAST_AGE:
+        raise BadAge(f"{text} is too short: what is younger than 2h may belong to a build that is running.")
+    return seconds

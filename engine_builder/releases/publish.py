@@ -28,12 +28,12 @@ def publish(store: Store, name: str, key: Ed25519PrivateKey | None = None) -> tu
     drafts = read_drafts(store, model)
     merged = merge(drafts)
     if not version:
-        numbers = sorted(int(v) for m, v in map(split_name, store.releases()) if m == model and v.isdigit())
+        numbers = sorted((v for m, v in map(split_name, store.releases()) if m == model and v.isdigit()), key=int)
         if numbers:
             newest = store.read_release(f"{model}/{numbers[-1]}")
             if _content(newest) == _content(merged) and _is_signed(newest, key):
                 return newest, False
-        version = str(numbers[-1] + 1 if numbers else 1)
+        version = str(int(numbers[-1]) + 1 if numbers else 1)
     manifest = merged.model_copy(
         update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     )

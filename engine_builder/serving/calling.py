@@ -33,7 +33,10 @@ def generate(
     With `progress` the answer is streamed: it is called with each line that comes (`model.serving` says which there
     are), and the response is put together from them. `timeout` is then the longest silence.
     """
-    local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    try:
+        local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    except ValueError as error:
+        raise CallFailed(f"{url!r} is no URL of a server: {error}.") from error
     address = f"{url.rstrip('/')}/v1/models/model:predict"
     try:
         # A proxy from the environment cannot reach this machine's own loopback address.
@@ -47,6 +50,8 @@ def generate(
                 return _gather(url, answer.iter_lines(), progress)
     except httpx.TimeoutException as error:
         raise CallFailed(f"{url} gave no answer within {timeout:g} s.") from error
+    except httpx.InvalidURL as error:
+        raise CallFailed(f"{url!r} is no URL of a server: {error}.") from error
     except httpx.TransportError as error:
         raise CallFailed(f"{url} cannot be reached: {error}. Start a server with `preheat serve`.") from error
 
@@ -96,14 +101,17 @@ def save_images(response: dict[str, Any], out: Path) -> list[Path]:
     except binascii.Error as error:
         raise CallFailed(f"The response's picture is not base64: {error}.") from error
     stem = out.with_suffix("") if out.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") else out
-    stem.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for number, picture in enumerate(pictures, start=1):
         suffix = _suffix(picture)
         if suffix == ".jpg" and out.suffix.lower() == ".jpeg":
             suffix = out.suffix
         path = stem.with_name(stem.name + (f"-{number}" if len(pictures) > 1 else "") + suffix)
-        path.write_bytes(picture)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(picture)
+        except OSError as error:
+            raise CallFailed(f"{path} cannot be written ({error.strerror}): name another place with --out.") from error
         written.append(path)
     return written
 

@@ -139,11 +139,11 @@ class BlobCache(LocalStore):
         if not self.has(digest):
             return False
         self._touch(digest)
+        found = self._file(digest)
         try:
             self.stream(digest, size, sink)
         except CorruptBlob:
-            with self._guarded():
-                self._blob_path(digest).unlink(missing_ok=True)
+            self._delete(digest, found)
             return False
         return True
 
@@ -152,12 +152,27 @@ class BlobCache(LocalStore):
         if not self.has(digest):
             return None
         self._touch(digest)
+        found = self._file(digest)
         try:
             return self.get(digest, size)
         except CorruptBlob:
-            with self._guarded():
-                self._blob_path(digest).unlink(missing_ok=True)
+            self._delete(digest, found)
             return None
+
+    def _file(self, digest: str) -> tuple[int, int] | None:
+        """What tells a blob's file from another that takes its place: its inode, which may be given again, and when it
+        was written."""
+        try:
+            status = self._blob_path(digest).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def _delete(self, digest: str, found: tuple[int, int] | None) -> None:
+        """Delete a damaged blob, the file `found`; not one that another process has brought in its place."""
+        with self._guarded():
+            if found is not None and self._file(digest) == found:
+                self._blob_path(digest).unlink(missing_ok=True)
 
     def _touch(self, digest: str) -> None:
         """Note when a blob was last used, in its time of access. Once, and before it is verified: what changes a

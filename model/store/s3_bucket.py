@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from threading import BoundedSemaphore
@@ -234,7 +234,7 @@ class Bucket:
                     data: bytes = body.read(MANIFEST_LIMIT + 1)
                     size: int = answer["ContentLength"]
                 # These have no digest of their own; the service's names what was put, in one piece.
-                if len(data) > MANIFEST_LIMIT or (len(data) == size and _fits_etag(data, answer["ETag"])):
+                if len(data) > MANIFEST_LIMIT or (len(data) == size and _fits_etag(data, answer)):
                     return data
             except _BROKEN as error:
                 broken = error
@@ -301,9 +301,12 @@ def _md5(data: bytes) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
-def _fits_etag(data: bytes, etag: str) -> bool:
-    """Whether a body is the one that the service keeps; where an ETag is no MD5 (some encryption), nobody can say."""
-    found = etag.strip('"').lower()
+def _fits_etag(data: bytes, answer: Mapping[str, Any]) -> bool:
+    """Whether a body is the one that the service keeps; where the ETag is no MD5, as under keys of KMS or the caller's,
+    nobody can say."""
+    found = str(answer["ETag"]).strip('"').lower()
+    if "SSECustomerAlgorithm" in answer or answer.get("ServerSideEncryption", "AES256") != "AES256":
+        return True
     return not re.fullmatch(r"[0-9a-f]{32}", found) or hashlib.md5(data, usedforsecurity=False).hexdigest() == found
 
 

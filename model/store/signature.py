@@ -55,7 +55,12 @@ class PublicKey:
 def configured_keys(settings: Mapping[str, Any] | None = None) -> list[PublicKey]:
     """The keys a deployment trusts: PREHEAT_PUBLIC_KEY (several with commas between them), else `public_key` of
     `settings` (model_metadata.preheat; one or a list). None: releases need no signature. Raises ManifestError."""
-    given: Any = os.environ.get("PREHEAT_PUBLIC_KEY") or (settings or {}).get("public_key")
+    return parse_keys(os.environ.get("PREHEAT_PUBLIC_KEY") or (settings or {}).get("public_key"))
+
+
+def parse_keys(given: Any) -> list[PublicKey]:
+    """Public keys from text (several with commas between them) or a list of it; none from nothing. Raises
+    ManifestError."""
     if given is None or given == "" or given == []:
         return []
     texts = [part.strip() for part in given.split(",")] if isinstance(given, str) else given

@@ -212,6 +212,46 @@ def test_who_waited_leaves_nothing_even_if_killed_while_it_hashes(root: Path, mo
     assert left == [set()]
 
 
+def test_a_touch_by_another_process_makes_no_blob_damaged(root: Path) -> None:
+    """Its use is noted in the file's times, while this one hands over bytes that it has verified before."""
+    cache = BlobCache(root)
+    digest, data = blob_of("a")
+    path = bring(cache, "a")
+    got = bytearray()
+
+    class Sink:
+        def buffer(self) -> memoryview:
+            return memoryview(bytearray(PART))
+
+        def filled(self, at: int, given: memoryview) -> None:
+            if at == PART and not touched:
+                touched.append(os.utime(path))
+            del got[at:]
+            got.extend(given)
+
+    touched: list[None] = []
+    assert cache.stream_kept(digest, len(data), Sink())
+    assert touched and bytes(got) == data and path.exists()
+
+
+def test_a_good_blob_in_a_damaged_one_s_place_is_not_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, data = blob_of("a")
+    path = bring(BlobCache(root), "a")
+    path.write_bytes(b"b" * len(data))
+    slow = BlobCache(root)
+    get = slow.get
+
+    def late(digest: str, size: int) -> Path:
+        try:
+            return get(digest, size)
+        finally:
+            monkeypatch.setattr(slow, "get", get)
+            assert BlobCache(root).bring(digest, size, PART, filling(data)) == path  # another process is faster
+
+    monkeypatch.setattr(slow, "get", late)
+    assert slow.bring(digest, len(data), PART, never).read_bytes() == data
+
+
 def _bring_many(root: Path, letters: str, limit: int, log: Path) -> None:
     for letter in letters:
         digest, data = blob_of(letter)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from engine_builder.releases.gc import delete_garbage, find_garbage
+from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, read_age
 from engine_builder.releases.mirror import copy_release
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
 from model.store import Store, StoreOptions, open_store, s3_bucket
@@ -641,3 +641,25 @@ def test_boto3_sends_checksums_that_the_gateway_checks(object_store: ObjectStore
     connection.request("PUT", url.removeprefix(object_store.url), b"other", {"Content-MD5": "1B2M2Y8AsgTpgAmY7PhCfg=="})
     assert connection.getresponse().status == 400
     connection.close()
+
+
+@pytest.mark.parametrize(
+    "answer, fits",
+    [
+        ({"ETag": '"5d41402abc4b2a76b9719d911017c592"'}, True),
+        ({"ETag": '"00000000000000000000000000000000"'}, False),
+        ({"ETag": '"00000000000000000000000000000000"', "ServerSideEncryption": "AES256"}, False),
+        ({"ETag": '"00000000000000000000000000000000"', "ServerSideEncryption": "aws:kms"}, True),
+        ({"ETag": '"00000000000000000000000000000000"', "SSECustomerAlgorithm": "AES256"}, True),
+        ({"ETag": '"00000000000000000000000000000000-2"'}, True),
+    ],
+)
+def test_an_etag_is_a_digest_only_where_no_key_of_others_encrypts(answer: dict[str, str], fits: bool) -> None:
+    assert s3_bucket._fits_etag(b"hello", answer) is fits
+
+
+def test_an_age_that_a_running_build_may_have_is_refused() -> None:
+    assert (read_age("2h"), read_age("7d")) == (7200, 7 * 86400)
+    for age in ("0s", "119m", "7", "d", "-1d"):
+        with pytest.raises(BadAge):
+            read_age(age)

@@ -206,7 +206,9 @@ def test_what_is_no_private_key_signs_nothing(store: LocalStore, tmp_path: Path,
     assert store.releases() == []
 
 
-def test_the_commands_say_who_signed(store: LocalStore, key_file: Path, public: PublicKey, tmp_path: Path) -> None:
+def test_the_commands_say_who_signed(
+    store: LocalStore, key_file: Path, public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, said = run("publish", "toy", "--store", store.root, "--sign", key_file)
     assert code == 0 and f"signed by {public.key_id}" in said.replace("\n", " ")
     assert run("publish", "toy/unsigned", "--store", store.root)[0] == 0
@@ -221,6 +223,9 @@ def test_the_commands_say_who_signed(store: LocalStore, key_file: Path, public: 
     assert code == 1 and f"is signed by {public.key_id}, and only releases signed by {other.key_id}" in said
     code, said = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
     assert code == 1 and "'ed25519:no' is no public key" in said
+    monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
+    assert run("verify", "toy/1", "--store", store.root)[0] == 0
+    assert run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1  # the one that is named
 
 
 # -- the key in the config ----------------------------------------------------------------------------------------
