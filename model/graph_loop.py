@@ -86,7 +86,9 @@ class GraphLoop:
             # All now, so that no request waits for a capture or finds the memory full.
             self._replays = {rows: self._replay_of(*calls[rows]) for rows in sorted(calls)}
             self._guided_replays = {rows: self._replay_of(*engines) for rows, engines in guided_calls.items()}
-            self._alone = self._replay_of(*alone) if alone and alone[0].overlaps and calls[2] != alone else None
+            # Of meta only shapes are asked, and what stands for engines then has no more.
+            both = alone and calls[2] != alone and device.type != "meta" and alone[0].overlaps
+            self._alone = self._replay_of(*alone) if both else None
         self._mapped: list[int] = []
         self._queued: deque[torch.cuda.Event] = deque()
         self._staging = [torch.zeros(slots, *latent, pin_memory=device.type == "cuda") for _ in range(_AHEAD + 2)]

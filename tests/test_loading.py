@@ -387,7 +387,7 @@ def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
         if engine.component != "unet":
             engines.append(engine)
             continue
-        for rows, side in ((2, 64), (8, 64), (4, 128)):
+        for rows, side in ((1, 64), (2, 64), (8, 64), (4, 128)):  # one image's rows beside each other at one of them
             sides = Span(min=side, max=side)
             bucket = Bucket(rows=Span(min=rows, max=rows), height=sides, width=sides)
             key = f"{len(engines):064x}"

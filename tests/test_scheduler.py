@@ -314,7 +314,10 @@ def test_sizes_take_turns_and_none_waits_for_another(gate: Gate, scheduler: Sche
 
 
 def test_none_is_ahead_of_what_runs(gate: Gate, scheduler: Scheduler) -> None:
+    arrived = threading.Event()
+    scheduler.call(lambda: arrived.wait(SECONDS))
     jobs = [scheduler.submit(asked(seed)) for seed in range(4)]  # two run, two wait
+    arrived.set()
     gate.let(1)
     eventually(lambda: len(gate.steps) == 1 and [job.ahead for job in jobs] == [0, 0, 0, 1])
     small = scheduler.submit(asked(4, width=64))

@@ -8,6 +8,8 @@ second model of the same architecture compiles nothing, but its engines are chec
 import hashlib
 import importlib.metadata
 import json
+import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -61,6 +63,7 @@ def build(
     `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
     """
     plan.check_sizes()
+    read_release_defaults(plan.base)  # a wrong one is said before anything is compiled
     source = fingerprint(plan)
     builder = _builder(plan, source)  # raises where something is not installed: before the work, not after it
     draft = _current_draft(plan, store, source)
@@ -72,7 +75,14 @@ def build(
     reader = Reader()
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
-        networks[name] = load_network(plan.folder_of(name), name, plan.precision_of(name), plan.target.device, reader)
+        networks[name] = load_network(
+            plan.folder_of(name),
+            name,
+            plan.precision_of(name),
+            plan.target.device,
+            reader,
+            plain=plan.tensorrt is not None,
+        )
         weights.append(write_weights(networks[name], store))
     report("pipeline", "drawing a picture in eager PyTorch", len(plan.components), steps)
     settings, tokenizers = read_settings(plan.base, plan.refiner), write_tokenizers(plan.base, store)
@@ -146,13 +156,26 @@ def fingerprint(plan: BuildPlan) -> str:
     digest = hashlib.sha256()
     roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
     for index, root in enumerate(roots):
-        for path in sorted(root.rglob("*")):
+        for path in sorted(_files(root)):
             inside = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)
             if path.is_file() and path.suffix in (".json", ".txt", ".safetensors") and not inside:
                 with path.open("rb") as file:
                     content = hashlib.file_digest(file, "sha256").hexdigest()
                 digest.update(f"{index}/{path.relative_to(root)}={content}\n".encode())
     return digest.hexdigest()
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Every file below a folder, also behind links to folders; each folder once."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort()
+        yield from (Path(folder) / name for name in names)
 
 
 def _current_draft(plan: BuildPlan, store: Store, source: str) -> Manifest | None:

@@ -29,7 +29,7 @@ def tolerance(network: Network, device: str) -> float:
 
 
 def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch.Tensor]]) -> Accuracy:
-    """Compare on random inputs at the bucket's corners and on `real` inputs. Raises InaccurateEngine.
+    """Compare on random inputs of a few small sizes of the bucket and on `real` inputs. Raises InaccurateEngine.
 
     A reference or an output that holds no finite number fails, too: NaN is never within a tolerance.
     """

@@ -128,12 +128,12 @@ def run_build(
             raise typer.BadParameter("TensorRT's engines are built in fp32 or fp16", param_hint=option)
     asked = tuple(dict.fromkeys(bucket_of(text) for text in sizes))
     plan = BuildPlan(
-        model=name or base.root.resolve().name,
+        model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
         refiner=refiner_folder,
         target=target,
         precision=cast(Precision, chosen),
-        sizes=asked if asked or choices is not None else default_sizes(base, target),
+        sizes=asked or default_sizes(base, target),
         tensorrt=choices,
         vae_precision=cast(Precision | None, vae_precision),
     )

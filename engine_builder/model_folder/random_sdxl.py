@@ -111,6 +111,7 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) 
         for part in ("scheduler", "tokenizer_2", "model_index.json"):
             _copy(tokenizers / "refiner" / part, folder / "refiner" / part)
         for part in ("vae", "text_encoder_2"):
+            (folder / "refiner" / part).unlink(missing_ok=True)
             (folder / "refiner" / part).symlink_to(folder.resolve() / part, target_is_directory=True)
 
 

@@ -207,10 +207,15 @@ class Reader:
 
 
 def load_network(
-    folder: ModelFolder, component: str, precision: Precision, device: str = "cpu", reader: Reader | None = None
+    folder: ModelFolder,
+    component: str,
+    precision: Precision,
+    device: str = "cpu",
+    reader: Reader | None = None,
+    plain: bool = False,
 ) -> Network:
     """One component of a checkout in `precision`, in eval mode on `device`; on "meta" its shapes alone, which takes no
-    weights.
+    weights. `plain`: as it is on a CPU, whatever the device: weights and convolutions that ONNX has a form for.
 
     `component` is a name of `model.components`; those of the refiner are read from the refiner's own checkout, by
     `reader` where several are loaded in turn. Raises ModelFolderError where the folder lacks it or it is no SDXL
@@ -232,7 +237,7 @@ def load_network(
     }.get(component, component)
     config = folder.config(part)
     multiple: int | None = None
-    layout = LAYOUTS.get(torch.device(device).type, "plain")
+    layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     module: nn.Module
     load = _load_shapes if device == "meta" else (reader or Reader()).read
     if part == "text_encoder":

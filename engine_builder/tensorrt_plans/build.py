@@ -101,7 +101,8 @@ def _unsupported_nodes(builder: "tensorrt.Builder", log: "tensorrt.ILogger", mod
     import onnx
     import tensorrt as trt
 
-    parser = trt.OnnxParser(builder.create_network(api.network_flags()), log)
+    network = builder.create_network(api.network_flags())  # which the parser does not keep alive
+    parser = trt.OnnxParser(network, log)
     data = model.read_bytes()
     if parser.supports_model_v2(data, str(model)):
         return ""

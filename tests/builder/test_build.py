@@ -476,3 +476,28 @@ def test_a_vae_that_overflows_in_fp16_is_refused_with_its_remedy(
         build(replace(plan, vae_precision="fp16"), store_copy)
     assert not [name for name in store_copy.records("drafts") if name.startswith("overflowing.")]
     build(plan, store_copy)  # its numbers are sound in fp32
+
+
+def test_weights_behind_a_link_to_a_folder_are_part_of_the_source(
+    toy_plan: BuildPlan, folder_copy: Path, tmp_path: Path, edit_weights: Callable[..., None]
+) -> None:
+    from engine_builder.building.build import fingerprint
+
+    vae = tmp_path / "a VAE of its own"
+    shutil.move(folder_copy / "vae", vae)
+    (folder_copy / "vae").symlink_to(vae, target_is_directory=True)
+    (vae / "back").symlink_to(folder_copy, target_is_directory=True)
+    plan = replace(toy_plan, base=ModelFolder(folder_copy))
+    before = fingerprint(plan)
+    assert fingerprint(plan) == before
+    edit_weights(vae, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
+    assert fingerprint(plan) != before
+
+
+def test_a_wrong_default_is_said_before_anything_is_compiled(
+    toy_plan: BuildPlan, folder_copy: Path, store_copy: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder_copy / "defaults.json").write_text('{"widht": 512}')
+    monkeypatch.setattr("engine_builder.building.build.load_network", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ManifestError, match="widht"):
+        build(replace(toy_plan, base=ModelFolder(folder_copy)), store_copy)

@@ -319,6 +319,8 @@ def test_a_unet_is_computed_by_tiles_on_gpus_in_half_precision(
     names = load_network(ModelFolder(toy_folder), component, precision, device).tensors()
     form = names["mid_block.resnets.0.conv1.weight"].shape
     assert (len(form) == 3 and form[0] == 16) == by_tiles and "mid_block.resnets.0.conv1.bias" in names
+    plain = load_network(ModelFolder(toy_folder), component, precision, device, plain=True)  # as TensorRT takes it
+    assert plain.layout == "plain" and plain.tensors()["mid_block.resnets.0.conv1.weight"].ndim == 4
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
