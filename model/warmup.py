@@ -60,8 +60,8 @@ def warm_up(loaded: Loaded) -> PreviewMap:
 
 
 def _read_every_text(loaded: Loaded, settings: GenerationSettings) -> None:
-    """With a negative prompt, with none and without guidance: each has other rows of the networks that read text."""
-    for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 2.0), (None, 1.0)):
+    """With a negative prompt, and without guidance: between them these take all rows of the networks that read text."""
+    for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
         asked = replace(settings, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
         base, rest = request_tables(loaded.model, asked)
         base_rows(loaded.model, asked, base)

@@ -113,7 +113,9 @@ def test_a_release_whose_blob_is_gone_or_damaged_is_not_published(store_copy: St
 
 
 def test_the_next_version_follows_one_with_zeros_before_it(store_copy: Store) -> None:
-    draft_for_another_target(store_copy)
     publish(store_copy, "toy-sdxl/007")
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/007", False)
+    draft_for_another_target(store_copy)
+    manifest, new = publish(store_copy, "toy-sdxl")
+    assert (manifest.name, new) == ("toy-sdxl/8", True)
