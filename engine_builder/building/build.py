@@ -30,7 +30,7 @@ from engine_builder.model_folder.release_settings import (
     read_settings,
     write_tokenizers,
 )
-from engine_builder.networks import FORM, Network, Reader, load_network
+from engine_builder.networks import FORM, Network, Reader, library_versions, load_network
 from engine_builder.tensorrt_plans.choices import Choices
 from model import components
 from model.errors import CorruptBlob
@@ -212,9 +212,8 @@ def _builder(plan: BuildPlan, source: str) -> dict[str, str]:
 
 
 def _versions() -> dict[str, str]:
-    names = ("preheat", "torch", "diffusers", "transformers")
-    forms = {"form": str(FORM), "recipe": str(compiler.RECIPE)}
-    return {name: importlib.metadata.version(name) for name in names} | forms
+    versions = {name: importlib.metadata.version(name) for name in ("preheat", "torch")} | library_versions()
+    return versions | {"form": str(FORM), "recipe": str(compiler.RECIPE)}
 
 
 def _digest(value: object) -> str:

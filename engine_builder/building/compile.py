@@ -15,16 +15,18 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_builder.networks import FORM, Network, public_name
+from engine_builder.networks import FORM, Network, library_versions, public_name
 from model.components import DTYPES, dtype_name
 from model.errors import PreheatError
 from model.store.manifest import Bucket, Signature, Span
 from model.target import Target, detect_targets
 
 # Raised whenever the export or the compile settings change what comes out of one network.
-RECIPE = 7
+RECIPE = 8
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
+
+_THREADS = 8  # for which a CPU engine's loops are cut; it runs on as many as there are
 
 
 class CompileError(PreheatError):
@@ -66,6 +68,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
         "signature": network.signature.model_dump(mode="json"),
         "target": target.key,
         "torch": torch.__version__.split("+")[0],
+        "libraries": library_versions(),
         "bucket": bucket.model_dump(mode="json"),
         "precision": network.precision,
         "layout": network.layout,
@@ -190,6 +193,8 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
     if target.device == "cpu":
         march, simdlen = _CPU_LEVELS[target.product]
         settings |= {"cpp.march": march, "cpp.simdlen": simdlen}
+        # Else this process' number of threads, and buffers for that many, would be in the code.
+        settings |= {"cpp.threads": _THREADS, "cpp.dynamic_threads": True}
     return settings
 
 

@@ -136,7 +136,6 @@ def _work(builder: Connection, threads: int) -> None:
     """Compile what comes through `builder` until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's, which ends this process
     threading.Thread(target=_end_with_the_build, daemon=True).start()
-    torch.set_num_threads(threads)
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
     reader = Reader()

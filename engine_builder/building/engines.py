@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile_jobs import Done, Job, compile_jobs
 from engine_builder.building.engine_timing import largest_inputs, time_engine
 from engine_builder.building.real_inputs import fit
-from engine_builder.building.validate import validate
+from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks import Network
 from model.engines import Engine
 from model.engines.aot_inductor import AotInductorEngine
-from model.errors import CorruptBlob, StoreError
+from model.errors import CorruptBlob, EngineError, StoreError
 from model.store import Store
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord
 
@@ -68,10 +68,6 @@ def build_engines(
         for network in networks.values()
         for bucket in plan.buckets_of(network)
     ]
-    missing: dict[str, _Wanted] = {}  # by key: two components of one architecture share an engine, not its check
-    for engine in wanted:
-        if engine.key not in missing and find_engine(store, engine.key) is None:
-            missing[engine.key] = engine
     checked: dict[tuple[str, str], Accuracy] = {}
 
     def tell(engine: _Wanted, doing: str) -> None:
@@ -80,6 +76,15 @@ def build_engines(
         left = {other.component for other in wanted if other.name not in checked}
         report(engine.component, f"{doing}{number}", len(plan.components) + 1 + len(networks.keys() - left), steps)
 
+    missing: dict[str, _Wanted] = {}  # by key: two components of one architecture share an engine, not its check
+    for engine in wanted:
+        cached = find_engine(store, engine.key)
+        if cached is not None:
+            tell(engine, "checking")
+            with suppress(InaccurateEngine, EngineError):  # one that is compiled anew, then
+                checked[engine.name] = _check(plan, engine, cached, real[engine.component], store)
+        if engine.name not in checked:
+            missing.setdefault(engine.key, engine)
     with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
         jobs = [
             Job(
@@ -101,10 +106,8 @@ def build_engines(
         cached = find_engine(store, engine.key)
         if cached is None:
             raise StoreError(f"The engine of the {engine.component} was kept and is gone again from {store.url}.")
-        if engine.name in checked:
-            compiled.append(engine.component)
-        else:
-            reused.append(engine.component)
+        (compiled if engine is missing.get(engine.key) else reused).append(engine.component)
+        if engine is not missing.get(engine.key, engine):  # which another component was the first to need
             tell(engine, "checking")
             checked[engine.name] = _check(plan, engine, cached, real[engine.component], store)
         if cached.benchmark is None and plan.target.device == "cuda":

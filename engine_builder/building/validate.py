@@ -49,7 +49,8 @@ def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch
             if not error <= allowed:
                 raise InaccurateEngine(
                     f"The {network.component} engine is off by {error:.2e} (relative, by norm) from eager PyTorch, "
-                    f"more than {allowed:.0e} for {network.precision}: it was not kept."
+                    f"more than {allowed:.0e} for {network.precision}: it was not kept. Build with another --precision "
+                    "or --vae-precision."
                 )
             worst, relative = max(worst, float(difference.max())), max(relative, error)
             total += float(difference.sum())

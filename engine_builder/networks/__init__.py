@@ -6,6 +6,7 @@ form that is faster once it is compiled.
 """
 
 import copy
+import importlib.metadata
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,11 @@ from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
 FORM = 8
+
+
+def library_versions() -> dict[str, str]:
+    """Of the libraries whose networks are wrapped: an update can change what is computed."""
+    return {name: importlib.metadata.version(name) for name in ("diffusers", "transformers")}
 
 
 class ModelFolderError(PreheatError):

@@ -27,7 +27,7 @@ from onnx import TensorProto
 from torch import nn
 
 from engine_builder.building.compile import CompileError, dynamic_bucket, dynamic_shapes, example_of, quiet
-from engine_builder.networks import FORM, Network, public_name
+from engine_builder.networks import FORM, Network, library_versions, public_name
 from model.components import dtype_name
 from model.store.manifest import Bucket, Signature
 
@@ -62,6 +62,7 @@ def graph_key(network: Network) -> str:
         "precision": network.precision,
         "torch": torch.__version__.split("+")[0],
         "onnx": onnx.__version__,
+        "libraries": library_versions(),
     }
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 

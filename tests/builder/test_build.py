@@ -224,6 +224,21 @@ def test_a_killed_build_goes_on_where_it_stopped(
     }
 
 
+def mix_up(constants: dict[str, Any]) -> dict[str, Any]:
+    """A map of an engine's constants in which two weights of one shape have changed places."""
+    names = {constant["tensor"]: name for name, constant in constants.items()}
+    first, second = (names[f"text_model.encoder.layers.0.mlp.{layer}.weight"] for layer in ("fc1", "fc2"))
+    return constants | {first: constants[second], second: constants[first]}
+
+
+def leave_one_out(constants: dict[str, Any]) -> dict[str, Any]:
+    return dict(list(constants.items())[1:])
+
+
+def blob_of(entry: dict[str, Any]) -> dict[str, Any]:
+    return {"digest": entry["sha256"], "size": entry["bytes"]}
+
+
 def test_an_engine_that_fails_its_check_is_not_kept(
     store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +263,26 @@ def test_an_engine_that_fails_its_check_is_not_kept(
         build(toy_plan, store_copy)
     assert files(store_copy).keys() == before.keys()
     assert find_engine(store_copy, engine.key) is None
+
+
+def test_an_engine_that_was_kept_and_fails_its_check_is_compiled_anew(store_copy: Store, toy_plan: BuildPlan) -> None:
+    """It stands in the way of no later build; nor does one that cannot be opened."""
+    draft = build(toy_plan, store_copy).draft
+    engines = {engine.component: engine for engine in draft.engines}
+    for component, change in (("text_encoder", leave_one_out), ("text_encoder_2", mix_up)):
+        record = json.loads(store_copy.read_record("engines", engines[component].key) or b"")
+        constants = json.loads(store_copy.get(**blob_of(record["constants"])).read_bytes())
+        changed = json.dumps(change(constants)).encode()
+        record["constants"] = {"sha256": store_copy.put_bytes(changed), "bytes": len(changed)}
+        store_copy.write_record("engines", engines[component].key, json.dumps(record).encode())
+    forget_drafts(store_copy)
+    result = build(toy_plan, store_copy)
+    assert sorted(result.compiled) == ["text_encoder", "text_encoder_2"]
+    mended = {engine.component: engine for engine in result.draft.engines}
+    for component in ("text_encoder", "text_encoder_2"):
+        assert mended[component].constants == engines[component].constants
+        assert mended[component].accuracy.relative < 1e-4
+    assert mended.keys() == engines.keys()
 
 
 @pytest.mark.parametrize("part", ["unet", "vae"])

@@ -33,6 +33,14 @@ def content(package: Path) -> bytes:
         return package.read_bytes() + b"".join(archive.read(name) for name in archive.namelist())
 
 
+def kernels(package: Path) -> list[str]:
+    """The lines of C++ of an engine's kernels, without comments."""
+    with zipfile.ZipFile(package) as archive:
+        [code] = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".kernel.cpp")]
+    lines = (line.strip() for line in code.splitlines())
+    return [line for line in lines if line and not line.startswith("//")]
+
+
 def open_with(store: Store, network: Network) -> AotInductorEngine:
     record, package, constants = engine_of(store, network.component)
     tensors = network.tensors()
@@ -132,6 +140,24 @@ def test_what_is_outside_of_the_bucket_is_refused(
     network = load_network(ModelFolder(toy_folder), "unet", "fp32")
     with pytest.raises(EngineError, match="no bucket for"):
         open_with(toy_store, network).run(example_inputs(network.signature, rows, height, width, "cpu"))
+
+
+def test_an_engine_s_code_is_the_same_whatever_number_of_threads_compiled_it(toy_folder: Path, tmp_path: Path) -> None:
+    """It runs on as many as its machine has, also where those are more than the builder's."""
+    network = load_network(ModelFolder(toy_folder), "text_encoder", "fp32")
+    bucket = compiler.dynamic_bucket(network.multiple)
+    threads = torch.get_num_threads()
+    codes = []
+    try:
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            package = tmp_path / f"{number}.pt2"
+            compiler.compile_network(network, compiler.build_target(), bucket, package)
+            codes.append(kernels(package))
+    finally:
+        torch.set_num_threads(threads)
+    assert codes[0] == codes[1]
+    assert "#pragma omp parallel" in codes[0]
 
 
 def test_fp32_convolutions_on_a_gpu_may_be_off_by_what_tf32_rounds(toy_folder: Path) -> None:

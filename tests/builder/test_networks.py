@@ -1,6 +1,7 @@
 """Reading checkouts: as they are published, in any of their forms, and what is refused."""
 
 import copy
+import importlib.metadata
 import json
 import os
 import re
@@ -448,3 +449,13 @@ def test_the_key_tells_targets_buckets_precisions_and_layouts_apart(toy_folder: 
         engine_key(replace(network, layout="channels_last"), target, bucket),
     ]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("library", ["diffusers", "transformers"])
+def test_the_key_of_another_version_of_a_library_is_another(
+    library: str, toy_folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = importlib.metadata.version
+    before = key_of(toy_folder, "unet", target)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9" if name == library else installed(name))
+    assert key_of(toy_folder, "unet", target) != before
