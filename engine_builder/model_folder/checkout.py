@@ -7,10 +7,11 @@ from engine_builder.networks import ModelFolder, ModelFolderError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETTINGS = ["*.json", "*.txt"]
+_PARTS = [f"{root}{part}" for root in ("", "refiner/") for part in ("text_encoder", "text_encoder_2", "unet", "vae")]
 
 
 def find_model(name: str) -> Path:
-    """The folder `name`, or the Hub's repository of that id (fp16 weights where it has them).
+    """The folder `name`, or the Hub's repository of that id: of each part the fp16 weights where it has them, else all.
 
     Raises ModelFolderError: no such folder and no Hub id, or a download that failed.
     """
@@ -23,9 +24,11 @@ def find_model(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        path = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, "*.fp16.safetensors"]))
-        if not list(path.glob("unet/*.safetensors")):
-            path = Path(snapshot_download(name, allow_patterns=[*_SETTINGS, "*/*.safetensors"]))
+        halves = [f"{part}/*.fp16*.safetensors" for part in _PARTS]
+        path = Path(snapshot_download(name, allow_patterns=_SETTINGS + halves))
+        lacking = [part for part in _PARTS if (path / part).is_dir() and not list((path / part).glob("*.safetensors"))]
+        if lacking:
+            snapshot_download(name, allow_patterns=[f"{part}/*.safetensors" for part in lacking])
     except (HfHubHTTPError, OSError) as error:
         raise ModelFolderError(f"There is no folder {name}, and the Hub did not give it: {error}") from error
     return path

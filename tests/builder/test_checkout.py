@@ -1,0 +1,67 @@
+"""Models by name: a repository of the Hub is fetched without what a build does not read."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.stand_ins.hub import hub
+
+HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"
+
+
+def found(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
+    """What a process finds that has the Hub at `url`: the Hub's client reads where it is when it is imported."""
+    code = f"from engine_builder.model_folder.checkout import find_model; print(find_model({name!r}))"
+    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    for variable in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+        environment.pop(variable, None)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def repository(toy_folder: Path, tmp_path: Path) -> Path:
+    """The toy as a repository has it: beside its parts, what is not read."""
+    folder = Path(shutil.copytree(toy_folder, tmp_path / "repository"))
+    (folder / "toy_1.0.safetensors").write_bytes(b"all parts in one file")
+    (folder / "vae_1_0").mkdir()
+    (folder / "vae_1_0" / HALF).write_bytes(b"another VAE")
+    return folder
+
+
+def weights(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*.safetensors"))
+
+
+def test_fp16_weights_are_fetched_for_the_parts_that_have_them_and_plain_ones_for_the_others(
+    repository: Path, tmp_path: Path
+) -> None:
+    shutil.copy(repository / "unet" / PLAIN, repository / "unet" / HALF)
+    (repository / "vae" / PLAIN).rename(repository / "vae" / "diffusion_pytorch_model.fp16-00001-of-00001.safetensors")
+    with hub("owner/model", repository) as running:
+        result = found(running.url, tmp_path / "home")
+        assert result.returncode == 0, result.stderr
+        here = Path(result.stdout.strip())
+        assert weights(here) == [
+            "text_encoder/model.safetensors",
+            "text_encoder_2/model.safetensors",
+            f"unet/{HALF}",
+            "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
+        ]
+        assert (here / "model_index.json").is_file() and (here / "tokenizer" / "merges.txt").is_file()
+        assert sorted(path for path in running.served if path.endswith(".safetensors")) == weights(here)
+    again = found(running.url, tmp_path / "home")  # of a Hub that is away
+    assert again.stdout == result.stdout, again.stderr
+
+
+def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path) -> None:
+    with hub("owner/model", repository) as running:
+        result = found(running.url, tmp_path / "home", "owner/other")
+    assert result.returncode == 1
+    assert "ModelFolderError: There is no folder owner/other, and the Hub did not give it: " in result.stderr
