@@ -5,6 +5,7 @@ PREHEAT_RUNTIME) picks "aot_inductor", "tensorrt" or "fastest"; the fastest is t
 where they were built. Knows nothing of stores and opens nothing.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -88,44 +89,45 @@ def targets_of(choice: RuntimeChoice, detected: Sequence[Target]) -> list[Target
 def fastest_first(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> list[Target]:
     """`targets` in the order in which to take the first that serves everything.
 
-    Where all are of one runtime nothing changes. Else those that were measured come first, the fastest before; then the
-    others, as they were. Plans of another build of TensorRT than the one installed do not count.
+    Plans of another build of TensorRT than the one installed come last. Where the others are of both runtimes, those
+    that were measured come first, the fastest before; else they stay as they were.
     """
-    if len({_is_tensorrt(target) for target in targets}) < 2:
+    if not any(_is_tensorrt(target) for target in targets):
         return list(targets)
     version = tensorrt_api.installed_version()
-    times: dict[str, float | None] = {}
-    for target in targets:
-        engines = [engine for engine in manifest.engines if engine.target == target.key and _is_of(engine, version)]
-        if set(names) <= {engine.component for engine in engines}:
-            times[target.key] = request_time(manifest, engines, names)
-    measured = [target for target in targets if times.get(target.key) is not None]
-    measured.sort(key=lambda target: times[target.key] or 0.0)
-    rest = [target for target in targets if target.key in times and times[target.key] is None]
-    return measured + rest or list(targets)
+    engines = {
+        target: [engine for engine in manifest.engines if engine.target == target.key and _is_of(engine, version)]
+        for target in targets
+    }
+    whole = [target for target in targets if set(names) <= {engine.component for engine in engines[target]}]
+    if len({_is_tensorrt(target) for target in whole}) > 1:
+        times = {target: request_time(manifest, engines[target], names) for target in whole}
+        whole.sort(key=lambda target: math.inf if (time := times[target]) is None else time)
+    return whole + [target for target in targets if target not in whole]
 
 
 def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Sequence[str]) -> float | None:
-    """Milliseconds of the engines' own for one guided picture of the native size in 30 steps, by their benchmarks.
+    """Milliseconds of the engines' own for one picture of the native size in 30 steps, guided against no prompt, by
+    their benchmarks.
 
     Of each component the bucket that holds it with the fewest rows. None where one of these was not measured.
     """
     height, width = manifest.settings.native_height, manifest.settings.native_width
-    total = 0.0
-    for name in names:
-        if name.startswith("refiner_"):
-            continue  # which requests do not use unless they ask
-        rows = 1 if name == components.VAE_DECODER else 2
-        times = _STEPS if name == components.UNET else 1
-        holding = [e for e in engines if e.component == name and e.bucket.rows.max >= rows]
-        holding = [e for e in holding if e.bucket.holds(e.bucket.rows.max, height, width)]
-        if not holding:
-            return None
-        benchmark = min(holding, key=lambda engine: engine.bucket.rows.max).benchmark
-        if benchmark is None:
-            return None
-        total += times * benchmark.median
-    return total
+    held = [engine for engine in engines if engine.bucket.holds(engine.bucket.rows.max, height, width)]
+
+    def median(name: str, rows: int) -> float | None:
+        holding = [engine for engine in held if engine.component == name and engine.bucket.rows.max >= rows]
+        benchmark = min(holding, key=lambda engine: engine.bucket.rows.max).benchmark if holding else None
+        return benchmark.median if benchmark else None
+
+    has = {engine.component for engine in held}
+    guided = components.UNET_GUIDED if components.UNET_GUIDED in has else components.UNET
+    branches = [(components.UNET, 1), (components.UNET_UNCONDITIONAL, 1)]
+    step = branches if components.UNET_UNCONDITIONAL in has else [(guided, 2)]
+    once = [name for name in names if name != components.UNET and not name.startswith("refiner_")]  # unless asked for
+    times = [median(name, 1 if name == components.VAE_DECODER else 2) for name in once]
+    times += [median(name, rows) for name, rows in step] * _STEPS
+    return None if None in times else sum(time for time in times if time is not None)
 
 
 def can_run(engine: EngineRecord) -> bool:

@@ -87,6 +87,7 @@ class BlobOnItsWay:
         refuse_empty(blob)
         self._blob, self._lane = blob, lane
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._bad: BadHeader | None = None
         self._extents: dict[str, Extent] = {}
         self._places: list[tuple[Extent, int]] = []
         self._first = 0  # of the places that are not filled yet
@@ -110,10 +111,11 @@ class BlobOnItsWay:
         self._lane.copy(pieces)
 
     def _begin(self, data: memoryview) -> None:
+        self._bad, self._extents = None, {}
         try:
             self._extents = read_header(data, self._blob.bytes)
-        except BadHeader as error:
-            raise damaged(self._blob.sha256, error) from error
+        except BadHeader as error:  # which may be this copy's alone: the store looks at the digest, and comes again
+            self._bad = error
         self._places, self._first, total = [], 0, 0
         for extent in self._extents.values():
             self._places.append((extent, total))
@@ -121,8 +123,10 @@ class BlobOnItsWay:
         self._memory = self._lane.allocate(total)
 
     def tensors(self) -> Tensors:
-        """By name, once all bytes have been taken."""
+        """By name, once all bytes have been taken and their digest was right. Raises CorruptBlob for no weights."""
         self._lane.finish()
+        if self._bad is not None:
+            raise damaged(self._blob.sha256, self._bad) from self._bad
         return {
             name: view(self._memory[place : place + extent.end - extent.start], extent)
             for (name, extent), (_, place) in zip(self._extents.items(), self._places, strict=True)

@@ -204,7 +204,7 @@ def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path:
     base = ModelFolder(folder)
     settings = read_settings(base, None)
     model = replace(loaded.model, settings=settings, noise_schedules=read_schedulers(base, None), loops={})
-    defaults = read_defaults(read_release_defaults(base))
+    defaults = read_defaults(read_release_defaults(base, None))
     served = replace(
         loaded.served, defaults=defaults, native_width=settings.native_width, native_height=settings.native_height
     )

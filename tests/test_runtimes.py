@@ -161,13 +161,23 @@ def test_a_target_that_lacks_a_component_is_not_the_fastest(draft: Manifest) -> 
     ordered = fastest_first(
         release(draft, some, engines_for(draft, GPU.key, 9.0)), targets_of("fastest", [GPU]), BASE_COMPONENTS
     )
-    assert ordered == [GPU]
+    assert ordered[0] == GPU
 
 
 def test_plans_of_another_tensorrt_are_not_the_fastest(draft: Manifest) -> None:
     other = engines_for(draft, "cuda-h200-sm90-trt11.4", 0.1, runtime_version="11.4.0.107")
     both = release(draft, other, engines_for(draft, GPU.key, 9.0))
-    assert fastest_first(both, targets_of("fastest", [GPU]), BASE_COMPONENTS) == [GPU]
+    assert fastest_first(both, targets_of("fastest", [GPU]), BASE_COMPONENTS)[0] == GPU
+
+
+def test_plans_of_another_tensorrt_hide_no_usable_ones(draft: Manifest) -> None:
+    """This GPU's own are of another patch version; those of its compute capability are not."""
+    own = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, runtime_version="11.4.0.107")
+    general = engines_for(draft, "cuda-sm90-trt11.4", 2.0)
+    targets = targets_of("tensorrt", [GPU])
+    ordered = fastest_first(release(draft, own, general), targets, BASE_COMPONENTS)
+    assert ordered == [targets[1], targets[0], targets[2]]
+    assert fastest_first(release(draft, own), targets, BASE_COMPONENTS) == targets  # to be refused by name
 
 
 def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
@@ -200,6 +210,16 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
         engine.model_copy(update=at(1, 1.0)) for engine in draft.engines if engine.component == "unet"
     ]
     assert request_time(draft, one_row, BASE_COMPONENTS) is None
+
+    def also(**milliseconds: float) -> list[EngineRecord]:
+        [unet, *_] = [engine for engine in draft.engines if engine.component == "unet"]
+        rows = {"unet": 1, "unet_unconditional": 1, "unet_guided": 2}
+        changes = {name: {"component": name} | at(rows[name], time) for name, time in milliseconds.items()}
+        return engines + [unet.model_copy(update=change) for change in changes.values()]
+
+    assert request_time(draft, also(unet_guided=90.0), BASE_COMPONENTS) == 64.5 + 30 * 90.0
+    branches = also(unet_guided=90.0, unet=45.0, unet_unconditional=40.0)
+    assert request_time(draft, branches, BASE_COMPONENTS) == 64.5 + 30 * 85.0
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

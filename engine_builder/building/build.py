@@ -63,7 +63,7 @@ def build(
     `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
     """
     plan.check_sizes()
-    read_release_defaults(plan.base)  # a wrong one is said before anything is compiled
+    read_release_defaults(plan.base, plan.refiner)  # a wrong one is said before anything is compiled
     source = fingerprint(plan)
     builder = _builder(plan, source)  # raises where something is not installed: before the work, not after it
     draft = _current_draft(plan, store, source)
@@ -103,7 +103,7 @@ def build(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         builder=builder,
         settings=settings,
-        defaults=read_release_defaults(plan.base),
+        defaults=read_release_defaults(plan.base, plan.refiner),
         schedulers={name: schedule.to_dict() for name, schedule in schedulers.items()},
         tokenizers=tokenizers,
         architectures={name: _digest(network.architecture) for name, network in networks.items()},

@@ -125,6 +125,12 @@ class BuildPlan:
                 )
         settings = read_settings(self.base, None)
         height, width = settings.native_height, settings.native_width
+        if not self.sizes and max(height, width) > compiler.LARGEST_DYNAMIC_SIDE:
+            raise SizesRefused(
+                f"{self.model} draws {width}x{height} unless a request asks otherwise, and a CPU's engines take sides "
+                f"of up to {compiler.LARGEST_DYNAMIC_SIDE}: give it a smaller size of its own, for example "
+                f'{{"width": 1024, "height": 1024}} in {self.base.root}/defaults.json.'
+            )
         if self.sizes and (height, width) not in [size[1:] for size in self.sizes]:
             _, other_height, other_width = self.sizes[0]
             raise SizesRefused(

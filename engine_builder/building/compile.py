@@ -26,6 +26,7 @@ RECIPE = 8
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 
+LARGEST_DYNAMIC_SIDE = 1024  # pixels
 _THREADS = 8  # for which a CPU engine's loops are cut; it runs on as many as there are
 
 
@@ -41,7 +42,7 @@ def build_target() -> Target:
     raise CompileError("Engines are built on x86-64 machines, with or without an NVIDIA GPU.")
 
 
-def dynamic_bucket(multiple: int | None, max_rows: int = 16, max_side: int = 1024) -> Bucket:
+def dynamic_bucket(multiple: int | None, max_rows: int = 16, max_side: int = LARGEST_DYNAMIC_SIDE) -> Bucket:
     """The one bucket of a CPU engine: any rows up to `max_rows`, any size up to `max_side` in steps of `multiple`."""
     if multiple is None:
         return Bucket(rows=Span(min=1, max=max_rows))

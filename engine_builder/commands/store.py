@@ -10,7 +10,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
-from model.errors import CorruptBlob, UntrustedRelease
+from model.errors import CorruptBlob, ManifestError, UntrustedRelease
 from model.store import Store
 from model.store.manifest import Blob, Manifest
 from model.store.signature import check_signature, parse_keys
@@ -57,18 +57,31 @@ def _signer(manifest: Manifest) -> str:
 
 
 def releases(store: StoreOption = DEFAULT_STORE) -> None:
-    """List the releases of a store."""
+    """List the releases of a store. Exit status 1 where one of them cannot be read."""
     holder = opened(store)
     names = holder.releases()
+    manifests = _read(holder, names)
     table = Table("release", "targets", "components", "precision", "created", "MiB", "signed by")
-    for name in names:
-        manifest = holder.read_release(name)
+    for manifest in manifests:
         size = total_bytes(manifest)
         table.add_row(
-            name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
+            manifest.name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
             manifest.created, f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
         )  # fmt: skip
     console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
+    if len(manifests) < len(names):
+        raise typer.Exit(1)
+
+
+def _read(holder: Store, names: list[str]) -> list[Manifest]:
+    """The manifests of these releases, but for those that cannot be read: what is wrong with them is printed."""
+    manifests = []
+    for name in names:
+        try:
+            manifests.append(holder.read_release(name))
+        except ManifestError as error:
+            console.print(f"[red]unreadable[/] {plain(str(error))}", soft_wrap=True)
+    return manifests
 
 
 def _precisions(manifest: Manifest) -> str:
@@ -89,11 +102,11 @@ def verify(
     ] = None,
 ) -> None:
     """Hash every blob that a release names, where it lies, and check who signed it. Exit status 1 where anything is
-    damaged, or not signed by --public-key where that is given."""
+    damaged or cannot be read, or is not signed by --public-key where that is given."""
     keys = parse_keys(public_key)
     holder = opened(store)
     names = [release] if release else holder.releases()
-    manifests = [holder.read_release(name) for name in names]
+    manifests = _read(holder, names)
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
     untrusted = 0
     for manifest in manifests:
@@ -118,8 +131,8 @@ def verify(
             damaged += [message] if message else []
     for message in damaged:
         console.print(f"[red]damaged[/] {plain(message)}")
-    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(names)} releases are intact.")
-    if damaged or untrusted:
+    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(manifests)} releases are intact.")
+    if damaged or untrusted or len(manifests) < len(names):
         raise typer.Exit(1)
 
 

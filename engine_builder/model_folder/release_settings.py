@@ -1,5 +1,6 @@
 """A model folder's JSON and tokenizers -> what a release says beside its networks. Nothing is compiled or loaded."""
 
+import math
 from typing import Any
 
 from engine_builder.model_folder.tokenizers import export_tokenizer
@@ -16,6 +17,9 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
     widths, vae = base.widths(), base.config("vae")
     if vae.get("latents_mean") or vae.get("latents_std"):
         raise ModelFolderError(f"{base.root}/vae normalises latents (latents_mean), which is not served.")
+    scaling = vae["scaling_factor"]
+    if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
+        raise ModelFolderError(f"{base.root}/vae/config.json: scaling_factor is {scaling!r}; SDXL's is 0.13025.")
     native_height, native_width = _native_size(base, widths.vae_scale)
     refined = None
     if refiner is not None:
@@ -28,7 +32,7 @@ def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
         native_height=native_height,
         native_width=native_width,
         vae_scale_factor=widths.vae_scale,
-        vae_scaling_factor=vae["scaling_factor"],
+        vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
         force_zeros_for_empty_prompt=base.index.get("force_zeros_for_empty_prompt", True),
         refiner=refined,
@@ -68,13 +72,17 @@ def read_schedulers(base: ModelFolder, refiner: ModelFolder | None) -> dict[str,
     return read
 
 
-def read_release_defaults(base: ModelFolder) -> dict[str, object]:
+def read_release_defaults(base: ModelFolder, refiner: ModelFolder | None) -> dict[str, object]:
     """Default request values: the scheduler the folder asks for, and what its optional defaults.json says, but for
-    the size, which is the release's native one."""
+    the size, which is the release's native one. Raises ManifestError or ModelFolderError for what cannot be served."""
     sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
     own = {key: value for key, value in _own_defaults(base).items() if key not in ("height", "width")}
     defaults: dict[str, object] = {"scheduler": sampler} | own
-    read_defaults(defaults)
+    if read_defaults(defaults).use_refiner and refiner is None:
+        raise ModelFolderError(
+            f"{base.root}/defaults.json: use_refiner is true, and there is no refiner: give one (--refiner), or take "
+            "that out."
+        )
     return defaults
 
 

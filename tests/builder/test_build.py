@@ -529,10 +529,24 @@ def test_weights_behind_a_link_to_a_folder_are_part_of_the_source(
     assert fingerprint(plan) != before
 
 
+@pytest.mark.parametrize(
+    "defaults, refused, said",
+    [
+        ('{"widht": 512}', ManifestError, "widht"),
+        ('{"use_refiner": true}', ModelFolderError, "use_refiner is true, and there is no refiner"),
+        ('{"width": 2048, "height": 64}', SizesRefused, "draws 2048x64 unless .* sides of up to 1024"),
+    ],
+)
 def test_a_wrong_default_is_said_before_anything_is_compiled(
-    toy_plan: BuildPlan, folder_copy: Path, store_copy: Store, monkeypatch: pytest.MonkeyPatch
+    defaults: str,
+    refused: type[Exception],
+    said: str,
+    toy_plan: BuildPlan,
+    folder_copy: Path,
+    store_copy: Store,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (folder_copy / "defaults.json").write_text('{"widht": 512}')
+    (folder_copy / "defaults.json").write_text(defaults)
     monkeypatch.setattr("engine_builder.building.build.load_network", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(ManifestError, match="widht"):
+    with pytest.raises(refused, match=said):
         build(replace(toy_plan, base=ModelFolder(folder_copy)), store_copy)

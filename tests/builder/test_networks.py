@@ -335,6 +335,8 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a config that is no JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
     "an index that is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "is no JSON object"),
     "a config without a key": (lambda folder: drop_key(folder / "vae", "scaling_factor"), "no scaling_factor"),
+    "scaling by nothing": (lambda folder: edit_config(folder / "vae", scaling_factor=None), "scaling_factor is None"),
+    "scaling by zero": (lambda folder: edit_config(folder / "vae", scaling_factor=0), "scaling_factor is 0"),
     "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]; give a"),
     "a file cut short": (
         lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 5000),

@@ -228,6 +228,20 @@ def test_the_commands_say_who_signed(
     assert run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1  # the one that is named
 
 
+def test_one_release_that_cannot_be_read_hides_no_other(store: LocalStore) -> None:
+    assert run("publish", "toy/good", "--store", store.root)[0] == 0
+    newer = store.root / "releases" / "toy" / "newer.json"
+    manifest = json.loads((newer.parent / "good.json").read_text())
+    newer.write_text(json.dumps(manifest | {"schema_version": manifest["schema_version"] + 1}))
+    for command in ("releases", "verify"):
+        code, said = run(command, "--store", store.root)
+        assert code == 1
+        assert "toy/good" in said and "unreadable " in said and "toy/newer" in said
+    assert "blobs of 1 releases are intact" in said
+    newer.unlink()
+    assert run("releases", "--store", store.root)[0] == run("verify", "--store", store.root)[0] == 0
+
+
 # -- the key in the config ----------------------------------------------------------------------------------------
 
 
