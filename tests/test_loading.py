@@ -23,8 +23,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from model import loading
 from model.coldstart import ColdStart
 from model.components import BASE_COMPONENTS, GUIDED, REFINER_COMPONENTS, Widths, unet_signature
+from model.engines.graphed import GraphedEngine
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -37,6 +39,7 @@ from model.errors import (
 )
 from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release, loop_bytes
 from model.noise_schedule import MAX_STEPS
+from model.plans import Plans
 from model.request import SizeList, SizeRange
 from model.store.local import LocalStore
 from model.store.manifest import Bucket, Span
@@ -335,6 +338,31 @@ def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: LocalStore,
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's, once
     assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # not narrowed by what is only faster
     assert not {*GUIDED} & plain.model.engines.keys()
+
+
+def test_on_a_gpu_what_is_outside_of_a_loop_has_a_graph_of_its_own(
+    sound: tuple[LocalStore, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loops' graphs hold their engines; one within another cannot be captured."""
+
+    class Opened:
+        signature = bucket = None
+
+        def __init__(self, component: str, *_: object) -> None:
+            self.component = component
+
+    store, manifest = sound
+    monkeypatch.setattr(loading, "AotInductorEngine", Opened)
+    record = parse_manifest(manifest, NAME).engines[0]
+    graphed: dict[str, set[str]] = {"cuda": set(), "cpu": set()}
+    names = {*BASE_COMPONENTS, *REFINER_COMPONENTS, *GUIDED}
+    for kind, name in ((kind, name) for kind in graphed for name in names):
+        device = torch.device(kind)
+        of_it = record.model_copy(update={"component": name})
+        engine = loading._open(store, of_it, {}, device, Plans(store, device))
+        assert engine.component == name
+        graphed[kind] |= {name} if isinstance(engine, GraphedEngine) else set()
+    assert graphed == {"cuda": names - {"unet", "refiner_unet", *GUIDED}, "cpu": set()}
 
 
 def test_components_without_a_size_in_common(store: LocalStore, entries: Entries) -> None:
