@@ -1,6 +1,8 @@
 """Building blocks that the UNet and the VAE decoder share, written so that they compile to fast kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,11 +18,28 @@ _PARTS = 8448  # partial statistics, of fewer of which the compiler would split 
 _SMALL = 4_000_000  # elements of a tensor that has one kernel less
 _FEW = 1024  # tokens of one row, up to which our own self-attention is faster than cuDNN's
 _FEWEST, _FEWEST_WIDE = 3696, 924  # tokens of all rows from which our own GEGLU is faster; the latter of 1,280 channels
+_PLAIN = ContextVar("_PLAIN", default=False)
+
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Within, PyTorch's own operations do on a GPU what our kernels do else: what an engine with these is held
+    against."""
+    before = _PLAIN.set(True)
+    try:
+        yield
+    finally:
+        _PLAIN.reset(before)
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    """Whether there are forms of our own for `tensor`'s device."""
+    return tensor.is_cuda and not _PLAIN.get()
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
     """`norm(hidden)` of [rows, channels, height, width], in the form that is fast on `hidden`'s device."""
-    out: Tensor = channels_last_group_norm(norm, hidden) if hidden.is_cuda else norm(hidden)
+    out: Tensor = channels_last_group_norm(norm, hidden) if _has_kernels(hidden) else norm(hidden)
     return out
 
 
@@ -98,7 +117,7 @@ def _convolved(
     norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """conv(silu(norm(hidden))), and to it `bias` [rows, channels] for every pixel, or `residual`, as large as it."""
-    if isinstance(conv, WinogradConv):
+    if isinstance(conv, WinogradConv) and not _PLAIN.get():
         return _by_tiles(norm, conv, hidden, bias, residual)
     out: Tensor = conv(F.silu(group_norm(norm, hidden)))
     if bias is not None:
@@ -197,7 +216,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
 def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
     """`attend` of [rows, n, queries, keys and values beside each other], in the form that is fast on its device."""
     halves = fused.dtype in (torch.float16, torch.bfloat16)
-    if fused.is_cuda and halves and fused.shape[-1] == 3 * 64 * heads and fused.shape[1] % 128 == 0:
+    if _has_kernels(fused) and halves and fused.shape[-1] == 3 * 64 * heads and fused.shape[1] % 128 == 0:
         if fused.shape[0] * fused.shape[1] <= _FEW:
             from engine_builder.networks import kernels
 
@@ -210,7 +229,7 @@ def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """`attend` to the few tokens of a text, in the form that is fast on the tensors' device."""
     halves = queries.dtype in (torch.float16, torch.bfloat16)
-    if queries.is_cuda and halves and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
+    if _has_kernels(queries) and halves and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
 
         mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads)
@@ -223,7 +242,7 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
     rows, count, inner = tokens.shape
     width = projection.out_features // 2
     halves = tokens.dtype in (torch.float16, torch.bfloat16)
-    if tokens.is_cuda and halves and width % 128 == 0 and inner % 64 == 0:
+    if _has_kernels(tokens) and halves and width % 128 == 0 and inner % 64 == 0:
         # Where it was seen to win on an H200: one row of any size of about a million pixels, and more. Smaller products
         # leave multiprocessors without a tile, and cuBLAS splits them better.
         large = rows * count >= (_FEWEST_WIDE if inner >= 1280 else _FEWEST) and inner >= 640

@@ -8,6 +8,7 @@ basis' 16 places one matrix takes all tiles' channels in to their channels out. 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # As measured on an H200: from 320 channels to 320, moving tiles takes as long as what is saved.
@@ -18,7 +19,8 @@ _BLOCK = 64  # channels a kernel takes at once, at least
 class WinogradConv(nn.Module):
     """A 3x3 convolution with a border of one pixel, in the form that `winograd_kernels` works with.
 
-    weight: [16, channels out, channels in]; bias: [channels out].
+    weight: [16, channels out, channels in]; bias: [channels out]. Called, it is PyTorch's own convolution, which tiles
+    are held against.
     """
 
     def __init__(self, conv: nn.Conv2d) -> None:
@@ -26,6 +28,10 @@ class WinogradConv(nn.Module):
         assert conv.bias is not None
         self.weight = nn.Parameter(transformed(conv.weight), requires_grad=False)
         self.bias = nn.Parameter(conv.bias.detach(), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[rows, channels in, height, width] -> [rows, channels out, height, width]."""
+        return F.conv2d(hidden, direct(self.weight), self.bias, padding=1)
 
 
 def transform_wide(block: Any) -> None:
@@ -43,3 +49,11 @@ def transformed(weight: Tensor) -> Tensor:
     axis = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=exact, device=weight.device)
     places = torch.kron(axis, axis) @ weight.to(exact).flatten(2).flatten(0, 1).T
     return places.to(weight.dtype).reshape(-1, *weight.shape[:2])
+
+
+def direct(weight: Tensor) -> Tensor:
+    """`transformed` undone: [16, out, in] -> [out, in, 3, 3], but for what was rounded on the way."""
+    exact = torch.promote_types(weight.dtype, torch.float32)
+    axis = torch.tensor([[1, 0, 0, 0], [0, 1, -1, 0], [0, 0, 0, 1]], dtype=exact, device=weight.device)
+    taps = torch.kron(axis, axis) @ weight.to(exact).flatten(1)
+    return taps.T.to(weight.dtype).reshape(*weight.shape[1:], 3, 3)

@@ -36,7 +36,7 @@ def generate(
     try:
         local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
     except ValueError as error:
-        raise CallFailed(f"{url!r} is no URL of a server: {error}.") from error
+        raise _no_url(url, error) from error
     address = f"{url.rstrip('/')}/v1/models/model:predict"
     try:
         # A proxy from the environment cannot reach this machine's own loopback address.
@@ -51,9 +51,13 @@ def generate(
     except httpx.TimeoutException as error:
         raise CallFailed(f"{url} gave no answer within {timeout:g} s.") from error
     except httpx.InvalidURL as error:
-        raise CallFailed(f"{url!r} is no URL of a server: {error}.") from error
+        raise _no_url(url, error) from error
     except httpx.TransportError as error:
         raise CallFailed(f"{url} cannot be reached: {error}. Start a server with `preheat serve`.") from error
+
+
+def _no_url(url: str, error: Exception) -> CallFailed:
+    return CallFailed(f"{url!r} is no URL of a server: {error}.")
 
 
 def _response(url: str, answer: httpx.Response) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from engine_builder import networks
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
+from engine_builder.building.validate import validate
 from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
 from engine_builder.networks.winograd import WinogradConv, transform_wide, transformed
@@ -293,6 +294,41 @@ def test_weights_of_tiles_are_rounded_once() -> None:
     torch.manual_seed(0)
     kernel = torch.randn(32, 16, 3, 3).half()
     assert torch.equal(transformed(kernel), transformed(kernel.double()).half())
+
+
+@torch.inference_mode()
+def test_a_convolution_by_tiles_is_pytorch_s_own_where_it_is_called() -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(48, 40, 3, padding=1, dtype=torch.float64)
+    hidden = torch.randn(2, 48, 9, 6, dtype=torch.float64)
+    torch.testing.assert_close(WinogradConv(conv)(hidden), conv(hidden), rtol=1e-12, atol=1e-12)
+    halves = WinogradConv(conv.half())(hidden.half()).double()
+    assert (halves - conv.double()(hidden)).norm() < 1e-3 * halves.norm()
+
+
+def test_an_engine_of_our_kernels_is_held_against_pytorch_s_own_operations(
+    toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a kernel that is wrong on some GPU would be compared with itself. Here it could not even be called."""
+    for name in ("_CHANNELS", "_FEWEST", "_BLOCK"):
+        monkeypatch.setattr(winograd, name, 1)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # there may be no such device
+    folder = ModelFolder(toy_folder)
+    tiled, plain = (load_network(folder, "unet", "fp16", "cuda", plain=plain) for plain in (False, True))
+    assert any(isinstance(module, WinogradConv) for module in tiled.module.modules())
+    names = [spec.name for spec in plain.signature.inputs]
+
+    def run(case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"noise": plain.module(*(case[name] for name in names))[0]}
+
+    accuracy = validate(tiled, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
+    assert 0 < accuracy.relative < 5e-3
+
+    tensor: Any = SimpleNamespace(is_cuda=True)
+    assert blocks._has_kernels(tensor)
+    with blocks.plain_operations():
+        assert not blocks._has_kernels(tensor)
+    assert blocks._has_kernels(tensor)
 
 
 @pytest.mark.parametrize("before, after, by_tiles", [
