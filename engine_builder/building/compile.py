@@ -26,7 +26,7 @@ RECIPE = 8
 # CPU engines are compiled for the newest of these levels that the machine has; see Target.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 
-LARGEST_DYNAMIC_SIDE = 1024  # pixels
+LARGEST_DYNAMIC_SIDE = 1024  # pixels, of what a CPU engine draws
 _THREADS = 8  # for which a CPU engine's loops are cut; it runs on as many as there are
 
 
