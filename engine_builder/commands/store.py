@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
@@ -61,12 +62,17 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
     holder = opened(store)
     names = holder.releases()
     manifests = _read(holder, names)
-    table = Table("release", "targets", "components", "precision", "created", "MiB", "signed by")
+    table = Table(
+        Column("release", no_wrap=True),  # to be copied
+        Column("targets", overflow="fold"), "compo-\nnents", "precision",
+        Column("created", no_wrap=True), "MiB", Column("signed by", overflow="fold"),
+        box=SIMPLE_HEAD,
+    )  # fmt: skip
     for manifest in manifests:
         size = total_bytes(manifest)
         table.add_row(
             manifest.name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
-            manifest.created, f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
+            manifest.created[:10], f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
         )  # fmt: skip
     console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
     if len(manifests) < len(names):

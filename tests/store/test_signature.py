@@ -228,6 +228,13 @@ def test_the_commands_say_who_signed(
     assert run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1  # the one that is named
 
 
+def test_a_release_s_name_is_listed_whole_however_narrow_the_terminal(store: LocalStore) -> None:
+    name = "toy/a-version-with-a-name-of-its-own"
+    assert run("publish", name, "--store", store.root)[0] == 0
+    code, said = run("releases", "--store", store.root)
+    assert code == 0 and name in said
+
+
 def test_one_release_that_cannot_be_read_hides_no_other(store: LocalStore) -> None:
     assert run("publish", "toy/good", "--store", store.root)[0] == 0
     newer = store.root / "releases" / "toy" / "newer.json"
