@@ -18,6 +18,7 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 
 from engine_builder.building import compile as compiler
 from engine_builder.building.build import build
@@ -43,6 +44,12 @@ KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 # Long enough for any machine: a test that waits for all of it fails.
 READY_SECONDS = 180
 Opener = Callable[..., S3Store]
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random numbers in each run, whatever ran before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

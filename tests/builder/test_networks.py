@@ -228,7 +228,7 @@ def test_the_fast_form_of_group_norm_is_group_norm(small: int, large: int, monke
         torch.testing.assert_close(channels_last_group_norm(norm, hidden), norm(hidden), rtol=1e-4, atol=1e-4)
         hidden = drawn + 100  # where sums of squares are off by 1e-3
         exact = F.group_norm(hidden.double(), 8, norm.weight.double(), norm.bias.double(), norm.eps).float()
-        torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=2e-4)
+        torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=4e-4)
 
 
 def in_phases(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
@@ -249,7 +249,6 @@ def upsampled(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
 def test_upsampling_in_phases_is_a_convolution_of_twice_the_picture(
     layout: torch.memory_format, rows: int, height: int, width: int
 ) -> None:
-    torch.manual_seed(0)
     conv: Any = torch.nn.Conv2d(6, 10, 3, padding=1, dtype=torch.float64)
     conv = conv.to(memory_format=layout)
     hidden = torch.randn(rows, 6, height, width, dtype=torch.float64).to(memory_format=layout)
@@ -261,7 +260,6 @@ def test_upsampling_in_phases_is_a_convolution_of_twice_the_picture(
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_upsampling_in_phases_rounds_as_little_as_the_convolution(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     conv = torch.nn.Conv2d(128, 128, 3, padding=1, dtype=torch.float64).to(dtype)
     hidden = torch.randn(2, 128, 16, 16).to(dtype)
     # What half precision rounds after the convolution, before its bias, is the CPU's and not the weights'.
@@ -278,7 +276,6 @@ def test_upsampling_in_phases_rounds_as_little_as_the_convolution(dtype: torch.d
 @torch.inference_mode()
 def test_a_convolution_by_tiles_has_the_weights_of_winograd_s_filtering() -> None:
     """A^T [(weights) (B^T tile B)] A is the convolution of a tile, with the matrices of the literature."""
-    torch.manual_seed(0)
     conv = torch.nn.Conv2d(5, 7, 3, bias=False, dtype=torch.float64)
     tile = torch.randn(5, 4, 4, dtype=torch.float64)
     into = torch.tensor([[1.0, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=torch.float64)
@@ -291,14 +288,12 @@ def test_a_convolution_by_tiles_has_the_weights_of_winograd_s_filtering() -> Non
 
 
 def test_weights_of_tiles_are_rounded_once() -> None:
-    torch.manual_seed(0)
     kernel = torch.randn(32, 16, 3, 3).half()
     assert torch.equal(transformed(kernel), transformed(kernel.double()).half())
 
 
 @torch.inference_mode()
 def test_a_convolution_by_tiles_is_pytorch_s_own_where_it_is_called() -> None:
-    torch.manual_seed(0)
     conv = torch.nn.Conv2d(48, 40, 3, padding=1, dtype=torch.float64)
     hidden = torch.randn(2, 48, 9, 6, dtype=torch.float64)
     torch.testing.assert_close(WinogradConv(conv)(hidden), conv(hidden), rtol=1e-12, atol=1e-12)

@@ -17,7 +17,6 @@ from training.compiled import WideGroupNorm, compiled, widen_group_norms  # noqa
 def test_group_norms_keep_their_statistics_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the compiler's own decompositions, without its code generation, which takes a minute on a CPU. Left as they
     are, the mean and the deviation of compiled norms are those of eight bits."""
-    torch.manual_seed(0)
     compile_with = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda function, **how: compile_with(function, backend="aot_eager_decomp_partition", **how)

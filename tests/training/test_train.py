@@ -77,7 +77,6 @@ def test_pauses_and_goes_on(toy: Settings, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_checkpoint_gives_back_weights_average_and_moments(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     inputs = torch.randn(8, 4)
 
     def fresh() -> Learner:
@@ -103,7 +102,6 @@ def test_a_checkpoint_gives_back_weights_average_and_moments(tmp_path: Path) -> 
 
 
 def test_centring_changes_the_latents_and_not_the_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     torch.set_num_threads(1)
     network = architecture.vae().eval()
     monkeypatch.setattr(vae, "SIDE", 64)
