@@ -13,7 +13,7 @@ _PARTS = [f"{root}{part}" for root in ("", "refiner/") for part in ("text_encode
 def find_model(name: str) -> Path:
     """The folder `name`, or the Hub's repository of that id: of each part the fp16 weights where it has them, else all.
 
-    Raises ModelFolderError: no such folder and no Hub id, or a download that failed.
+    Raises ModelFolderError: no such folder and no Hub id, or a download that failed. The next one goes on from there.
     """
     folder = Path(name)
     if folder.is_dir():
@@ -21,15 +21,17 @@ def find_model(name: str) -> Path:
     if not _HUB_ID.fullmatch(name):
         raise ModelFolderError(f"There is no folder {name}, and it is no Hub id (owner/model) either.")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the client its version has
 
     try:
         halves = [f"{part}/*.fp16*.safetensors" for part in _PARTS]
         path = Path(snapshot_download(name, allow_patterns=_SETTINGS + halves))
-        lacking = [part for part in _PARTS if (path / part).is_dir() and not list((path / part).glob("*.safetensors"))]
-        if lacking:
-            snapshot_download(name, allow_patterns=[f"{part}/*.safetensors" for part in lacking])
-    except (HfHubHTTPError, OSError) as error:
+        # Also those of which something is here: a fetch that broke off leaves some of a part's files.
+        parts = [part for part in _PARTS if (path / part).is_dir()]
+        plain = [part for part in parts if not any((path / part).glob("*.fp16*.safetensors"))]
+        if plain:
+            snapshot_download(name, allow_patterns=[f"{part}/*.safetensors" for part in plain])
+    except (HTTPError, OSError) as error:
         raise ModelFolderError(f"There is no folder {name}, and the Hub did not give it: {error}") from error
     return path
 

@@ -60,6 +60,23 @@ def test_fp16_weights_are_fetched_for_the_parts_that_have_them_and_plain_ones_fo
     assert again.stdout == result.stdout, again.stderr
 
 
+@pytest.mark.parametrize("form", ["", ".fp16"])
+def test_a_fetch_that_broke_off_goes_on(repository: Path, tmp_path: Path, form: str) -> None:
+    names = [f"diffusion_pytorch_model{form}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (repository / "unet" / PLAIN).rename(repository / "unet" / names[0])
+    (repository / "unet" / names[1]).write_bytes(b"the other half")
+    with hub("owner/model", repository) as running:
+        running.cut.add(f"unet/{names[1]}")
+        result = found(running.url, tmp_path / "home")
+        assert result.returncode == 1
+        assert "ModelFolderError: There is no folder owner/model, and the Hub did not give it: " in result.stderr
+        running.cut.clear()
+        result = found(running.url, tmp_path / "home")
+        assert result.returncode == 0, result.stderr
+        assert {f"unet/{name}" for name in names} <= {*weights(Path(result.stdout.strip()))}
+        assert running.served.count(f"unet/{names[0]}") == 1
+
+
 def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path) -> None:
     with hub("owner/model", repository) as running:
         result = found(running.url, tmp_path / "home", "owner/other")

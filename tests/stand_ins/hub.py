@@ -15,10 +15,12 @@ _COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """A running server. `served`: the paths of the repository's files that were downloaded."""
+    """A running server. `served`: the paths of the repository's files that were downloaded; `cut`: of those whose
+    downloads break off."""
 
     url: str
     served: list[str] = field(default_factory=list)
+    cut: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -34,11 +36,17 @@ def hub(repository: str, folder: Path) -> Iterator[Hub]:
                 files = sorted(file for file in folder.rglob("*") if file.is_file())
                 self._json([self._entry(file) for file in files])
             elif (file := self._file(path)) is not None:
-                if self.command == "GET":
-                    running.served.append(str(file.relative_to(folder)))
+                name = str(file.relative_to(folder))
                 data = file.read_bytes()
                 etag = hashlib.sha1(data).hexdigest()
-                self._answer(200, data, {"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT})
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT}
+                if self.command == "GET" and name in running.cut:
+                    self._answer(200, data, headers, sent=len(data) // 2)
+                    self.close_connection = True
+                    return
+                if self.command == "GET":
+                    running.served.append(name)
+                self._answer(200, data, headers)
             else:
                 self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -57,14 +65,14 @@ def hub(repository: str, folder: Path) -> Iterator[Hub]:
         def _json(self, value: object) -> None:
             self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def _answer(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        def _answer(self, status: int, data: bytes, headers: dict[str, str], sent: int | None = None) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(data)
+                self.wfile.write(data[:sent])
 
         def log_message(self, format: str, *args: object) -> None:
             pass
