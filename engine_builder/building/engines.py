@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks import Network
 from model.engines import Engine
 from model.engines.aot_inductor import AotInductorEngine
-from model.errors import CorruptBlob, EngineError, StoreError
+from model.errors import CorruptBlob, EngineError
 from model.store import Store
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord
 
@@ -68,23 +68,28 @@ def build_engines(
         for network in networks.values()
         for bucket in plan.buckets_of(network)
     ]
+    kept: dict[str, CachedEngine] = {}  # by key, as it was checked: another build may replace what the store has
     checked: dict[tuple[str, str], Accuracy] = {}
 
-    def tell(engine: _Wanted, doing: str) -> None:
+    def tell(engine: _Wanted, doing: str, why: str = "") -> None:
         of = [other.key for other in wanted if other.component == engine.component]
         number = f" ({of.index(engine.key) + 1} of {len(of)})" if len(of) > 1 else ""
         left = {other.component for other in wanted if other.name not in checked}
-        report(engine.component, f"{doing}{number}", len(plan.components) + 1 + len(networks.keys() - left), steps)
+        done = len(plan.components) + 1 + len(networks.keys() - left)
+        report(engine.component, f"{doing}{number}{why}", done, steps)
 
     missing: dict[str, _Wanted] = {}  # by key: two components of one architecture share an engine, not its check
     for engine in wanted:
-        cached = find_engine(store, engine.key)
-        if cached is not None:
+        found = kept.get(engine.key) or find_engine(store, engine.key)
+        if found is not None:
+            kept[engine.key] = found
             tell(engine, "checking")
-            with suppress(InaccurateEngine, EngineError):  # one that is compiled anew, then
-                checked[engine.name] = _check(plan, engine, cached, real[engine.component], store)
-        if engine.name not in checked:
-            missing.setdefault(engine.key, engine)
+            try:
+                checked[engine.name] = _check(plan, engine, found, real[engine.component], store)
+                continue
+            except (InaccurateEngine, EngineError) as error:
+                tell(engine, "to be compiled anew", f": the one that was kept is of no use. {error}")
+        missing.setdefault(engine.key, engine)
     with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
         jobs = [
             Job(
@@ -97,21 +102,19 @@ def build_engines(
         with closing(begun) as compiling:
             for done in compiling:
                 engine = missing[done.job.key]
-                checked[engine.name] = _keep(plan, engine, done, real[engine.component], store)
+                kept[engine.key], checked[engine.name] = _keep(plan, engine, done, real[engine.component], store)
                 done.job.package.unlink()
     engines: list[EngineRecord] = []
     compiled: list[str] = []
     reused: list[str] = []
     for engine in wanted:
-        cached = find_engine(store, engine.key)
-        if cached is None:
-            raise StoreError(f"The engine of the {engine.component} was kept and is gone again from {store.url}.")
-        (compiled if engine is missing.get(engine.key) else reused).append(engine.component)
-        if engine is not missing.get(engine.key, engine):  # which another component was the first to need
+        first = missing.get(engine.key)
+        (compiled if engine is first else reused).append(engine.component)
+        if first not in (None, engine):  # another component needed it first
             tell(engine, "checking")
-            checked[engine.name] = _check(plan, engine, cached, real[engine.component], store)
-        if cached.benchmark is None and plan.target.device == "cuda":
-            cached = _time(plan, engine, cached, store)
+            checked[engine.name] = _check(plan, engine, kept[engine.key], real[engine.component], store)
+        if kept[engine.key].benchmark is None and plan.target.device == "cuda":
+            kept[engine.key] = _time(plan, engine, kept[engine.key], store)
         engines.append(
             EngineRecord(
                 component=engine.component,
@@ -123,7 +126,7 @@ def build_engines(
                 layout=engine.network.layout,
                 signature=engine.network.signature,
                 accuracy=checked[engine.name],
-                **cached.model_dump(),
+                **kept[engine.key].model_dump(),
             )
         )
     return engines, compiled, reused
@@ -143,7 +146,9 @@ def find_engine(store: Store, key: str) -> CachedEngine | None:
     return cached
 
 
-def _keep(plan: BuildPlan, wanted: _Wanted, done: Done, real: list[dict[str, torch.Tensor]], store: Store) -> Accuracy:
+def _keep(
+    plan: BuildPlan, wanted: _Wanted, done: Done, real: list[dict[str, torch.Tensor]], store: Store
+) -> tuple[CachedEngine, Accuracy]:
     """Check what was compiled, and only then keep it."""
     constants, package = done.compiled.constants_json(), done.compiled.package
     engine = _open(plan, wanted, package, constants)
@@ -155,7 +160,7 @@ def _keep(plan: BuildPlan, wanted: _Wanted, done: Done, real: list[dict[str, tor
         build_seconds=round(done.seconds, 1),
     )
     store.write_record("engines", wanted.key, cached.model_dump_json().encode())
-    return accuracy
+    return cached, accuracy
 
 
 def _time(plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, store: Store) -> CachedEngine:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from safetensors.torch import load, save_file
 
 from engine_builder.building.engine_timing import largest_inputs, time_engine
-from engine_builder.building.validate import validate
+from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.building.weights import cut
 from engine_builder.networks import Network
 from engine_builder.onnx_graphs.export import OnnxGraph, write_model
@@ -27,15 +27,16 @@ from engine_builder.tensorrt_plans.plan import (
 )
 from model.engines import tensorrt_api as api
 from model.engines.tensorrt import TensorRTEngine, TensorRTPlan, Workspace
-from model.errors import CorruptBlob
+from model.errors import CorruptBlob, EngineError
 from model.store import Store
-from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, WeightsRecord
+from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord, WeightsRecord
 from model.store.manifest import TensorRTPlan as PlanRecord
 from model.target import Target
 
 Report = Callable[[str], None]
 Real = Callable[[Bucket], list[dict[str, torch.Tensor]]]
 """The component's inputs of a real denoising run, at a bucket's rows."""
+_Checked = tuple[list[TensorRTEngine], list[Accuracy]]
 
 
 class KeptPlan(BaseModel):
@@ -66,35 +67,29 @@ def build_engines(
 ) -> tuple[list[EngineRecord], bool]:
     """The component's engines, one a bucket, all of one plan; and whether it was built now.
 
-    Every engine is held against eager PyTorch with this model's weights, also one that was there. Raises
-    TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is kept.
+    Every engine is held against eager PyTorch with this model's weights, also one that was there, which is built anew
+    where it fails. Raises TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is kept.
     """
     device = next(iter(network.tensors().values())).device
     version = api.require(device)
     key = plan_key(network, target, version, buckets, choices, weights)
     kept = find_plan(store, key)
-    if kept is None:
+    checked: _Checked | None = None
+    if kept is not None:
+        graph, seconds = graph_of(network, store), kept.build_seconds
+        data = store.get(kept.plan.sha256, kept.plan.bytes).read_bytes()
+        report("refitting and checking")
+        try:
+            checked = _check(network, data, version, graph, buckets, real, store)
+        except (InaccurateEngine, EngineError) as error:
+            report(f"to be built anew: the plan that was kept is of no use. {error}")
+    if kept is None or checked is None:
         report("exporting to ONNX")
         graph = graph_of(network, store)
         data, seconds = _build(network, target, buckets, choices, graph, store, report)
-    else:
-        data, seconds = store.get(kept.plan.sha256, kept.plan.bytes).read_bytes(), kept.build_seconds
-        graph = graph_of(network, store)
-    report("refitting and checking")
-    literal_tensors = load(store.get(graph[0].literals.sha256, graph[0].literals.bytes).read_bytes())
-    plan = TensorRTPlan(
-        network.component,
-        data,
-        version,
-        network.signature,
-        graph[1].constants_json(),
-        network.tensors(),
-        {name: tensor.to(device) for name, tensor in literal_tensors.items()},
-        device,
-    )
-    workspace = Workspace(device)
-    engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(buckets)]
-    accuracies = [validate(network, engine, real(engine.bucket)) for engine in engines]
+        report("refitting and checking")
+        kept, checked = None, _check(network, data, version, graph, buckets, real, store)
+    engines, accuracies = checked
     if kept is None:
         kept = KeptPlan(
             plan=Blob(sha256=store.put_bytes(data), bytes=len(data)),
@@ -140,6 +135,36 @@ def build_engines(
         for number, bucket in enumerate(buckets)
     ]
     return records, new
+
+
+def _check(
+    network: Network,
+    data: bytes,
+    version: str,
+    graph: tuple[KeptGraph, OnnxGraph],
+    buckets: Sequence[Bucket],
+    real: Real,
+    store: Store,
+) -> _Checked:
+    """Open a plan's engines with this model's weights and hold them against eager PyTorch.
+
+    Raises InaccurateEngine or EngineError.
+    """
+    device = next(iter(network.tensors().values())).device
+    literals = load(store.get(graph[0].literals.sha256, graph[0].literals.bytes).read_bytes())
+    plan = TensorRTPlan(
+        network.component,
+        data,
+        version,
+        network.signature,
+        graph[1].constants_json(),
+        network.tensors(),
+        {name: tensor.to(device) for name, tensor in literals.items()},
+        device,
+    )
+    workspace = Workspace(device)
+    engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(buckets)]
+    return engines, [validate(network, engine, real(engine.bucket)) for engine in engines]
 
 
 def _build(

@@ -276,13 +276,42 @@ def test_an_engine_that_was_kept_and_fails_its_check_is_compiled_anew(store_copy
         record["constants"] = {"sha256": store_copy.put_bytes(changed), "bytes": len(changed)}
         store_copy.write_record("engines", engines[component].key, json.dumps(record).encode())
     forget_drafts(store_copy)
-    result = build(toy_plan, store_copy)
+    said: list[str] = []
+    result = build(toy_plan, store_copy, lambda component, doing, *_: said.append(f"{component} {doing}"))
     assert sorted(result.compiled) == ["text_encoder", "text_encoder_2"]
+    anew = "to be compiled anew: the one that was kept is of no use. The "
+    told = [line for line in said if anew in line]
+    assert [line.partition(" ")[0] for line in told] == ["text_encoder", "text_encoder_2"]
+    assert "constant map disagree" in told[0] and "is off by" in told[1]
     mended = {engine.component: engine for engine in result.draft.engines}
     for component in ("text_encoder", "text_encoder_2"):
         assert mended[component].constants == engines[component].constants
         assert mended[component].accuracy.relative < 1e-4
     assert mended.keys() == engines.keys()
+
+
+def test_a_draft_names_the_engine_that_was_checked(
+    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another build keeps one of its own under that key meanwhile."""
+    draft = build(toy_plan, store_copy).draft
+    engines = {engine.component: engine for engine in draft.engines}
+    text = engines["text_encoder"]
+    package = store_copy.get(text.blob.sha256, text.blob.bytes).read_bytes()
+    constants = json.loads(store_copy.get(text.constants.sha256, text.constants.bytes).read_bytes())
+
+    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.Compiled:
+        other = store_copy.read_record("engines", engines["vae_decoder"].key) or b""
+        store_copy.write_record("engines", engines["unet"].key, other)
+        path.write_bytes(package)
+        return compiler.Compiled(path, constants)
+
+    forget_drafts(store_copy)
+    forget_engine(store_copy, draft, "text_encoder")
+    monkeypatch.setattr(compiler, "compile_network", compile_network)
+    result = build(toy_plan, store_copy)
+    assert result.compiled == ("text_encoder",)
+    assert [engine.blob for engine in result.draft.engines if engine.component == "unet"] == [engines["unet"].blob]
 
 
 @pytest.mark.parametrize("part", ["unet", "vae"])

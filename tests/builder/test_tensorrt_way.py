@@ -5,6 +5,7 @@ blobs, that profiles hold what is run, that engines are found again, refused and
 (tests/stand_ins/onnx_tensorrt.py).
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -118,6 +119,24 @@ def test_building_again_builds_nothing(built: tuple[Store, Manifest], plan: Buil
     again = build(replace(plan, model="again"), store)
     assert again.compiled == () and set(again.reused) == set(plan.components)
     assert {engine.key for engine in again.draft.engines} == {engine.key for engine in manifest.engines}
+
+
+def test_a_plan_that_was_kept_and_fails_its_check_is_built_anew(
+    built: tuple[Store, Manifest], plan: BuildPlan, tmp_path: Path
+) -> None:
+    """It stands in the way of no later build; nor does one that cannot be opened."""
+    store = open_store(shutil.copytree(built[0].url.removeprefix("file://"), tmp_path / "store"))
+    records = {key: json.loads(store.read_record("engines", key) or b"") for key in store.records("engines")}
+    plans = {engine.component: engine.blob.sha256 for engine in built[1].engines}
+    [unet] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["unet"]]
+    [vae] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["vae_decoder"]]
+    store.write_record("engines", unet, json.dumps(records[unet] | {"plan": records[vae]["plan"]}).encode())
+    said: list[str] = []
+    anew = build(replace(plan, model="anew"), store, lambda component, doing, *_: said.append(f"{component} {doing}"))
+    assert anew.compiled == ("unet",)
+    assert [line for line in said if line.startswith("unet to be built anew: the plan that was kept is of no use. ")]
+    assert {engine.key for engine in anew.draft.engines} == {engine.key for engine in built[1].engines}
+    assert next(e.blob.sha256 for e in anew.draft.engines if e.component == "unet") == plans["unet"]
 
 
 def test_a_timing_cache_goes_from_build_to_build(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
