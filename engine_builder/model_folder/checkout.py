@@ -20,9 +20,9 @@ def find_model(name: str) -> Path:
         return folder
     if not _HUB_ID.fullmatch(name):
         raise ModelFolderError(f"There is no folder {name}, and it is no Hub id (owner/model) either.")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the client its version has
+    from huggingface_hub import errors, snapshot_download
 
+    broken_off = errors.HTTPError  # type: ignore[attr-defined]  # of the HTTP client that its version has
     try:
         halves = [f"{part}/*.fp16*.safetensors" for part in _PARTS]
         path = Path(snapshot_download(name, allow_patterns=_SETTINGS + halves))
@@ -30,8 +30,9 @@ def find_model(name: str) -> Path:
         parts = [part for part in _PARTS if (path / part).is_dir()]
         plain = [part for part in parts if not any((path / part).glob("*.fp16*.safetensors"))]
         if plain:
-            snapshot_download(name, allow_patterns=[f"{part}/*.safetensors" for part in plain])
-    except (HTTPError, OSError) as error:
+            patterns = [f"{part}/*.safetensors" for part in plain]
+            snapshot_download(name, revision=path.name, allow_patterns=patterns)
+    except (broken_off, errors.HFValidationError, OSError) as error:
         raise ModelFolderError(f"There is no folder {name}, and the Hub did not give it: {error}") from error
     return path
 

@@ -8,6 +8,7 @@ form that is faster once it is compiled.
 import copy
 import importlib.metadata
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from model.store.manifest import Precision, Signature
 
 # Raised whenever a wrapper changes: what it computes and how, or its tensors' names and shapes.
 FORM = 8
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # of one of the files that a part's weights are in
 
 
 def library_versions() -> dict[str, str]:
@@ -277,11 +279,21 @@ def load_network(
 
 
 def variant_of(folder: ModelFolder, part: str) -> str | None:
-    """What diffusers calls the variant of a part's files: "fp16" where all are named so. Raises ModelFolderError."""
-    files = list((folder.root / part).glob("*.safetensors"))
-    if not files:
+    """What diffusers calls the variant of a part's files: "fp16" where there is no whole set of plain ones.
+
+    Raises ModelFolderError.
+    """
+    names = [file.name for file in (folder.root / part).glob("*.safetensors")]
+    if not names:
         raise ModelFolderError(f"{folder.root}/{part} has no .safetensors file (other formats are not read).")
-    return "fp16" if all(".fp16" in file.name for file in files) else None
+    plain = [name for name in names if ".fp16" not in name]
+    return None if _is_whole(plain) or len(plain) == len(names) else "fp16"
+
+
+def _is_whole(names: list[str]) -> bool:
+    """Whether these are weights in one file, or all of several: a fetch that broke off leaves some."""
+    shards = [int(match[1]) for name in names if (match := _SHARD.search(name))]
+    return len(shards) < len(names) or set(shards) == {len(shards)}
 
 
 def _load(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> nn.Module:

@@ -77,8 +77,9 @@ def test_a_fetch_that_broke_off_goes_on(repository: Path, tmp_path: Path, form: 
         assert running.served.count(f"unet/{names[0]}") == 1
 
 
-def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["owner/other", "owner/no--id"])
+def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path, name: str) -> None:
     with hub("owner/model", repository) as running:
-        result = found(running.url, tmp_path / "home", "owner/other")
+        result = found(running.url, tmp_path / "home", name)
     assert result.returncode == 1
-    assert "ModelFolderError: There is no folder owner/other, and the Hub did not give it: " in result.stderr
+    assert f"ModelFolderError: There is no folder {name}, and the Hub did not give it: " in result.stderr

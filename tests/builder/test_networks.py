@@ -23,7 +23,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
 from engine_builder.building.validate import validate
-from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network, winograd
+from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network, variant_of, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
 from engine_builder.networks.winograd import WinogradConv, transform_wide, transformed
 from engine_builder.tensorrt_plans.choices import Choices
@@ -81,6 +81,22 @@ def test_every_form_of_a_checkout_gives_the_same_tensors(
     for name, tensor in plain.items():
         assert tensor.dtype == torch.float16 or not tensor.is_floating_point()
         assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("component", ["text_encoder_2", "unet"])
+def test_fp16_weights_are_read_where_the_plain_ones_are_not_whole(component: str, folder_copy: Path) -> None:
+    """As in a Hub's cache that several programs fetch to, one of which broke off."""
+    cls, part = PARTS[component]
+    plain = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
+    network: Any = cls.from_pretrained(folder_copy / part)
+    network.save_pretrained(folder_copy / part, max_shard_size="3KB")
+    (folder_copy / part / ("model.safetensors" if part != "unet" else "diffusion_pytorch_model.safetensors")).unlink()
+    network.half().save_pretrained(folder_copy / part, variant="fp16")
+    assert variant_of(ModelFolder(folder_copy), part) is None
+    sorted((folder_copy / part).glob("*-of-*.safetensors"))[-1].unlink()
+    assert variant_of(ModelFolder(folder_copy), part) == "fp16"
+    read = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
+    assert read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2", "unet", "vae"])
