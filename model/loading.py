@@ -26,17 +26,15 @@ from model.noise_schedule import NoiseSchedule
 from model.pipeline import LoadedModel
 from model.plans import Plans, extra_blobs, extra_bytes
 from model.request import Defaults, ServedModel, SizeList, SizeRange, read_defaults
-from model.runtimes import can_run, check_installed, check_refit, fastest_first
+from model.runtimes import can_run, check_installed, check_refit, fastest_first, servable
 from model.store import Store
-from model.store.manifest import Blob, EngineRecord, Manifest, Precision, Span, WeightsRecord
+from model.store.manifest import Blob, EngineRecord, Manifest, Span, WeightsRecord
 from model.store.signature import PublicKey, check_signature
 from model.target import Target
 from model.tokenizer import ClipTokenizer, TokenizerSettings
 from model.weights import WeightsCache
 
 _TOKENIZERS: tuple[Literal["tokenizer", "tokenizer_2"], ...] = ("tokenizer", "tokenizer_2")
-# Where a release has a component in several precisions, the first of these is served: what changes pictures comes last.
-_PRECISIONS: tuple[Precision, ...] = ("fp16", "bf16", "fp32", "fp8", "int8")
 
 
 @dataclass(frozen=True)
@@ -189,16 +187,13 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
 
 def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
     """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
-    every = [engine for engine in manifest.engines if engine.component == name and engine.target == target]
-    every = [engine for engine in every if can_run(engine)]
+    every = servable(manifest, name, target)
     if not every:
         raise NoEngineForTarget(
             f"Release {manifest.name} has no {name} engine for {target} that this server can run (aot_inductor's, "
             "or tensorrt's with what its refit needs): build one (`preheat build`) and publish a new release "
             "(`preheat publish`)."
         )
-    precision = min((engine.precision for engine in every), key=_PRECISIONS.index)
-    every = [engine for engine in every if engine.precision == precision]
     if not buckets or all(engine.bucket.height is None for engine in every):
         return every  # what reads text or times has no size, and its rows are not the UNet's
     chosen: dict[str, EngineRecord] = {}

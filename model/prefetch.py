@@ -18,13 +18,12 @@ from typing import Any
 from model.errors import PreheatError
 from model.prefetch_process import PrefetchProcess
 from model.store import Store, StoreOptions, open_store
-from model.store.manifest import Blob, EngineRecord, Manifest
+from model.store.manifest import SERVED_FIRST, Blob, EngineRecord, Manifest, Precision
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey, check_signature, configured_keys
 from model.target import detect_targets
 
 logger = logging.getLogger("preheat")
-_PRECISIONS = ("fp16", "bf16", "fp32", "fp8", "int8")  # the order of model.loading's choice
 
 
 class Prefetch:
@@ -129,10 +128,10 @@ def guess(manifest: Manifest, targets: Sequence[str], buckets: Iterable[Any]) ->
     built = {engine.target for engine in manifest.engines}
     target = next((target for target in targets if target in built), None)
     every = [engine for engine in manifest.engines if engine.target == target]
-    best: dict[str, str] = {}
+    best: dict[str, Precision] = {}
     for engine in every:
         best[engine.component] = min(
-            best.get(engine.component, engine.precision), engine.precision, key=_PRECISIONS.index
+            best.get(engine.component, engine.precision), engine.precision, key=SERVED_FIRST.index
         )
     sizes = [bucket for bucket in buckets if isinstance(bucket, Mapping)]
     engines = [e for e in every if e.precision == best[e.component] and (not sizes or any(_fits(e, s) for s in sizes))]

@@ -14,7 +14,7 @@ from model.engines import tensorrt_api
 from model.engines.tensorrt_api import TensorRTUnavailable
 from model.errors import EngineError, ManifestError, NoEngineForTarget
 from model.prefetch import setting
-from model.store.manifest import EngineRecord, Manifest, WeightsRecord
+from model.store.manifest import SERVED_FIRST, EngineRecord, Manifest, WeightsRecord
 from model.target import Target, detect_targets
 
 RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
@@ -95,11 +95,13 @@ def fastest_first(manifest: Manifest, targets: Sequence[Target], names: Sequence
     if not any(_is_tensorrt(target) for target in targets):
         return list(targets)
     version = tensorrt_api.installed_version()
-    engines = {
-        target: [engine for engine in manifest.engines if engine.target == target.key and _is_of(engine, version)]
-        for target in targets
-    }
-    whole = [target for target in targets if set(names) <= {engine.component for engine in engines[target]}]
+    engines: dict[Target, list[EngineRecord]] = {}
+    whole = []
+    for target in targets:
+        found = {name: servable(manifest, name, target.key) for name in (*names, *components.GUIDED)}
+        engines[target] = [engine for some in found.values() for engine in some]
+        if all(found[name] for name in names) and all(_is_of(engine, version) for engine in engines[target]):
+            whole.append(target)
     if len({_is_tensorrt(target) for target in whole}) > 1:
         times = {target: request_time(manifest, engines[target], names) for target in whole}
         whole.sort(key=lambda target: math.inf if (time := times[target]) is None else time)
@@ -128,6 +130,13 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
     times = [median(name, 1 if name == components.VAE_DECODER else 2) for name in once]
     times += [median(name, rows) for name, rows in step] * _STEPS
     return None if None in times else sum(time for time in times if time is not None)
+
+
+def servable(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:
+    """A component's engines for a target that this version can run, of the one precision that is served."""
+    every = [e for e in manifest.engines if (e.component, e.target) == (component, target) and can_run(e)]
+    precision = min((engine.precision for engine in every), key=SERVED_FIRST.index, default=None)
+    return [engine for engine in every if engine.precision == precision]
 
 
 def can_run(engine: EngineRecord) -> bool:
@@ -162,4 +171,4 @@ def _is_tensorrt(target: Target) -> bool:
 
 
 def _is_of(engine: EngineRecord, version: str | None) -> bool:
-    return can_run(engine) and (engine.runtime != "tensorrt" or engine.runtime_version == version)
+    return engine.runtime != "tensorrt" or engine.runtime_version == version

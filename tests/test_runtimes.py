@@ -180,6 +180,20 @@ def test_plans_of_another_tensorrt_hide_no_usable_ones(draft: Manifest) -> None:
     assert fastest_first(release(draft, own), targets, BASE_COMPONENTS) == targets  # to be refused by name
 
 
+def test_what_is_compared_is_the_precision_that_is_served(draft: Manifest) -> None:
+    """Of fp16 and fp32 beside each other, fp16 is; and whichever build came last."""
+    half = engines_for(draft, GPU.key, 2.0, precision="fp16")
+    full = engines_for(draft, GPU.key, 9.0, precision="fp32")
+    plans = engines_for(draft, "cuda-h200-sm90-trt11.4", 5.0, precision="fp16")
+    for both in ((half, full), (full, half)):
+        assert fastest_first(release(draft, *both, plans), targets_of("fastest", [GPU]), BASE_COMPONENTS)[0] == GPU
+
+    of_another = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision="fp16", runtime_version="11.4.0.107")
+    in_full = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision="fp32")  # which are not served beside those
+    several = release(draft, of_another, in_full, half)
+    assert fastest_first(several, targets_of("fastest", [GPU]), BASE_COMPONENTS)[0] == GPU
+
+
 def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
     """A faster machine measured for a lower level is no reason to leave this one's own."""
     levels = [CPU, Target("cpu", "x86_64_v2", "", "torch2.13")]

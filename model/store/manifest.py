@@ -31,6 +31,8 @@ Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+# Where a release has a component in several precisions, the first of these is served: what changes pictures comes last.
+SERVED_FIRST: tuple[Precision, ...] = ("fp16", "bf16", "fp32", "fp8", "int8")
 Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 Runtime = Literal["aot_inductor", "tensorrt"]
 
