@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.progress import Progress
-from rich.table import Column, Table
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
@@ -48,7 +46,8 @@ def run_publish(store: Store, name: str, key_file: Path | None = None) -> Manife
     said = "Published" if new else "Unchanged since"
     console.print(
         f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
-        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}"
+        f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}",
+        soft_wrap=True,
     )
     return manifest
 
@@ -62,19 +61,14 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
     holder = opened(store)
     names = holder.releases()
     manifests = _read(holder, names)
-    table = Table(
-        Column("release", no_wrap=True),  # to be copied
-        Column("targets", overflow="fold"), "compo-\nnents", "precision",
-        Column("created", no_wrap=True), "MiB", Column("signed by", overflow="fold"),
-        box=SIMPLE_HEAD,
-    )  # fmt: skip
     for manifest in manifests:
-        size = total_bytes(manifest)
-        table.add_row(
-            manifest.name, "\n".join(manifest.targets), str(len(manifest.components)), _precisions(manifest),
-            manifest.created[:10], f"{size / 2**20:.0f}", manifest.signature.key_id if manifest.signature else "",
-        )  # fmt: skip
-    console.print(table if names else f"No release in {holder.url}: run preheat build and preheat publish.")
+        # In lines that a terminal wraps, and nothing is cut off: names are there to be copied.
+        size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
+        lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
+        console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
+        console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, highlight=False)
+    if not names:
+        console.print(f"No release in {holder.url}: run preheat build and preheat publish.", soft_wrap=True)
     if len(manifests) < len(names):
         raise typer.Exit(1)
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_builder.commands import main as cli
+from engine_builder.commands.console import console
 from engine_builder.releases import signing
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.publish import publish
@@ -228,11 +229,19 @@ def test_the_commands_say_who_signed(
     assert run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1  # the one that is named
 
 
-def test_a_release_s_name_is_listed_whole_however_narrow_the_terminal(store: LocalStore) -> None:
+def test_releases_are_listed_whole_however_narrow_the_terminal(
+    store: LocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "toy/a-version-with-a-name-of-its-own"
-    assert run("publish", name, "--store", store.root)[0] == 0
+    assert run("publish", name, "--store", store.root, "--sign", key_file)[0] == 0
+    monkeypatch.setattr(console, "width", 30)
     code, said = run("releases", "--store", store.root)
-    assert code == 0 and name in said
+    assert code == 0
+    listed, about, *targets = said.splitlines()
+    manifest = store.read_release(name)
+    assert listed == name and targets == [f"    {target}" for target in manifest.targets]
+    assert manifest.created[:10] in about and f"signed by {public.key_id}" in about
+    assert f"fp32, {len(manifest.components)} components" in about
 
 
 def test_one_release_that_cannot_be_read_hides_no_other(store: LocalStore) -> None:
