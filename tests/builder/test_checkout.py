@@ -17,8 +17,9 @@ HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_mod
 def found(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
     """What a process finds that has the Hub at `url`: the Hub's client reads where it is when it is imported."""
     code = f"from engine_builder.model_folder.checkout import find_model; print(find_model({name!r}))"
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    for variable in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
+    here = {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    environment = os.environ | here | {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(variable, None)
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120
@@ -77,9 +78,9 @@ def test_a_fetch_that_broke_off_goes_on(repository: Path, tmp_path: Path, form: 
         assert running.served.count(f"unet/{names[0]}") == 1
 
 
-@pytest.mark.parametrize("name", ["owner/other", "owner/no--id"])
-def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name, why", [("owner/other", "404 Client Error"), ("owner/no--id", "Cannot have -- ")])
+def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path, name: str, why: str) -> None:
     with hub("owner/model", repository) as running:
         result = found(running.url, tmp_path / "home", name)
     assert result.returncode == 1
-    assert f"ModelFolderError: There is no folder {name}, and the Hub did not give it: " in result.stderr
+    assert f"ModelFolderError: There is no folder {name}, and the Hub did not give it: {why}" in result.stderr
