@@ -77,9 +77,11 @@ class Prefetch:
     def _bring(self) -> None:
         options = StoreOptions.from_deployment(self._settings, self._secrets)
         self._store = store = open_store(self._url, options)
+        # TensorRT's plans take the weights in another layout, and whether they serve is known once torch is here.
+        inductor = setting(self._settings, "runtime") in ("", "aot_inductor")
         order = {
             "keys": [str(key) for key in configured_keys(self._settings)],
-            "targets": [target.key for target in detect_targets()],
+            "targets": [target.key for target in detect_targets()] if inductor else [],
             "buckets": self._settings.get("buckets") or [],
         }
         if self._process is None:
@@ -116,7 +118,8 @@ def bring(
 
 
 def setting(settings: Mapping[str, Any], name: str) -> str:
-    """A deployment's setting: PREHEAT_STORE, PREHEAT_RELEASE in the environment, else model_metadata.preheat; or ""."""
+    """A deployment's setting, "" for none: PREHEAT_STORE, PREHEAT_RELEASE, PREHEAT_RUNTIME in the environment come
+    before model_metadata.preheat."""
     return str(os.environ.get(f"PREHEAT_{name.upper()}") or settings.get(name) or "")
 
 

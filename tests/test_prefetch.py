@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PREHEAT_STORE", "PREHEAT_RELEASE", "PREHEAT_PUBLIC_KEY"):
+    for name in ("PREHEAT_STORE", "PREHEAT_RELEASE", "PREHEAT_PUBLIC_KEY", "PREHEAT_RUNTIME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -125,6 +125,12 @@ def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
     assert sorted(advised) == sorted(blob.bytes for blob in blobs.values())
     assert isinstance(opened, LocalStore) and not opened._verified
     assert load_release(opened, NAME, [cpu_target()], [], ColdStart()).release == NAME
+
+
+@pytest.mark.parametrize("runtime", ["", "aot_inductor", "tensorrt", "fastest"])
+def test_what_another_runtime_may_serve_is_not_guessed(store: LocalStore, brought: list[Blob], runtime: str) -> None:
+    started(store, runtime=runtime)
+    assert bool(brought) == (runtime in ("", "aot_inductor"))
 
 
 def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: LocalStore, brought: list[Blob]) -> None:
