@@ -112,7 +112,9 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
     """Milliseconds of the engines' own for one picture of the native size in 30 steps, guided against no prompt, by
     their benchmarks.
 
-    Of each component the bucket that holds it with the fewest rows. None where one of these was not measured.
+    Of each component the bucket that holds it with the fewest rows. A step is its two rows in one call or an engine for
+    each, whichever is less: two that run beside each other take less than the sum of both, and about as long as that
+    call. None where something was not measured.
     """
     height, width = manifest.settings.native_height, manifest.settings.native_width
     held = [engine for engine in engines if engine.bucket.holds(engine.bucket.rows.max, height, width)]
@@ -122,14 +124,18 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
         benchmark = min(holding, key=lambda engine: engine.bucket.rows.max).benchmark if holding else None
         return benchmark.median if benchmark else None
 
-    has = {engine.component for engine in held}
-    guided = components.UNET_GUIDED if components.UNET_GUIDED in has else components.UNET
-    branches = [(components.UNET, 1), (components.UNET_UNCONDITIONAL, 1)]
-    step = branches if components.UNET_UNCONDITIONAL in has else [(guided, 2)]
+    both = components.UNET_GUIDED if components.UNET_GUIDED in {e.component for e in held} else components.UNET
+    steps = [median(both, 2), _sum([median(components.UNET, 1), median(components.UNET_UNCONDITIONAL, 1)])]
+    step = min((time for time in steps if time is not None), default=None)
     once = [name for name in names if name != components.UNET and not name.startswith("refiner_")]  # unless asked for
-    times = [median(name, 1 if name == components.VAE_DECODER else 2) for name in once]
-    times += [median(name, rows) for name, rows in step] * _STEPS
-    return None if None in times else sum(time for time in times if time is not None)
+    rest = _sum([median(name, 1 if name == components.VAE_DECODER else 2) for name in once])
+    return None if step is None or rest is None else rest + _STEPS * step
+
+
+def _sum(times: Iterable[float | None]) -> float | None:
+    """None where one of them is not known."""
+    known = [*times]
+    return None if None in known else sum(time for time in known if time is not None)
 
 
 def servable(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:

@@ -232,8 +232,14 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
         return engines + [unet.model_copy(update=change) for change in changes.values()]
 
     assert request_time(draft, also(unet_guided=90.0), BASE_COMPONENTS) == 64.5 + 30 * 90.0
+    two_rows = {("unet", 2), ("unet", 8), ("unet_guided", 2)}
     branches = also(unet_guided=90.0, unet=45.0, unet_unconditional=40.0)
     assert request_time(draft, branches, BASE_COMPONENTS) == 64.5 + 30 * 85.0
+    # Which take less beside each other than the two after each other.
+    beside = also(unet_guided=90.0, unet=50.0, unet_unconditional=50.0)
+    assert request_time(draft, beside, BASE_COMPONENTS) == 64.5 + 30 * 90.0
+    unmeasured = [engine for engine in branches if (engine.component, engine.bucket.rows.max) not in two_rows]
+    assert request_time(draft, unmeasured, BASE_COMPONENTS) == 64.5 + 30 * 85.0
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
