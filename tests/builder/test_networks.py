@@ -236,15 +236,17 @@ def test_the_fast_form_of_group_norm_is_group_norm(small: int, large: int, monke
     monkeypatch.setattr(blocks, "_SMALL", small)
     monkeypatch.setattr(blocks, "_LARGE", large)
     norm = torch.nn.GroupNorm(8, 64)
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
+    # Weights of up to 2.4: one of 3.4, as other draws have, brings fp32's own rounding past what is allowed below.
+    drawn = torch.Generator().manual_seed(3)
+    torch.nn.init.normal_(norm.weight, generator=drawn)
+    torch.nn.init.normal_(norm.bias, generator=drawn)
     for height, width in ((8, 8), (24, 16), (26, 38), (13, 19), (256, 256)):
-        drawn = torch.randn(2, 64, height, width, generator=torch.Generator().manual_seed(0))
-        hidden = 3 * drawn + 50
+        noise = torch.randn(2, 64, height, width, generator=torch.Generator().manual_seed(0))
+        hidden = 3 * noise + 50
         torch.testing.assert_close(channels_last_group_norm(norm, hidden), norm(hidden), rtol=1e-4, atol=1e-4)
-        hidden = drawn + 100  # where sums of squares are off by 1e-3
+        hidden = noise + 100  # where sums of squares are off by 1e-3
         exact = F.group_norm(hidden.double(), 8, norm.weight.double(), norm.bias.double(), norm.eps).float()
-        torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=4e-4)
+        torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=2e-4)
 
 
 def in_phases(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
