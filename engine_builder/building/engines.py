@@ -108,9 +108,8 @@ def build_engines(
     compiled: list[str] = []
     reused: list[str] = []
     for engine in wanted:
-        first = missing.get(engine.key)
-        (compiled if engine is first else reused).append(engine.component)
-        if first not in (None, engine):  # another component needed it first
+        (compiled if engine is missing.get(engine.key) else reused).append(engine.component)
+        if engine is not missing.get(engine.key, engine):  # which another component was the first to need
             tell(engine, "checking")
             checked[engine.name] = _check(plan, engine, kept[engine.key], real[engine.component], store)
         if kept[engine.key].benchmark is None and plan.target.device == "cuda":
