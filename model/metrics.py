@@ -1,4 +1,4 @@
-"""What the server counts and times, for Prometheus at /metrics/. The cold start's gauge is in `model.coldstart`.
+"""What the server counts and times, for Prometheus at /metrics/. The cold start's gauge is in `model.cold_start`.
 
 Steps a second is rate(preheat_steps_total), images a second rate(preheat_images_total): over a time of the reader's.
 """
@@ -8,7 +8,10 @@ from functools import partial
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
-from model.components import REFINER_UNET, UNET
+from model.engines.components import (
+    REFINER_UNET,
+    UNET,
+)
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)

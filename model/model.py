@@ -15,17 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from model import torch_libraries  # noqa: F401  first, for it begins what others wait for
-from model.coldstart import ColdStart, seconds_since_process_start
+from model.api.request import GenerationRequest
+from model.cold_start import (
+    ColdStart,
+    seconds_since_process_start,
+)
 from model.errors import ManifestError
-from model.prefetch import Prefetch
-from model.request import GenerationRequest
+from model.loading import preload_torch as torch_libraries  # noqa: F401  first, for it begins what others wait for
+from model.loading.prefetch import Prefetch
 from model.settings import read_section
 from model.store.signature import configured_keys
 
 if TYPE_CHECKING:
-    from model.scheduler import Scheduler
-    from model.serving import Service
+    from model.api.service import Service
+    from model.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("preheat")
 
@@ -34,7 +37,7 @@ DEVICE_FAILED = 70  # this process's exit code then: EX_SOFTWARE of sysexits.h
 
 
 class Model:
-    """`load()` makes this replica warm; `predict()` answers one request. See `model.request` for both shapes."""
+    """`load()` makes this replica warm; `predict()` answers one request. See `model.api.request` for both shapes."""
 
     def __init__(self, **kwargs: Any) -> None:
         config = kwargs.get("config") or {}
@@ -65,12 +68,18 @@ class Model:
     def _load(self) -> None:
         # Here and not above, for these import torch.
         from model import metrics
-        from model.job import Limits
-        from model.loading import ServedBucket, load_release
-        from model.runtimes import targets_here
-        from model.scheduler import Scheduler
-        from model.serving import Service
-        from model.warmup import efficient_by_size, warm_up
+        from model.api.service import Service
+        from model.loading.load import (
+            ServedBucket,
+            load_release,
+        )
+        from model.loading.runtimes import targets_here
+        from model.loading.warmup import (
+            efficient_by_size,
+            warm_up,
+        )
+        from model.scheduling.job import Limits
+        from model.scheduling.scheduler import Scheduler
 
         limits = Limits.from_config(self._settings.get("limits") or {})
         self._cold_start.record("import", seconds_since_process_start())
@@ -111,7 +120,7 @@ class Model:
         )
 
     async def predict(self, request: GenerationRequest, http: Request) -> Any:
-        """A GenerationResponse, a stream of lines, or {"error": ..., "kind": ...}; see `model.serving`."""
+        """A GenerationResponse, a stream of lines, or {"error": ..., "kind": ...}; see `model.api.service`."""
         assert self._service is not None
         return await self._service.answer(request, http)
 

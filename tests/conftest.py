@@ -20,18 +20,33 @@ import boto3
 import pytest
 import torch
 
-from engine_builder.building import compile as compiler
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.aot_inductor.compile_jobs import default_processes
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile_jobs import default_processes
-from engine_builder.networks import ModelFolder
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+    build_context,
+    lay_out,
+)
+from engine_builder.networks.network import ModelFolder
 from engine_builder.releases.publish import publish
-from engine_builder.serving.server import Layout, Server, build_context, lay_out
-from model.coldstart import ColdStart
-from model.loading import Loaded, load_release
-from model.store import Store, StoreOptions, open_store
+from model.cold_start import ColdStart
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
+from model.loading.target import (
+    Target,
+    detect_targets,
+)
 from model.store.s3 import S3Store
-from model.target import Target, detect_targets
+from model.store.store import (
+    Store,
+    StoreOptions,
+    open_store,
+)
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import toy_sdxl
 from tests.stand_ins.faulty_proxy import FaultyProxy

@@ -4,7 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.admission import efficient_images, fits, is_brief, may_join
+from model.scheduling.admission import (
+    efficient_images,
+    fits,
+    is_brief,
+    may_join,
+)
 
 H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # seconds a step at 1024x1024
 

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from model import components
-from model.components import Widths, solve, text_signature, unet_signature, vae_decoder_signature
+from model.engines import components
+from model.engines.components import (
+    Widths,
+    solve,
+    text_signature,
+    unet_signature,
+    vae_decoder_signature,
+)
 from model.errors import EngineError
 
 WIDTHS = Widths(tokens=77, text_width=8, text_width_2=12, pooled_width=12, latent_channels=4, time_ids=6, vae_scale=8)

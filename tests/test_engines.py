@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.engines import EngineSet
-from model.engines.aot_inductor import AotInductorEngine
-from model.engines.eager import EagerEngine
+from engine_builder.building.eager_engine import EagerEngine
+from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.stand_ins import releases

@@ -13,24 +13,51 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
+from engine_builder.backends.aot_inductor.compile import (
+    dynamic_bucket,
+    engine_key,
+)
+from engine_builder.backends.onnx.export import export_graph
+from engine_builder.backends.onnx.graph_store import check_graph_runs
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile import dynamic_bucket, engine_key
-from engine_builder.model_folder.release_settings import read_release_defaults, read_schedulers, read_settings
-from engine_builder.networks import ModelFolder, ModelFolderError, load_network
-from engine_builder.onnx_graphs.export import export_graph
-from engine_builder.onnx_graphs.store import check_graph_runs
+from engine_builder.checkpoints.release_settings import (
+    read_release_defaults,
+    read_schedulers,
+    read_settings,
+)
+from engine_builder.networks.network import (
+    ModelFolder,
+    ModelFolderError,
+    load_network,
+)
 from engine_builder.releases.publish import publish
-from model import components
-from model.coldstart import ColdStart
-from model.engines import EngineSet
-from model.guidance import embed_guidance
-from model.loading import Loaded, load_release
-from model.loop import Row
-from model.pipeline import LoadedModel, base_rows, generate, request_tables
-from model.request import GenerationRequest, GenerationSettings, read_defaults, resolve
-from model.store import open_store
-from model.target import Target, detect_targets
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    read_defaults,
+    resolve,
+)
+from model.cold_start import ColdStart
+from model.denoising.loop import Row
+from model.engines import components
+from model.engines.engine import EngineSet
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
+from model.loading.target import (
+    Target,
+    detect_targets,
+)
+from model.pipeline.guidance import embed_guidance
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    base_rows,
+    generate,
+    request_tables,
+)
+from model.store.store import open_store
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
 from tests.stand_ins import toy_sdxl
 from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model, stub

@@ -11,14 +11,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import components, pipeline
-from model import graph_loop as graph_loop_module
-from model.engines import EngineSet
-from model.graph_loop import GraphLoop
-from model.loop import Loop, Row, StepLoop, has_room, unet_rows
-from model.noise_schedule import MAX_STEPS
-from model.pipeline import LoadedModel, base_rows, denoise, request_tables
-from model.schedule import SAMPLERS
+from model.denoising import graph_loop as graph_loop_module
+from model.denoising.graph_loop import GraphLoop
+from model.denoising.loop import (
+    Loop,
+    Row,
+    StepLoop,
+    has_room,
+    unet_rows,
+)
+from model.denoising.noise_schedule import MAX_STEPS
+from model.denoising.samplers import SAMPLERS
+from model.engines import components
+from model.engines.engine import EngineSet
+from model.pipeline import text_to_image as pipeline
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    base_rows,
+    denoise,
+    request_tables,
+)
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
 

@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from model import jpeg
-from model.image import Pixels, broken_image, encode, encode_base64, to_levels
-from model.request import ImageFormat
+from model.api.request import ImageFormat
+from model.images import jpeg_strips as jpeg
+from model.images.encode import (
+    Pixels,
+    broken_image,
+    encode,
+    encode_base64,
+    to_levels,
+)
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 

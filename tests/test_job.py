@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 
 from model.errors import Cancelled, ManifestError, Unavailable
-from model.job import Job, Limits
+from model.scheduling.job import (
+    Job,
+    Limits,
+)
 from tests.stand_ins.line_networks import PLAIN, line_model
 
 

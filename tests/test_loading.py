@@ -23,10 +23,21 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model import loading
-from model.coldstart import ColdStart
-from model.components import BASE_COMPONENTS, GUIDED, REFINER_COMPONENTS, Widths, unet_signature
+from model.api.request import (
+    SizeList,
+    SizeRange,
+)
+from model.cold_start import ColdStart
+from model.denoising.noise_schedule import MAX_STEPS
+from model.engines.components import (
+    BASE_COMPONENTS,
+    GUIDED,
+    REFINER_COMPONENTS,
+    Widths,
+    unet_signature,
+)
 from model.engines.graphed import GraphedEngine
+from model.engines.tensorrt.plans import Plans
 from model.errors import (
     CorruptBlob,
     EngineError,
@@ -37,14 +48,19 @@ from model.errors import (
     ReleaseNotFound,
     StoreError,
 )
-from model.loading import Loaded, ServedBucket, check_memory, choose_engines, load_release, loop_bytes
-from model.noise_schedule import MAX_STEPS
-from model.plans import Plans
-from model.request import SizeList, SizeRange
+from model.loading import load as loading
+from model.loading.load import (
+    Loaded,
+    ServedBucket,
+    check_memory,
+    choose_engines,
+    load_release,
+    loop_bytes,
+)
+from model.loading.target import Target
 from model.store.local import LocalStore
 from model.store.manifest import Bucket, Span
-from model.store.parsing import parse_manifest
-from model.target import Target
+from model.store.manifest_json import parse_manifest
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
 
@@ -602,7 +618,7 @@ def test_importing_the_model_starts_to_load_torch_s_libraries() -> None:
     script = """
         import model.model
 
-        sys.modules["model.torch_libraries"].loading.join()
+        sys.modules["model.loading.preload_torch"].loading.join()
         assert "/torch/lib/libtorch_cpu.so" in open("/proc/self/maps").read()
     """
     modules, _ = imported(script)
@@ -663,7 +679,7 @@ def test_importing_the_model_makes_the_gpu_s_context(tmp_path: Path, built_for: 
         sys.path.insert(0, sys.argv[1])
         import model.model
 
-        sys.modules["model.torch_libraries"].making.join()
+        sys.modules["model.loading.preload_torch"].making.join()
         driver.what_was_called.restype = ctypes.c_char_p
         assert driver.what_was_called().decode() == sys.argv[2], driver.what_was_called()
     """
@@ -720,7 +736,7 @@ def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
         import torch
         alone = set(sys.modules)
         import model.model
-        import model.loading, model.warmup
+        import model.loading.load, model.loading.warmup
         late = set(sys.modules) - alone
         # `import torch` brings the names of torch.export along; its machinery must not follow.
         assert not [name for name in late if name.startswith(("torch.export", "torch._export", "torch.fx"))], late
@@ -734,10 +750,10 @@ def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
 def test_loading_and_running_a_release_imports_nothing_heavy_either(sound: tuple[LocalStore, bytes]) -> None:
     script = """
         import torch
-        from model.coldstart import ColdStart
-        from model.loading import load_release
+        from model.cold_start import ColdStart
+        from model.loading.load import load_release
         from model.store import open_store
-        from model.target import Target
+        from model.loading.target import Target
 
         target = Target(*sys.argv[2:])
         loaded = load_release(open_store(sys.argv[1]), "toy/1", [target], [], ColdStart())

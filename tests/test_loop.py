@@ -9,14 +9,31 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model import components
-from model.engines import EngineSet
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.loop import (
+    Row,
+    StepLoop,
+    has_room,
+    unet_rows,
+)
+from model.denoising.samplers import SAMPLERS
+from model.engines import components
+from model.engines.engine import EngineSet
 from model.errors import EngineError
-from model.loading import Loaded
-from model.loop import Row, StepLoop, has_room, unet_rows
-from model.pipeline import Decoding, LoadedModel, base_rows, denoise, generate, make_loop, request_tables
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.schedule import SAMPLERS
+from model.loading.load import Loaded
+from model.pipeline.text_to_image import (
+    Decoding,
+    LoadedModel,
+    base_rows,
+    denoise,
+    generate,
+    make_loop,
+    request_tables,
+)
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, line_model, stub
 

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 from diffusers import DDIMScheduler
 
+from model.denoising.noise_schedule import (
+    REQUIRED,
+    SUPPORTED,
+    NoiseSchedule,
+)
 from model.errors import ManifestError
-from model.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
 from tests.stand_ins.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
 

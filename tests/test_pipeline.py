@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from model import components
+from model.engines import components
 from model.errors import BrokenImage
-from model.guidance import guidance_by_step
-from model.loading import Loaded
-from model.pipeline import LoadedModel, generate
+from model.loading.load import Loaded
+from model.pipeline.guidance import guidance_by_step
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    generate,
+)
 from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 

@@ -9,10 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from model.loading import Loaded
-from model.pipeline import generate
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.schedule import SAMPLERS
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.samplers import SAMPLERS
+from model.loading.load import Loaded
+from model.pipeline.text_to_image import generate
 from tests.conftest import MODEL_FOLDER
 from tests.stand_ins.reference import Reference
 

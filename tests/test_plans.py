@@ -9,14 +9,23 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model.coldstart import ColdStart
-from model.engines import tensorrt_api
+from model.cold_start import ColdStart
+from model.engines.tensorrt import api as tensorrt_api
+from model.engines.tensorrt.plans import (
+    Plans,
+    extra_blobs,
+    extra_bytes,
+)
 from model.errors import CorruptBlob, EngineError, NoEngineForTarget
-from model.loading import Loaded, check_memory, load_release, needed_blobs
-from model.plans import Plans, extra_blobs, extra_bytes
+from model.loading.load import (
+    Loaded,
+    check_memory,
+    load_release,
+    needed_blobs,
+)
+from model.loading.target import Target
 from model.store.local import LocalStore
 from model.store.manifest import Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
-from model.target import Target
 from tests.stand_ins import releases
 from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
 

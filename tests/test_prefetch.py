@@ -13,10 +13,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
-from model.coldstart import ColdStart
+from model.cold_start import ColdStart
 from model.errors import ReleaseNotFound, StoreError
-from model.loading import ServedBucket, load_release
-from model.prefetch import Prefetch, guess
+from model.loading.load import (
+    ServedBucket,
+    load_release,
+)
+from model.loading.prefetch import (
+    Prefetch,
+    guess,
+)
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Bucket, Manifest, Span
 from tests.stand_ins import releases
@@ -173,7 +179,7 @@ def test_a_store_that_cannot_be_opened_says_so_each_time(store: LocalStore) -> N
 def test_it_imports_no_torch(store: LocalStore) -> None:
     script = """
         import sys
-        from model.prefetch import Prefetch
+        from model.loading.prefetch import Prefetch
 
         made = Prefetch({"store": sys.argv[1], "release": "toy/1"}, {})
         made.wait()

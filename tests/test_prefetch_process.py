@@ -16,10 +16,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
-from model.coldstart import ColdStart
+from model.cold_start import ColdStart
 from model.errors import ManifestError, ReleaseNotFound, StoreError, UntrustedRelease
-from model.loading import load_release
-from model.prefetch import Prefetch
+from model.loading.load import load_release
+from model.loading.prefetch import Prefetch
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from model.store.signature import configured_keys
@@ -128,8 +128,8 @@ def test_all_that_loading_reads_is_here_before_it_asks(
 def test_who_loads_imports_no_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
     script = """
         import json, sys
-        from model.prefetch import Prefetch, guess
-        from model.target import detect_targets
+        from model.loading.prefetch import Prefetch, guess
+        from model.loading.target import detect_targets
 
         settings, secrets = map(json.loads, sys.stdin)
         made = Prefetch(settings, secrets)
@@ -193,7 +193,7 @@ def test_it_ends_with_a_parent_that_is_killed_and_the_next_start_succeeds(
 ) -> None:
     script = """
         import json, sys, time
-        from model.prefetch import Prefetch
+        from model.loading.prefetch import Prefetch
 
         made = Prefetch(*map(json.loads, (sys.stdin.readline(), sys.stdin.readline())))
         print(made._process._process.pid, flush=True)

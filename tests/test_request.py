@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.errors import ManifestError, RequestRefused
-from model.request import (
+from model.api.request import (
     Defaults,
     GenerationRequest,
     GenerationSettings,
@@ -24,6 +23,7 @@ from model.request import (
     read_defaults,
     resolve,
 )
+from model.errors import ManifestError, RequestRefused
 
 # Truss calls pydantic's older names, which warn; the server process does not turn warnings into errors.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")

@@ -8,16 +8,23 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from model import runtimes
-from model.components import BASE_COMPONENTS
-from model.engines import tensorrt_api
-from model.engines.tensorrt_api import TensorRTUnavailable
+from model.engines.components import BASE_COMPONENTS
+from model.engines.tensorrt import api as tensorrt_api
+from model.engines.tensorrt.api import TensorRTUnavailable
 from model.errors import EngineError, ManifestError, NoEngineForTarget
-from model.runtimes import check_installed, check_refit, fastest_first, read_choice, request_time, targets_of
+from model.loading import runtimes
+from model.loading.runtimes import (
+    check_installed,
+    check_refit,
+    fastest_first,
+    read_choice,
+    request_time,
+    targets_of,
+)
+from model.loading.target import Target
 from model.store.local import LocalStore
 from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
-from model.store.parsing import parse_manifest
-from model.target import Target
+from model.store.manifest_json import parse_manifest
 from tests.conftest import REPOSITORY
 from tests.stand_ins import releases
 

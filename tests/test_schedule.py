@@ -14,10 +14,14 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
-from model import schedule
+from model.denoising import samplers as schedule
+from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.samplers import (
+    COLUMNS,
+    SAMPLERS,
+    Table,
+)
 from model.errors import ManifestError, RequestRefused
-from model.noise_schedule import NoiseSchedule
-from model.schedule import COLUMNS, SAMPLERS, Table
 from tests.stand_ins.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
 

@@ -17,16 +17,32 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from model import components, metrics
+from model import metrics
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.loop import (
+    Row,
+    StepLoop,
+)
+from model.denoising.samplers import SAMPLERS
+from model.engines import components
 from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Unavailable
-from model.job import Finished, Job, Limits, Stepped
-from model.loading import Loaded
-from model.loop import Row, StepLoop
-from model.pipeline import LoadedModel, generate
-from model.preview import fit_preview_map
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.schedule import SAMPLERS
-from model.scheduler import Scheduler
+from model.loading.load import Loaded
+from model.pipeline.preview import fit_preview_map
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    generate,
+)
+from model.scheduling.job import (
+    Finished,
+    Job,
+    Limits,
+    Stepped,
+)
+from model.scheduling.scheduler import Scheduler
 from tests.stand_ins.line_networks import PLAIN, line_model, stub
 
 SECONDS = 60  # long enough for any machine: a test that waits for all of it fails

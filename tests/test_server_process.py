@@ -15,7 +15,13 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.serving.server import Layout, Server, ServerFailed, build_context, exception_sentence
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+    ServerFailed,
+    build_context,
+    exception_sentence,
+)
 from tests.stand_ins import stub_truss
 
 # Long enough for any machine: a test that waits for all of it fails.
@@ -86,7 +92,7 @@ def test_only_what_is_in_the_image_is_importable(layout: Layout, monkeypatch: py
     monkeypatch.syspath_prepend(stub_truss.REPOSITORY)
     with Server(layout) as server:
         server.wait_ready(TIMEOUT)
-        ours = ["engine_builder", "engine_builder.serving.server", "training", "tests"]
+        ours = ["engine_builder", "engine_builder.local_server.server", "training", "tests"]
         answer = ask(server, **{"import": [*ours, "model.errors", "numpy"]})
     for name in ours:
         assert answer["imports"][name].startswith("ModuleNotFoundError"), answer["imports"][name]
@@ -285,7 +291,7 @@ def test_the_server_ends_with_the_process_that_started_it(layout: Layout, tmp_pa
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
-        from engine_builder.serving.server import Layout, Server
+        from engine_builder.local_server.server import Layout, Server
         root = Path(sys.argv[1])
         server = Server(Layout(root, root / "app", root / "packages", {})).start()
         server.wait_ready(120)

@@ -16,9 +16,15 @@ import numpy as np
 import pytest
 import yaml
 
-from engine_builder.serving.calling import CallFailed, generate
-from engine_builder.serving.server import Layout, Server
-from model.store import Store
+from engine_builder.local_server.client import (
+    CallFailed,
+    generate,
+)
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+)
+from model.store.store import Store
 from tests.conftest import READY_SECONDS
 from tests.stand_ins.image_process import run_in_image
 from tests.test_serving import PROMPT, SMALL, opened, pixels, post, predict
@@ -309,7 +315,7 @@ DIES = """
     import torch, yaml
     from starlette.requests import Request
     from model.model import Model
-    from model.request import GenerationRequest
+    from model.api.request import GenerationRequest
 
     model = Model(config=yaml.safe_load(open("config.yaml")))
     model.load()

@@ -17,12 +17,22 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from engine_builder.serving.server import Layout, Server, ServerFailed
-from model.loading import Loaded
-from model.pipeline import generate
-from model.request import GenerationRequest, resolve
-from model.store import Store, open_store
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+    ServerFailed,
+)
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.loading.load import Loaded
+from model.pipeline.text_to_image import generate
 from model.store.manifest import Blob, Manifest
+from model.store.store import (
+    Store,
+    open_store,
+)
 from tests.conftest import READY_SECONDS
 from tests.stand_ins.image_process import run_in_image
 
@@ -311,7 +321,10 @@ def broken_server(
 
 def token_of_circle(store: Store, manifest: Manifest) -> list[int]:
     """The tokens that only a prompt with a circle in it has."""
-    from model.tokenizer import ClipTokenizer, TokenizerSettings
+    from model.pipeline.tokenizer import (
+        ClipTokenizer,
+        TokenizerSettings,
+    )
 
     record = manifest.tokenizers["tokenizer"]
     settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
@@ -338,7 +351,7 @@ DRAWS_ONE = """
     import asyncio, json, sys
 
     from model.model import Model
-    from model.request import GenerationRequest
+    from model.api.request import GenerationRequest
     from starlette.requests import Request
     import yaml
 
@@ -359,7 +372,7 @@ def test_serving_imports_no_model_library(layout: Layout, store: Store, release:
     result = json.loads(ran.stdout.splitlines()[-1])
     assert result["status"] == "success"
     modules = set(result["modules"])
-    assert {"torch", "tokenizers", "model.pipeline"} <= modules
+    assert {"torch", "tokenizers", "model.pipeline.text_to_image"} <= modules
     # torch imports torch.export itself; what it must not come to is the compiler.
     unwanted = {
         "diffusers", "transformers", "accelerate", "huggingface_hub", "engine_builder", "boto3", "torch._inductor",

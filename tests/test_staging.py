@@ -14,17 +14,27 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model import staging, weights
-from model.coldstart import ColdStart
-from model.components import BASE_COMPONENTS
+from model.cold_start import ColdStart
+from model.engines.components import BASE_COMPONENTS
 from model.errors import CorruptBlob, StoreError
-from model.loading import load_release
-from model.staging import SLOTS, Lane, stream_weights, view
+from model.loading.load import load_release
 from model.store.local import LocalStore
 from model.store.manifest import Blob
 from model.store.sink import Sink
-from model.tensor_file import Extent
-from model.weights import WeightsCache
+from model.weights import (
+    cache as weights,
+)
+from model.weights import (
+    stream as staging,
+)
+from model.weights.cache import WeightsCache
+from model.weights.safetensors_header import Extent
+from model.weights.stream import (
+    SLOTS,
+    Lane,
+    stream_weights,
+    view,
+)
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target, keep
 

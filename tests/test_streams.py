@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from model import components
-from model.engines import graphed
-from model.job import Limits
-from model.pipeline import Decoding, LoadedModel, draw, generate, request_tables
-from model.plans import turn_of
-from model.preview import fit_preview_map
-from model.request import GenerationSettings
-from model.scheduler import Scheduler
-from model.streams import Laps, SideStream
+from model.api.request import GenerationSettings
+from model.cuda.streams import (
+    Laps,
+    SideStream,
+)
+from model.engines import components, graphed
+from model.engines.tensorrt.plans import turn_of
+from model.pipeline.preview import fit_preview_map
+from model.pipeline.text_to_image import (
+    Decoding,
+    LoadedModel,
+    draw,
+    generate,
+    request_tables,
+)
+from model.scheduling.job import Limits
+from model.scheduling.scheduler import Scheduler
 from tests.stand_ins.line_networks import WIDTHS, Stub, line_model, stub
 from tests.stand_ins.streams import Race, Stream, Streams
 from tests.test_graph_loop import graph_loop

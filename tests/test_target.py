@@ -10,9 +10,15 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from model import target
+from model.loading import target
+from model.loading.target import (
+    Target,
+    cpu_levels,
+    detect_targets,
+    gpu_product,
+    torch_tag,
+)
 from model.store.manifest import Name
-from model.target import Target, cpu_levels, detect_targets, gpu_product, torch_tag
 
 V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split()
 V3 = [*V2, *"avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()]

@@ -14,9 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.engines import EngineSet, tensorrt_api
-from model.engines.tensorrt import TensorRTEngine, TensorRTPlan, Workspace
-from model.engines.tensorrt_api import TensorRTUnavailable, require, version_tag
+from model.engines.engine import EngineSet
+from model.engines.tensorrt import api as tensorrt_api
+from model.engines.tensorrt.api import (
+    TensorRTUnavailable,
+    require,
+    version_tag,
+)
+from model.engines.tensorrt.engine import (
+    TensorRTEngine,
+    TensorRTPlan,
+    Workspace,
+)
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
@@ -314,6 +323,6 @@ def test_the_version_is_known_without_the_libraries(fake: Fake, monkeypatch: pyt
 
 
 def test_serving_without_tensorrt_imports_nothing_of_it() -> None:
-    script = "import sys; import model.loading; print('tensorrt' in sys.modules, 'onnx' in sys.modules)"
+    script = "import sys; import model.loading.load; print('tensorrt' in sys.modules, 'onnx' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert said.stdout.split() == ["False", "False"]

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 from transformers import CLIPTokenizer
 
-from engine_builder.model_folder.tokenizers import export_tokenizer
+from engine_builder.checkpoints.tokenizers import export_tokenizer
 from model.errors import MissingComponent
-from model.tokenizer import ClipTokenizer, TokenizerSettings
+from model.pipeline.tokenizer import (
+    ClipTokenizer,
+    TokenizerSettings,
+)
 
 MERGES = ["t h", "th e</w>", "c a", "ca t</w>", "i n", "in g</w>", "! !</w>", "' s</w>", "Ã ©</w>", "a b"]
 

@@ -12,8 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from engine_builder.serving.server import Layout, build_context, lay_out
-from model.job import Limits
+from engine_builder.local_server.server import (
+    Layout,
+    build_context,
+    lay_out,
+)
+from model.scheduling.job import Limits
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
     from truss.base.truss_config import TrussConfig
@@ -132,7 +136,7 @@ def test_secrets_are_declared_for_a_store_that_needs_them_and_hold_nothing(path:
 
 @every_config
 def test_the_example_is_a_request_that_the_deployment_serves(path: Path) -> None:
-    from model.request import GenerationRequest
+    from model.api.request import GenerationRequest
 
     example = load(path).model_metadata["example_model_input"]
     GenerationRequest.model_validate(example)

@@ -14,8 +14,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine_builder.serving.calling import CallFailed, generate, save_images, save_predicted
-from engine_builder.serving.server import Server
+from engine_builder.local_server.client import (
+    CallFailed,
+    generate,
+    save_images,
+    save_predicted,
+)
+from engine_builder.local_server.server import Server
 from tests.stand_ins import stub_truss
 from tests.stand_ins.platform import Platform
 

@@ -7,14 +7,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import components, warmup
-from model.engines import EngineSet
+from model.api.request import (
+    Defaults,
+    ServedModel,
+    SizeList,
+    SizeRange,
+)
+from model.denoising.loop import (
+    Row,
+    StepLoop,
+)
+from model.engines import components
+from model.engines.engine import EngineSet
 from model.errors import NoEngineForTarget
-from model.loading import Loaded
-from model.loop import Row, StepLoop
-from model.request import Defaults, ServedModel, SizeList, SizeRange
+from model.loading import warmup
+from model.loading.load import Loaded
+from model.loading.warmup import (
+    efficient_by_size,
+    warm_up,
+)
 from model.store.manifest import Bucket, Span
-from model.warmup import efficient_by_size, warm_up
 from tests.stand_ins.line_networks import line_model, stub
 
 

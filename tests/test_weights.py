@@ -10,7 +10,11 @@ from safetensors.torch import save
 from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore
 from model.store.manifest import Blob, WeightsRecord
-from model.weights import WeightsCache, map_file, tensors_in
+from model.weights.cache import (
+    WeightsCache,
+    map_file,
+    tensors_in,
+)
 from tests.stand_ins.releases import keep
 
 CPU = torch.device("cpu")

@@ -44,7 +44,7 @@ SHOWN = (
 )
 
 
-# Names of requests (model/schedule.py) -> diffusers' class and what is set of it.
+# Names of requests (model/denoising/samplers.py) -> diffusers' class and what is set of it.
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Euler": (EulerDiscreteScheduler, {}),
     "Euler a": (EulerAncestralDiscreteScheduler, {}),

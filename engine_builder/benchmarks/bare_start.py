@@ -39,7 +39,7 @@ def run(settings: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
 
     from starlette.requests import Request
 
-    from model.request import GenerationRequest
+    from model.api.request import GenerationRequest
 
     async def disconnected() -> Any:
         await asyncio.sleep(3600)

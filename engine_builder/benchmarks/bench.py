@@ -14,16 +14,33 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
-from model import components
-from model.coldstart import ColdStart
-from model.encoding import THREADS
-from model.image import Pixels, broken_image, encode_base64
-from model.loading import Loaded, ServedBucket, load_release
-from model.pipeline import Decoding, draw, generate, request_tables
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.runtimes import targets_here
-from model.store import Store
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.cold_start import ColdStart
+from model.engines import components
+from model.images.encode import (
+    Pixels,
+    broken_image,
+    encode_base64,
+)
+from model.loading.load import (
+    Loaded,
+    ServedBucket,
+    load_release,
+)
+from model.loading.runtimes import targets_here
+from model.pipeline.text_to_image import (
+    Decoding,
+    draw,
+    generate,
+    request_tables,
+)
+from model.scheduling.output_workers import THREADS
 from model.store.signature import configured_keys
+from model.store.store import Store
 
 _TURN = 4  # counted runs
 Work = Callable[[], dict[str, float]]

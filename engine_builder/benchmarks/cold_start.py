@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
-from engine_builder.serving.demo import cold_start_phases
-from engine_builder.serving.server import Layout, Server
+from engine_builder.local_server.demo import cold_start_phases
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+)
 from model.errors import PreheatError
-from model.store import StoreOptions
 from model.store.manifest import Blob
+from model.store.store import StoreOptions
 
 FIRST_IMAGE = "first_image"
 _OVERLAPPING = ("stream",)  # phases that run beside others and so are no part of the sum
@@ -59,7 +62,7 @@ class Place:
 
 def start_once(layout: Layout, place: Place, release: str, request: dict[str, Any], work: Path) -> Start:
     """Start a server, ask it for a picture, end it. Raises ServerFailed or CallFailed."""
-    from engine_builder.serving.calling import generate
+    from engine_builder.local_server.client import generate
 
     cache = Path(tempfile.mkdtemp(prefix="cache-", dir=work))
     try:

@@ -24,13 +24,21 @@ import torch
 from engine_builder.benchmarks.bench import load_here, precision_of
 from engine_builder.benchmarks.gpu_counters import Busy, GpuCounters, gpu_counters
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
-from model import components
-from model.loading import Loaded
-from model.loop import Loop
-from model.loop import Row as LoopRow
-from model.pipeline import base_rows, denoise, request_tables
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.store import open_store
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.loop import Loop
+from model.denoising.loop import Row as LoopRow
+from model.engines import components
+from model.loading.load import Loaded
+from model.pipeline.text_to_image import (
+    base_rows,
+    denoise,
+    request_tables,
+)
+from model.store.store import open_store
 
 
 @dataclass(frozen=True)

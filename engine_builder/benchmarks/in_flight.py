@@ -34,17 +34,34 @@ from PIL import Image
 
 from engine_builder.benchmarks.bench import load_here, offline, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
-from model import components
-from model.encoding import THREADS
-from model.image import encode_base64
-from model.job import Finished, Limits, Stepped
-from model.loading import Loaded, ServedBucket
-from model.pipeline import generate, is_guided
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.schedule import SAMPLERS
-from model.scheduler import Scheduler
-from model.store import StoreOptions, open_store
-from model.warmup import warm_up
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.samplers import SAMPLERS
+from model.engines import components
+from model.images.encode import encode_base64
+from model.loading.load import (
+    Loaded,
+    ServedBucket,
+)
+from model.loading.warmup import warm_up
+from model.pipeline.text_to_image import (
+    generate,
+    is_guided,
+)
+from model.scheduling.job import (
+    Finished,
+    Limits,
+    Stepped,
+)
+from model.scheduling.output_workers import THREADS
+from model.scheduling.scheduler import Scheduler
+from model.store.store import (
+    StoreOptions,
+    open_store,
+)
 
 Submit = Callable[[GenerationSettings], "Future[Any]"]
 Asked = Callable[[int], GenerationSettings]

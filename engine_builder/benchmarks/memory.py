@@ -14,11 +14,14 @@ import torch
 
 from engine_builder.benchmarks.bench import load_here, precision_of
 from engine_builder.benchmarks.rows import Row, append_rows, make_row
-from model import components
-from model.loading import Loaded, ServedBucket
+from model.engines import components
+from model.loading.load import (
+    Loaded,
+    ServedBucket,
+)
+from model.loading.warmup import warm_up
 from model.metrics import gpu_memory
-from model.store import open_store
-from model.warmup import warm_up
+from model.store.store import open_store
 
 _GIB = 2**30
 

@@ -16,13 +16,20 @@ from engine_builder.benchmarks.bench import (
     timed_row,
 )
 from engine_builder.benchmarks.rows import Row
-from engine_builder.model_folder.checkout import find_folders
-from engine_builder.networks import ModelFolder, variant_of
+from engine_builder.checkpoints.find import find_folders
+from engine_builder.networks.network import (
+    ModelFolder,
+    variant_of,
+)
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+    resolve,
+)
+from model.denoising.samplers import configured_sampler
 from model.errors import PreheatError, RequestRefused
-from model.image import Pixels
-from model.loading import Loaded
-from model.request import GenerationRequest, GenerationSettings, resolve
-from model.schedule import configured_sampler
+from model.images.encode import Pixels
+from model.loading.load import Loaded
 
 PEERS = ("eager", "compiled")  # how it is run
 

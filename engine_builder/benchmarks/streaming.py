@@ -16,9 +16,16 @@ from pathlib import Path
 
 import torch
 
-from model.staging import SLOT_BYTES, SLOTS, stream_weights
-from model.store import Store, open_store
 from model.store.manifest import Blob
+from model.store.store import (
+    Store,
+    open_store,
+)
+from model.weights.stream import (
+    SLOT_BYTES,
+    SLOTS,
+    stream_weights,
+)
 
 _TENSOR = 8 * 2**20  # bytes of a made-up tensor
 _BLOB = 31 * _TENSOR  # with its header just below the largest blob that a builder writes

@@ -17,10 +17,13 @@ from pathlib import Path
 from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here
 from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
 from model.errors import RequestRefused
-from model.loading import Loaded
-from model.request import GenerationRequest, resolve
-from model.store import open_store
+from model.loading.load import Loaded
+from model.store.store import open_store
 
 _PROMPT = "a photograph of an astronaut riding a horse"
 

@@ -18,24 +18,33 @@ from pathlib import Path
 
 import torch
 
-from engine_builder.building import compile as compiler
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.aot_inductor.engines import (
+    Report,
+    build_engines,
+)
+from engine_builder.backends.aot_inductor.tuning import tuning_kept_in
+from engine_builder.backends.tensorrt.options import Choices
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.engines import Report, build_engines
 from engine_builder.building.real_inputs import fit, real_inputs
-from engine_builder.building.tuning import tuning_kept_in
 from engine_builder.building.weights import write_weights
-from engine_builder.model_folder.release_settings import (
+from engine_builder.checkpoints.release_settings import (
     read_release_defaults,
     read_schedulers,
     read_settings,
     write_tokenizers,
 )
-from engine_builder.networks import FORM, Network, Reader, library_versions, load_network
-from engine_builder.tensorrt_plans.choices import Choices
-from model import components
+from engine_builder.networks.network import (
+    FORM,
+    Network,
+    Reader,
+    library_versions,
+    load_network,
+)
+from model.engines import components
 from model.errors import CorruptBlob
-from model.store import Store
 from model.store.manifest import EngineRecord, Manifest, WeightsRecord
+from model.store.store import Store
 
 _DRAFT = "draft"
 
@@ -60,7 +69,7 @@ def build(
     InaccurateEngine, or BrokenImage where the model draws no numbers.
 
     `tuning`: the folder that keeps what the compiler measures of the target's kernels; None: the compiler's own.
-    `processes`: how many engines are compiled side by side; see `engine_builder.building.compile_jobs`.
+    `processes`: how many engines are compiled side by side; see `engine_builder.backends.aot_inductor.compile_jobs`.
     """
     plan.check_sizes()
     read_release_defaults(plan.base, plan.refiner)  # a wrong one is said before anything is compiled
@@ -124,8 +133,8 @@ def _build_tensorrt(
     report: Report,
     steps: int,
 ) -> tuple[list[EngineRecord], list[str], list[str]]:
-    """One plan for all of a component's buckets; see `engine_builder.tensorrt_plans.store`."""
-    from engine_builder.tensorrt_plans.store import build_engines as build_plans
+    """One plan for all of a component's buckets; see `engine_builder.backends.tensorrt.plan_store`."""
+    from engine_builder.backends.tensorrt.plan_store import build_engines as build_plans
 
     engines: list[EngineRecord] = []
     compiled: list[str] = []

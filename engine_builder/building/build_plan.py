@@ -3,17 +3,26 @@
 import math
 from dataclasses import dataclass
 
-from engine_builder.building import compile as compiler
-from engine_builder.model_folder.release_settings import read_settings
-from engine_builder.networks import ModelFolder, Network
-from engine_builder.tensorrt_plans.choices import Choices
-from model import components
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.checkpoints.release_settings import read_settings
+from engine_builder.networks.network import (
+    ModelFolder,
+    Network,
+)
+from model.api.request import (
+    LARGEST_SIDE,
+    SMALLEST_SIDE,
+)
+from model.denoising.noise_schedule import MAX_STEPS
+from model.engines import components
+from model.engines.components import (
+    BASE_COMPONENTS,
+    REFINER_COMPONENTS,
+)
 from model.errors import PreheatError
-from model.noise_schedule import MAX_STEPS
-from model.request import LARGEST_SIDE, SMALLEST_SIDE
+from model.loading.target import Target
 from model.store.manifest import Bucket, Precision
-from model.target import Target
 
 _STEPS = 32  # that a GPU embeds the times of at once; more take several calls
 

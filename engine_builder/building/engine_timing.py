@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from engine_builder.building.compile import example_inputs
-from model.engines import Engine
+from engine_builder.backends.aot_inductor.compile import example_inputs
+from model.engines.engine import Engine
 from model.store.manifest import Benchmark, Bucket, Signature
 
 WARM_UPS, RUNS = 3, 20

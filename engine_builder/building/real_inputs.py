@@ -4,16 +4,28 @@ from collections.abc import Collection
 
 import torch
 
-from engine_builder.networks import Network
-from model import components
-from model.engines import EngineSet
-from model.engines.eager import EagerEngine
-from model.noise_schedule import NoiseSchedule
-from model.pipeline import LoadedModel, generate
-from model.request import GenerationRequest, ServedModel, SizeRange, read_defaults, resolve
-from model.store import Store
+from engine_builder.building.eager_engine import EagerEngine
+from engine_builder.networks.network import Network
+from model.api.request import (
+    GenerationRequest,
+    ServedModel,
+    SizeRange,
+    read_defaults,
+    resolve,
+)
+from model.denoising.noise_schedule import NoiseSchedule
+from model.engines import components
+from model.engines.engine import EngineSet
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    generate,
+)
+from model.pipeline.tokenizer import (
+    ClipTokenizer,
+    TokenizerSettings,
+)
 from model.store.manifest import Bucket, Settings, TokenizerRecord
-from model.tokenizer import ClipTokenizer, TokenizerSettings
+from model.store.store import Store
 
 _REAL_PROMPT = "a large red circle on a blue background"
 _REAL_SIDE_LIMIT = 512  # pixels; real inputs of a CPU build are taken no larger, or a full SDXL would take an hour

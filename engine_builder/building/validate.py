@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from engine_builder.building.compile import example_inputs
-from engine_builder.networks import Network
+from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.networks.blocks import plain_operations
-from model.engines import Engine
+from engine_builder.networks.network import Network
+from model.engines.engine import Engine
 from model.errors import PreheatError
 from model.store.manifest import Accuracy, Bucket
 

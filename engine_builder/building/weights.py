@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from safetensors.torch import save
 
-from engine_builder.networks import Network
+from engine_builder.networks.network import Network
 from model.errors import PreheatError
-from model.layout import to_stored
-from model.store import Store
 from model.store.manifest import BLOB_LIMIT, Blob, WeightsRecord
+from model.store.store import Store
+from model.weights.layout import to_stored
 
 _HEADER_ALLOWANCE = 2**20  # bytes left for a blob's safetensors header
 _LIMIT = BLOB_LIMIT - _HEADER_ALLOWANCE

@@ -78,7 +78,7 @@ def latency(
     with console.status("Loading"):
         from engine_builder.benchmarks import bench as measuring
         from engine_builder.benchmarks import peers
-        from model.request import GenerationRequest
+        from model.api.request import GenerationRequest
 
         try:
             request = GenerationRequest(
@@ -122,11 +122,15 @@ def cold_start(
 ) -> None:
     """Start of the real server's process to its first picture, by phase. The last line is JSON."""
     from engine_builder.benchmarks import cold_start as cold
-    from engine_builder.serving.server import build_context, lay_out, with_metadata
-    from model.components import PRECISIONS
-    from model.prefetch import guess
-    from model.store import StoreOptions
-    from model.target import detect_targets
+    from engine_builder.local_server.server import (
+        build_context,
+        lay_out,
+        with_metadata,
+    )
+    from model.engines.components import PRECISIONS
+    from model.loading.prefetch import guess
+    from model.loading.target import detect_targets
+    from model.store.store import StoreOptions
 
     holder = opened(store)
     manifest = holder.read_release(release)

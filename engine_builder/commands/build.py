@@ -22,13 +22,13 @@ from engine_builder.commands.console import (
     opened,
     steps_bar,
 )
-from model.store import Store
 from model.store.manifest import Bucket, Manifest, Precision
+from model.store.store import Store
 
 if TYPE_CHECKING:
     from engine_builder.building.build_plan import BuildPlan  # with PyTorch, which only some commands need
 
-TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target; see engine_builder.building.tuning
+TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target; see engine_builder.backends.aot_inductor.tuning
 
 
 def build(
@@ -110,12 +110,15 @@ def run_build(
 ) -> Manifest:
     """Build with progress on the console; prints a table of the engines; returns the draft."""
     with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.backends.aot_inductor.compile import build_target
+        from engine_builder.backends.aot_inductor.compile_jobs import default_processes
+        from engine_builder.backends.tensorrt.options import (
+            read_choices,
+            target_of,
+        )
         from engine_builder.building.build import build as build_model
         from engine_builder.building.build_plan import BuildPlan, default_sizes
-        from engine_builder.building.compile import build_target
-        from engine_builder.building.compile_jobs import default_processes
-        from engine_builder.model_folder.checkout import find_folders
-        from engine_builder.tensorrt_plans.choices import read_choices, target_of
+        from engine_builder.checkpoints.find import find_folders
 
     choices = None if tensorrt is None else read_choices(**asdict(tensorrt))
     base, refiner_folder = find_folders(model, refiner)
@@ -196,8 +199,11 @@ def export_onnx(
 ) -> None:
     """Export the networks of MODEL to ONNX, check them in ONNX Runtime, keep graphs and weights in the store."""
     with console.status("Loading PyTorch and the model libraries"):
-        from engine_builder.model_folder.checkout import find_folders
-        from engine_builder.onnx_graphs.store import export_model, write_folder
+        from engine_builder.backends.onnx.graph_store import (
+            export_model,
+            write_folder,
+        )
+        from engine_builder.checkpoints.find import find_folders
 
     if precision not in ("fp32", "fp16"):
         raise typer.BadParameter(f"{precision!r} is not fp32 or fp16", param_hint="--precision")

@@ -20,7 +20,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from model.store import Store, StoreOptions, open_store
+from model.store.store import (
+    Store,
+    StoreOptions,
+    open_store,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 console = Console(highlight=False)

@@ -20,7 +20,7 @@ from engine_builder.commands.console import (
     opened,
     sides,
 )
-from engine_builder.serving import demo
+from engine_builder.local_server import demo
 from model.errors import PreheatError
 
 _SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached

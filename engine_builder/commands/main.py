@@ -28,11 +28,14 @@ from engine_builder.commands.console import (
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import copy, gc, keygen, publish, releases, run_publish, verify
-from engine_builder.serving import demo as demo_run
-from engine_builder.serving.calling import generate as call
-from engine_builder.serving.calling import save_images, save_predicted
+from engine_builder.local_server import demo as demo_run
+from engine_builder.local_server.client import generate as call
+from engine_builder.local_server.client import (
+    save_images,
+    save_predicted,
+)
 from model.errors import PreheatError
-from model.store import open_store
+from model.store.store import open_store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app)

@@ -10,9 +10,9 @@ from rich.progress import Progress
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
-from model.store import Store
 from model.store.manifest import Blob, Manifest
 from model.store.signature import check_signature, parse_keys
+from model.store.store import Store
 
 
 def keygen(

@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass
 
 from model.errors import PreheatError
-from model.store import Store
 from model.store.local import REFRESH_AGE
+from model.store.store import Store
 
 DAY = 24 * 3600
 _KINDS = ("engines", "drafts", "onnx", "timing")

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from model.errors import ReleaseExists, StoreError
-from model.store import Store
 from model.store.manifest import Blob, Manifest
+from model.store.store import Store
 
 _BLOBS_AT_ONCE = 4
 

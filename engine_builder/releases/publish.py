@@ -6,10 +6,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases.signing import public_key, sign
 from model.errors import ManifestError, PreheatError, UntrustedRelease
-from model.store import Store
 from model.store.manifest import Manifest
-from model.store.parsing import split_name
+from model.store.manifest_json import split_name
 from model.store.signature import check_signature
+from model.store.store import Store
 
 
 class NothingToPublish(PreheatError):

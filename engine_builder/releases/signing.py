@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from model.errors import PreheatError
 from model.store.manifest import Manifest, ReleaseSignature
-from model.store.parsing import parse_manifest
+from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
 
 

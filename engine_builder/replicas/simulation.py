@@ -3,7 +3,7 @@ autoscaler, and the cheapest setting whose latency is good enough.
 
 A server with n images takes `curve(n)` seconds a step, and every image moves on with each step. What it does not let in
 waits in its queue, first come, first served: it lets in as many as run efficiently or are soon gone again, and as many
-as fit once so many are there (`model.admission`). The platform counts the requests in flight, averages them over its
+as fit once so many are there (`model.scheduling.admission`). The platform counts the requests in flight, averages them over its
 window, and wants as many replicas as keep each below concurrency_target * target utilization. More are started at once
 and ready after a cold start; one too many is kept for the scale-down delay. A request goes to the replica with the
 fewest.
@@ -22,7 +22,11 @@ from typing import Any
 
 from engine_builder.benchmarks.rows import percentile
 from engine_builder.replicas.traffic import Traffic
-from model.admission import efficient_images, is_brief, may_join
+from model.scheduling.admission import (
+    efficient_images,
+    is_brief,
+    may_join,
+)
 
 _LOOK_SECONDS = 5.0  # between two looks of the autoscaler
 

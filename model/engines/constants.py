@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 import torch
 
-from model.components import DTYPES, dtype_name
+from model.engines.components import (
+    DTYPES,
+    dtype_name,
+)
 from model.errors import EngineError, ManifestError
-from model.store.parsing import parse_constants
+from model.store.manifest_json import parse_constants
 
 
 def map_constants(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from model.engines import Engine
+from model.engines.engine import Engine
 
 Result = TypeVar("Result")
 

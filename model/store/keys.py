@@ -6,7 +6,7 @@ Names are data: whatever could leave the store is refused here, before it become
 import re
 
 from model.errors import ManifestError, ReleaseNotFound, StoreError
-from model.store.parsing import split_name
+from model.store.manifest_json import split_name
 
 BLOBS = "blobs/sha256"
 RELEASES = "releases"

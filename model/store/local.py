@@ -28,7 +28,7 @@ from model.store.keys import (
     release_not_found,
 )
 from model.store.manifest import MANIFEST_LIMIT, Blob, Manifest
-from model.store.parsing import parse_manifest
+from model.store.manifest_json import parse_manifest
 from model.store.sink import Sink, Whole
 
 _CHUNK = 4 * 2**20  # bytes read at a time while hashing

@@ -1,7 +1,7 @@
 """The manifest: everything that serves one model, by SHA-256. Written once, read by every server that comes later.
 
 Numbers and names are bounded, unknown keys are refused, and what a manifest says twice must agree, so whoever reads a
-parsed one (model/store/parsing.py) need not ask again. It knows nothing about where blobs are kept.
+parsed one (model/store/manifest_json.py) need not ask again. It knows nothing about where blobs are kept.
 """
 
 import json

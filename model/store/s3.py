@@ -2,7 +2,7 @@
 
 A release is published by one conditional PutObject, so of racing publishers the service lets one win; blobs are named
 by what they hold, so writing one twice is harmless. Blobs are fetched in ranges side by side into the cache folder
-(model/store/cache.py) and hashed there, in order, while the rest still comes; nothing is used before its SHA-256 was
+(model/store/blob_cache.py) and hashed there, in order, while the rest still comes; nothing is used before its SHA-256 was
 found right. What the bucket is asked lies in model/store/s3_bucket.py, which is imported at the first question: with
 everything in the cache none is asked.
 """
@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from model.errors import ManifestError, ReleaseExists, StoreError
-from model.store.cache import BlobCache, Partial
+from model.store.blob_cache import (
+    BlobCache,
+    Partial,
+)
 from model.store.keys import BLOBS, RELEASES, is_digest, is_release_name, record_key, release_key, release_not_found
 from model.store.local import REFRESH_AGE
 from model.store.manifest import Blob, Manifest
+from model.store.manifest_json import parse_manifest
 from model.store.options import StoreOptions
-from model.store.parsing import parse_manifest
 from model.store.sink import Nobody, Sink
 
 if TYPE_CHECKING:

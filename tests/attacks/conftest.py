@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from model.coldstart import ColdStart
+from model.cold_start import ColdStart
 from model.errors import PreheatError
-from model.loading import Loaded, load_release
-from model.store import Store
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey
+from model.store.store import Store
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target
 

@@ -16,12 +16,15 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
-from model.coldstart import ColdStart
+from model.cold_start import ColdStart
 from model.errors import CorruptBlob, PreheatError
-from model.loading import Loaded, load_release
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
-from model.store.parsing import parse_manifest
+from model.store.manifest_json import parse_manifest
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey
 from tests.attacks.conftest import Victim

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from model.errors import CorruptBlob
-from model.staging import stream_weights
 from model.store.manifest import Blob
-from model.tensor_file import HEADER_LIMIT
+from model.weights.safetensors_header import HEADER_LIMIT
+from model.weights.stream import stream_weights
 from tests.attacks.conftest import Victim
 
 

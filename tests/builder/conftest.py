@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
-from engine_builder.networks import ModelFolder
-from model.store import Store, open_store
+from engine_builder.networks.network import ModelFolder
+from model.store.store import (
+    Store,
+    open_store,
+)
 
 
 @pytest.fixture

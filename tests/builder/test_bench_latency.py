@@ -14,12 +14,15 @@ from typer.testing import CliRunner
 
 from engine_builder.benchmarks import bench, peers
 from engine_builder.commands.main import app
-from engine_builder.networks import ModelFolder, ModelFolderError
+from engine_builder.networks.network import (
+    ModelFolder,
+    ModelFolderError,
+)
 from engine_builder.releases.signing import public_key
+from model.api.request import GenerationSettings
 from model.errors import PreheatError, RequestRefused, UntrustedRelease
-from model.image import Pixels
-from model.request import GenerationSettings
-from model.store import Store
+from model.images.encode import Pixels
+from model.store.store import Store
 from tests.stand_ins.line_networks import PLAIN
 
 PIPELINE, DRAW = peers.diffusers_pipeline, peers.draw_by_diffusers

@@ -18,24 +18,38 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine_builder.building import compile as compiler
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.aot_inductor.engines import find_engine
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, SizesRefused
-from engine_builder.building.engines import find_engine
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.commands.build import _bucket_remark, _vae_remark
 from engine_builder.commands.main import app
-from engine_builder.networks import FORM, ModelFolder, ModelFolderError, Network
+from engine_builder.networks.network import (
+    FORM,
+    ModelFolder,
+    ModelFolderError,
+    Network,
+)
 from engine_builder.releases.publish import publish
-from model.coldstart import ColdStart
-from model.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.cold_start import ColdStart
+from model.engines.components import (
+    REFINER_TEXT_ENCODER_2,
+    TEXT_ENCODER_2,
+)
 from model.errors import BrokenImage, ManifestError
-from model.loading import Loaded, load_release
-from model.pipeline import generate
-from model.request import GenerationRequest, resolve
-from model.store import Store
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest
-from model.target import detect_targets
+from model.store.store import Store
 from tests.conftest import REPOSITORY
 from tests.stand_ins.reference import Reference
 
@@ -332,7 +346,7 @@ def test_an_engine_whose_output_is_not_a_number_is_inaccurate(
     store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "model.engines.aot_inductor.AotInductorEngine.run",
+        "model.engines.aot_inductor.engine.AotInductorEngine.run",
         lambda self, inputs: {spec.name: torch.tensor(float("nan")) for spec in self.signature.outputs},
     )
     forget_drafts(store_copy)
@@ -430,7 +444,9 @@ def test_what_a_build_is_for_where_sizes_are_named_and_where_none_is(
         plans.append(plan)
         raise BrokenImage("far enough")
 
-    monkeypatch.setattr("engine_builder.building.compile.build_target", lambda: replace(toy_plan.target, device=device))
+    monkeypatch.setattr(
+        "engine_builder.backends.aot_inductor.compile.build_target", lambda: replace(toy_plan.target, device=device)
+    )
     monkeypatch.setattr("engine_builder.building.build.build", stop)
     arguments = ["build", str(toy_plan.base.root), "--store", str(tmp_path), *options]
     result = CliRunner().invoke(app, arguments)

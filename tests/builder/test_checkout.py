@@ -16,7 +16,7 @@ HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_mod
 
 def found(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
     """What a process finds that has the Hub at `url`: the Hub's client reads where it is when it is imported."""
-    code = f"from engine_builder.model_folder.checkout import find_model; print(find_model({name!r}))"
+    code = f"from engine_builder.checkpoints.find import find_model; print(find_model({name!r}))"
     here = {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     environment = os.environ | here | {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):

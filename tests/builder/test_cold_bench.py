@@ -20,12 +20,15 @@ from engine_builder.benchmarks.cold_start import (
     starts_row,
 )
 from engine_builder.commands.main import app
+from engine_builder.local_server.client import CallFailed
+from engine_builder.local_server.server import Layout
 from engine_builder.releases.mirror import copy_release
-from engine_builder.serving.calling import CallFailed
-from engine_builder.serving.server import Layout
-from model.components import BASE_COMPONENTS
+from model.engines.components import BASE_COMPONENTS
 from model.errors import PreheatError
-from model.store import Store, StoreOptions
+from model.store.store import (
+    Store,
+    StoreOptions,
+)
 from tests.conftest import REPOSITORY, Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases

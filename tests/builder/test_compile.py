@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine_builder.building import compile as compiler
-from engine_builder.building.compile import example_inputs
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.building.validate import tolerance
-from engine_builder.networks import ModelFolder, Network, load_network
-from model.components import BASE_COMPONENTS
-from model.engines.aot_inductor import AotInductorEngine
+from engine_builder.networks.network import (
+    ModelFolder,
+    Network,
+    load_network,
+)
+from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.components import BASE_COMPONENTS
 from model.errors import EngineError
-from model.store import Store
 from model.store.manifest import EngineRecord
+from model.store.store import Store
 
 RELEASE = "toy-sdxl/1"
 

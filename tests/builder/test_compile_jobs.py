@@ -11,12 +11,21 @@ from pathlib import Path
 
 import pytest
 
+from engine_builder.backends.aot_inductor.compile import (
+    CompileError,
+    dynamic_bucket,
+)
+from engine_builder.backends.aot_inductor.compile_jobs import (
+    Job,
+    compile_jobs,
+)
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile import CompileError, dynamic_bucket
-from engine_builder.building.compile_jobs import Job, compile_jobs
-from engine_builder.networks import ModelFolder, ModelFolderError
-from model.store import Store
+from engine_builder.networks.network import (
+    ModelFolder,
+    ModelFolderError,
+)
+from model.store.store import Store
 from tests.builder.test_build import engines_of, forget_drafts, forget_engine
 from tests.conftest import REPOSITORY
 
@@ -97,8 +106,8 @@ def test_closing_ends_the_processes(jobs: list[Job]) -> None:
 KILLED = """
 import multiprocessing, sys
 from pathlib import Path
-from engine_builder.building.compile import build_target, dynamic_bucket
-from engine_builder.building.compile_jobs import Job, compile_jobs
+from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket
+from engine_builder.backends.aot_inductor.compile_jobs import Job, compile_jobs
 from engine_builder.networks import ModelFolder
 
 def begun(job):

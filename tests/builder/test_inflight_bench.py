@@ -12,12 +12,15 @@ import pytest
 
 from engine_builder.benchmarks import in_flight
 from engine_builder.benchmarks.in_flight import arrivals, measure, requests
-from model import components
+from model.api.request import (
+    GenerationRequest,
+    GenerationSettings,
+)
+from model.engines import components
 from model.errors import Unavailable
-from model.job import Stepped
-from model.loading import Loaded
-from model.request import GenerationRequest, GenerationSettings
-from model.scheduler import Scheduler
+from model.loading.load import Loaded
+from model.scheduling.job import Stepped
+from model.scheduling.scheduler import Scheduler
 from tests.stand_ins.line_networks import PLAIN
 
 

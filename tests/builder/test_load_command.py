@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine_builder.commands.main import app
 from model.errors import PreheatError
-from model.store import Store
+from model.store.store import Store
 
 REFUSAL = {"error": "width: 72 is not served here", "kind": "refused", "field": "width"}
 

@@ -19,19 +19,34 @@ from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from engine_builder import networks
+from engine_builder.backends.aot_inductor.compile import (
+    dynamic_bucket,
+    engine_key,
+    example_inputs,
+    static_bucket,
+)
+from engine_builder.backends.tensorrt.options import Choices
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
 from engine_builder.building.validate import validate
-from engine_builder.networks import ModelFolder, ModelFolderError, Reader, blocks, load_network, variant_of, winograd
+from engine_builder.networks import (
+    blocks,
+    winograd,
+)
 from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
+from engine_builder.networks.network import (
+    ModelFolder,
+    ModelFolderError,
+    Reader,
+    load_network,
+    variant_of,
+)
 from engine_builder.networks.winograd import WinogradConv, transform_wide, transformed
-from engine_builder.tensorrt_plans.choices import Choices
-from model import components
-from model.components import BASE_COMPONENTS
-from model.store import Store
+from model.engines import components
+from model.engines.components import BASE_COMPONENTS
+from model.loading.target import Target
 from model.store.manifest import Precision
-from model.target import Target
+from model.store.store import Store
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 PARTS = {

@@ -14,21 +14,52 @@ import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
-from engine_builder.building.compile import CompileError, example_inputs
+from engine_builder.backends.aot_inductor.compile import (
+    CompileError,
+    example_inputs,
+)
+from engine_builder.backends.onnx import export as onnx_export
+from engine_builder.backends.onnx.engine import OnnxEngine
+from engine_builder.backends.onnx.export import (
+    OnnxGraph,
+    export_graph,
+    graph_key,
+    literals,
+    operators,
+)
+from engine_builder.backends.onnx.graph_store import (
+    check_graph_runs,
+    export_model,
+    find_graph,
+    graph_of,
+    read_graph,
+)
 from engine_builder.building.validate import InaccurateEngine
-from engine_builder.networks import ModelFolder, Network, load_network
-from engine_builder.onnx_graphs import export as onnx_export
-from engine_builder.onnx_graphs.engine import OnnxEngine
-from engine_builder.onnx_graphs.export import OnnxGraph, export_graph, graph_key, literals, operators
-from engine_builder.onnx_graphs.store import check_graph_runs, export_model, find_graph, graph_of, read_graph
+from engine_builder.networks.network import (
+    ModelFolder,
+    Network,
+    load_network,
+)
 from engine_builder.releases.gc import named_blobs
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from model.engines import EngineSet
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.engines.components import (
+    BASE_COMPONENTS,
+    REFINER_COMPONENTS,
+)
+from model.engines.engine import EngineSet
 from model.errors import EngineError
-from model.loading import Loaded
-from model.pipeline import LoadedModel, generate
-from model.request import GenerationRequest, resolve
-from model.store import Store, open_store
+from model.loading.load import Loaded
+from model.pipeline.text_to_image import (
+    LoadedModel,
+    generate,
+)
+from model.store.store import (
+    Store,
+    open_store,
+)
 from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS

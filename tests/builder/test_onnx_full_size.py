@@ -14,10 +14,22 @@ import onnx
 import pytest
 import torch
 
-from engine_builder.model_folder import random_sdxl
-from engine_builder.networks import ModelFolder, load_network
-from engine_builder.onnx_graphs.export import export_graph, literals, operators
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, REFINER_TEXT_ENCODER_2, TEXT_ENCODER
+from engine_builder.backends.onnx.export import (
+    export_graph,
+    literals,
+    operators,
+)
+from engine_builder.checkpoints import random_sdxl
+from engine_builder.networks.network import (
+    ModelFolder,
+    load_network,
+)
+from model.engines.components import (
+    BASE_COMPONENTS,
+    REFINER_COMPONENTS,
+    REFINER_TEXT_ENCODER_2,
+    TEXT_ENCODER,
+)
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"),

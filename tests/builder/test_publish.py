@@ -6,8 +6,11 @@ import pytest
 
 from engine_builder.releases.publish import NothingToPublish, publish
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
-from model.store import Store, open_store
 from model.store.manifest import Manifest
+from model.store.store import (
+    Store,
+    open_store,
+)
 
 OTHER = "cuda-h200-sm90-torch2.13-cu130"
 

@@ -9,12 +9,22 @@ import torch
 from engine_builder.benchmarks import bench, peers, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
-from engine_builder.model_folder import random_sdxl
-from engine_builder.networks import ModelFolder, ModelFolderError, load_network
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS
-from model.image import Pixels
-from model.loading import Loaded
-from model.request import GenerationRequest, resolve
+from engine_builder.checkpoints import random_sdxl
+from engine_builder.networks.network import (
+    ModelFolder,
+    ModelFolderError,
+    load_network,
+)
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.engines.components import (
+    BASE_COMPONENTS,
+    REFINER_COMPONENTS,
+)
+from model.images.encode import Pixels
+from model.loading.load import Loaded
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,12 +11,21 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from engine_builder.building.compile import CompileError, dynamic_bucket, static_bucket
-from engine_builder.networks import Network
-from engine_builder.releases.gc import named_blobs
-from engine_builder.tensorrt_plans.build import build_plan
-from engine_builder.tensorrt_plans.choices import COMPATIBILITY, REFIT, BadChoice, Choices, read_choices, target_of
-from engine_builder.tensorrt_plans.plan import (
+from engine_builder.backends.aot_inductor.compile import (
+    CompileError,
+    dynamic_bucket,
+    static_bucket,
+)
+from engine_builder.backends.tensorrt.build import build_plan
+from engine_builder.backends.tensorrt.options import (
+    COMPATIBILITY,
+    REFIT,
+    BadChoice,
+    Choices,
+    read_choices,
+    target_of,
+)
+from engine_builder.backends.tensorrt.plan_settings import (
     NotEnoughMemory,
     Range,
     builder_flags,
@@ -27,14 +36,27 @@ from engine_builder.tensorrt_plans.plan import (
     profiles,
     workspace_limit,
 )
-from engine_builder.tensorrt_plans.progress import PhaseProgress
-from engine_builder.tensorrt_plans.store import KeptPlan, find_plan, read_timing_cache, write_timing_cache
-from model.components import text_signature, vae_decoder_signature
-from model.engines import tensorrt_api
-from model.runtimes import tensorrt_target, tensorrt_targets
+from engine_builder.backends.tensorrt.plan_store import (
+    KeptPlan,
+    find_plan,
+    read_timing_cache,
+    write_timing_cache,
+)
+from engine_builder.backends.tensorrt.progress import PhaseProgress
+from engine_builder.networks.network import Network
+from engine_builder.releases.gc import named_blobs
+from model.engines.components import (
+    text_signature,
+    vae_decoder_signature,
+)
+from model.engines.tensorrt import api as tensorrt_api
+from model.loading.runtimes import (
+    tensorrt_target,
+    tensorrt_targets,
+)
+from model.loading.target import Target
 from model.store.local import LocalStore
 from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
-from model.target import Target
 
 GIB = 2**30
 H200 = Target("cuda", "h200", "sm90", "torch2.13-cu130")

@@ -15,26 +15,47 @@ import numpy as np
 import pytest
 import torch
 
+from engine_builder.backends.aot_inductor.compile import (
+    build_target,
+    example_inputs,
+)
+from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.compile import build_target, example_inputs
 from engine_builder.building.validate import tolerance
-from engine_builder.networks import ModelFolder, load_network
+from engine_builder.networks.network import (
+    ModelFolder,
+    load_network,
+)
 from engine_builder.releases.publish import publish
-from engine_builder.tensorrt_plans.choices import Choices
-from engine_builder.tensorrt_plans.store import read_timing_cache
-from model.coldstart import ColdStart
-from model.components import UNET
-from model.engines.tensorrt_api import installed_version, version_tag
-from model.loading import Loaded, load_release
-from model.pipeline import generate
-from model.plans import Plans
-from model.request import GenerationRequest, resolve
-from model.runtimes import targets_of, tensorrt_target
-from model.store import Store, open_store
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.cold_start import ColdStart
+from model.engines.components import UNET
+from model.engines.tensorrt.api import (
+    installed_version,
+    version_tag,
+)
+from model.engines.tensorrt.plans import Plans
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
+from model.loading.runtimes import (
+    targets_of,
+    tensorrt_target,
+)
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
-from model.target import detect_targets
-from model.weights import WeightsCache
+from model.store.store import (
+    Store,
+    open_store,
+)
+from model.weights.cache import WeightsCache
 from tests.conftest import MODEL_FOLDER, REPOSITORY
 from tests.stand_ins.reference import Reference
 
@@ -188,7 +209,7 @@ def test_without_its_gpu_it_says_a_sentence_and_lives(built: tuple[Store, Manife
     """Deserializing without a GPU would be a segmentation fault."""
     script = (
         "import sys, torch\n"
-        "from model.engines.tensorrt_api import TensorRTUnavailable, require\n"
+        "from model.engines.tensorrt.api import TensorRTUnavailable, require\n"
         "try:\n    require(torch.device('cuda'))\n"
         "except TensorRTUnavailable as error:\n    print(error)\n"
     )

@@ -16,21 +16,33 @@ import numpy as np
 import pytest
 import torch
 
+from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.tensorrt.plan_settings import NotEnoughMemory
+from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
-from engine_builder.tensorrt_plans.choices import Choices
-from engine_builder.tensorrt_plans.plan import NotEnoughMemory
-from engine_builder.tensorrt_plans.store import read_timing_cache
-from model.coldstart import ColdStart
-from model.engines import tensorrt_api
+from model.api.request import (
+    GenerationRequest,
+    resolve,
+)
+from model.cold_start import ColdStart
+from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError
-from model.loading import Loaded, load_release
-from model.pipeline import generate
-from model.request import GenerationRequest, resolve
-from model.store import Store, open_store
+from model.loading.load import (
+    Loaded,
+    load_release,
+)
+from model.loading.target import (
+    Target,
+    detect_targets,
+)
+from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
-from model.target import Target, detect_targets
+from model.store.store import (
+    Store,
+    open_store,
+)
 from tests.stand_ins import onnx_tensorrt
 from tests.stand_ins.fake_tensorrt import FakeCuda
 

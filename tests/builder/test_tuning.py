@@ -8,7 +8,7 @@ import pytest
 from torch._inductor.codecache import PersistentCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from engine_builder.building.tuning import tuning_kept_in
+from engine_builder.backends.aot_inductor.tuning import tuning_kept_in
 
 
 class Candidate:

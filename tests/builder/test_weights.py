@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from engine_builder.building.weights import cut, write_weights
-from engine_builder.model_folder import random_sdxl
-from engine_builder.networks import ModelFolder, load_network
+from engine_builder.checkpoints import random_sdxl
+from engine_builder.networks.network import (
+    ModelFolder,
+    load_network,
+)
 from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from model.errors import PreheatError
-from model.store import open_store
-from model.weights import WeightsCache
+from model.store.store import open_store
+from model.weights.cache import WeightsCache
 
 
 @pytest.mark.parametrize("limit, several", [(2**20, False), (20_000, True)])

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from engine_builder.serving.server import Server
+from engine_builder.local_server.server import Server
 
 PREDICT = "/v1/models/model:predict"
 CLIENTS = 64

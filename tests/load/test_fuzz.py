@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from engine_builder.serving.server import Server
+from engine_builder.local_server.server import Server
 
 BODIES = int(os.environ.get("PREHEAT_FUZZ_BODIES", "300"))
 PREDICT = "/v1/models/model:predict"

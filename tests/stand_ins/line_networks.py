@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model import components
-from model.components import Widths
-from model.engines import EngineSet
-from model.engines.eager import ANY_BUCKET
-from model.noise_schedule import NoiseSchedule
-from model.pipeline import LoadedModel
-from model.request import GenerationSettings
+from engine_builder.building.eager_engine import ANY_BUCKET
+from model.api.request import GenerationSettings
+from model.denoising.noise_schedule import NoiseSchedule
+from model.engines import components
+from model.engines.components import Widths
+from model.engines.engine import EngineSet
+from model.pipeline.text_to_image import LoadedModel
 from model.store.manifest import RefinerSettings, Settings, Signature
 
 TEXT_WIDTH = 4

@@ -19,11 +19,18 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 
-from engine_builder.building import compile as compiler
-from engine_builder.networks import Network
-from model.components import BASE_COMPONENTS, REFINER_COMPONENTS, dtype_name
-from model.noise_schedule import NoiseSchedule
-from model.store import Store
+from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.networks.network import Network
+from model.denoising.noise_schedule import NoiseSchedule
+from model.engines.components import (
+    BASE_COMPONENTS,
+    REFINER_COMPONENTS,
+    dtype_name,
+)
+from model.loading.target import (
+    Target,
+    detect_targets,
+)
 from model.store.manifest import (
     Accuracy,
     Blob,
@@ -37,7 +44,7 @@ from model.store.manifest import (
     TokenizerRecord,
     WeightsRecord,
 )
-from model.target import Target, detect_targets
+from model.store.store import Store
 
 NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")

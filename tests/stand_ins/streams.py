@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from model.pipeline import LoadedModel
-from model.streams import SideStream
+from model.cuda.streams import SideStream
+from model.pipeline.text_to_image import LoadedModel
 
 
 class Race(Exception):

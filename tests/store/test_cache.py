@@ -15,7 +15,10 @@ from threading import Event, Thread
 import pytest
 
 from model.errors import CorruptBlob, ManifestError, StoreError
-from model.store.cache import BlobCache, Partial
+from model.store.blob_cache import (
+    BlobCache,
+    Partial,
+)
 from model.store.local import LocalStore
 from tests.store.test_local import own_mounts
 
@@ -326,7 +329,7 @@ def test_what_a_user_that_has_gone_used_may_go(root: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from model.store.cache import BlobCache
+        from model.store.blob_cache import BlobCache
         from tests.store.test_cache import bring
         cache = BlobCache(Path(sys.argv[1]), 25_000)
         bring(cache, "a")
@@ -380,7 +383,7 @@ FULL_DISK = """
     import os, subprocess, sys
     from pathlib import Path
     from model.errors import StoreError
-    from model.store.cache import BlobCache
+    from model.store.blob_cache import BlobCache
     from tests.store.test_cache import bring, here, blob_of
 
     root = Path(sys.argv[1])
@@ -426,7 +429,7 @@ LIMITED = """
     import resource, sys
     from pathlib import Path
     from model.errors import StoreError
-    from model.store.cache import BlobCache
+    from model.store.blob_cache import BlobCache
     from tests.store.test_cache import bring, here, blob_of
 
     root = Path(sys.argv[1])

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store import open_store
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
+from model.store.store import open_store
 from tests.stand_ins import releases
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from model.errors import ManifestError
-from model.store import open_store
 from model.store.manifest import BLOB_LIMIT, MANIFEST_LIMIT, SMALL_BLOB_LIMIT, Bucket, Manifest, Span
-from model.store.parsing import parse_constants, parse_manifest, split_name
+from model.store.manifest_json import (
+    parse_constants,
+    parse_manifest,
+    split_name,
+)
+from model.store.store import open_store
 from tests.stand_ins import releases
 
 Entries = dict[str, Any]

@@ -20,10 +20,10 @@ SERVE = """
     subprocess.run(["mount", "-o", "remount,ro,bind", root], check=True)
     tempfile.tempdir = str(temporary)
     import torch
-    from model.coldstart import ColdStart
-    from model.loading import load_release
-    from model.prefetch import Prefetch
-    from model.target import Target
+    from model.cold_start import ColdStart
+    from model.loading.load import load_release
+    from model.loading.prefetch import Prefetch
+    from model.loading.target import Target
 
     prefetch = Prefetch({"store": root.as_uri(), "release": "toy/1"}, {})
     store = prefetch.store(root.as_uri())

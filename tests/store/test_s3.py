@@ -19,10 +19,15 @@ import pytest
 from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, read_age
 from engine_builder.releases.mirror import copy_release
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store import Store, StoreOptions, open_store, s3_bucket
 from model.store import s3 as s3_module
+from model.store import s3_bucket
 from model.store.manifest import Blob
 from model.store.s3 import S3Store, split_url
+from model.store.store import (
+    Store,
+    StoreOptions,
+    open_store,
+)
 from tests.conftest import Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
@@ -628,7 +633,7 @@ def test_a_size_of_the_cache_that_is_none_is_refused(bare: None, size: object) -
 
 
 def test_a_local_store_does_not_import_boto3(tmp_path: Path) -> None:
-    script = "import sys, model.store; model.store.open_store(sys.argv[1]); print('boto3' in sys.modules)"
+    script = "import sys, model.store; model.store.store.open_store(sys.argv[1]); print('boto3' in sys.modules)"
     assert finish(python(script, tmp_path, environment={})) == "False\n"
 
 

@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from engine_builder.local_server.client import generate
+from engine_builder.local_server.demo import cold_start_phases
+from engine_builder.local_server.server import (
+    Layout,
+    Server,
+    ServerFailed,
+    build_context,
+    lay_out,
+)
 from engine_builder.releases.mirror import copy_release
-from engine_builder.serving.calling import generate
-from engine_builder.serving.demo import cold_start_phases
-from engine_builder.serving.server import Layout, Server, ServerFailed, build_context, lay_out
-from model.store import Store
+from model.store.store import Store
 from tests.conftest import READY_SECONDS, Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins.faulty_proxy import FaultyProxy

@@ -19,7 +19,7 @@ from model.errors import EngineError, ManifestError, PreheatError, UntrustedRele
 from model.model import Model
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
-from model.store.parsing import parse_manifest
+from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature, configured_keys
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME

@@ -1,0 +1,142 @@
+"""SDXL's real architecture with seeded random weights, in diffusers' layout: what speed is measured on where the
+public weights cannot be had. `python -m engine_builder.checkpoints.random_sdxl OUT [--refiner]`
+
+The settings are those of stabilityai/stable-diffusion-xl-base-1.0 and -refiner-1.0 on the Hugging Face Hub. Tokenizers
+are copied from a small model: which tokens a prompt has does not change how long it takes. Pictures are noise. The VAE
+stands for one made for fp16 (madebyollin/sdxl-vae-fp16-fix): it has no force_upcast, so a build in fp16 keeps it so.
+"""
+
+import argparse
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+UNET: dict[str, Any] = {
+    "sample_size": 128,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (320, 640, 1280),
+    "attention_head_dim": (5, 10, 20),
+    "transformer_layers_per_block": (1, 2, 10),
+    "cross_attention_dim": 2048,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+    "use_linear_projection": True,
+}
+REFINER_UNET: dict[str, Any] = UNET | {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (384, 768, 1536, 1536),
+    "attention_head_dim": (6, 12, 24, 24),
+    "transformer_layers_per_block": 4,
+    "cross_attention_dim": 1280,
+    "projection_class_embeddings_input_dim": 2560,
+}
+VAE: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "norm_num_groups": 32,
+    "sample_size": 1024,
+    "scaling_factor": 0.13025,
+    "force_upcast": False,
+}
+TEXT_ENCODER: dict[str, Any] = {
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "quick_gelu",
+    "projection_dim": 768,
+}
+TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+    "projection_dim": 1280,
+}
+
+
+def unet(refiner: bool = False) -> Any:
+    """SDXL's UNet (2,567,463,684 parameters) or the refiner's, on the current default device and dtype."""
+    return _diffusers("UNet2DConditionModel")(**(REFINER_UNET if refiner else UNET))
+
+
+def vae() -> Any:
+    """SDXL's AutoencoderKL."""
+    return _diffusers("AutoencoderKL")(**VAE)
+
+
+def text_encoder(second: bool = False) -> Any:
+    """CLIP ViT-L's text encoder, or OpenCLIP bigG's with its projection."""
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(**(TEXT_ENCODER_2 if second else TEXT_ENCODER))
+    return CLIPTextModelWithProjection(config) if second else CLIPTextModel(config)
+
+
+def _diffusers(name: str) -> Any:
+    return getattr(importlib.import_module("diffusers"), name)
+
+
+def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) -> None:
+    """Write the base (and `folder/refiner`) in fp16. `tokenizers`: a model folder whose tokenizers are copied."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(seed)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device(device):
+            _save(unet(), folder / "unet")
+            _save(vae(), folder / "vae")
+            _save(text_encoder(), folder / "text_encoder")
+            _save(text_encoder(second=True), folder / "text_encoder_2")
+            if refiner:
+                _save(unet(refiner=True), folder / "refiner" / "unet")
+    finally:
+        torch.set_default_dtype(default)
+    for part in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
+        _copy(tokenizers / part, folder / part)
+    if refiner:
+        for part in ("scheduler", "tokenizer_2", "model_index.json"):
+            _copy(tokenizers / "refiner" / part, folder / "refiner" / part)
+        for part in ("vae", "text_encoder_2"):
+            (folder / "refiner" / part).unlink(missing_ok=True)
+            (folder / "refiner" / part).symlink_to(folder.resolve() / part, target_is_directory=True)
+
+
+def _save(network: Any, folder: Path) -> None:
+    network.eval().save_pretrained(folder, max_shard_size="20GB")
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(json.loads(source.read_text()), indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--refiner", action="store_true", help="the refiner too, in OUT/refiner")
+    parser.add_argument("--tokenizers", type=Path, default=Path("data/tiny-sdxl"), help="a model folder to copy from")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write(arguments.out, arguments.tokenizers, arguments.refiner, arguments.seed)
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

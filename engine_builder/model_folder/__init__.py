@@ -1,1 +1,0 @@
-"""Model folders in diffusers' layout: found, read, and made up for benchmarks."""

@@ -1,1 +1,0 @@
-"""The networks as ONNX graphs: exported, checked, kept."""

@@ -1,1 +1,0 @@
-"""The real server on this machine, and its client."""

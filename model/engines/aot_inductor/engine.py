@@ -1,0 +1,111 @@
+"""Engines compiled by AOTInductor (`.pt2`), opened through torch's C++ loader, on a CPU through `aoti_container`.
+
+The public Python loader is not used: it compiles and runs probe programs to learn this machine's CPU, which takes up
+to a minute, and importing its wrapper takes seconds. The target was checked before an engine comes here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from model.engines.aot_inductor.cpu_container import Container
+from model.engines.aot_inductor.package import check_package
+from model.engines.components import solve
+from model.engines.constants import map_constants
+from model.errors import EngineError
+from model.store.manifest import Bucket, Signature
+
+_AGAIN = "build and publish the release again (`preheat build`, `preheat publish`)."
+
+
+class AotInductorEngine:
+    """One `.pt2` package without weights. `weights` are aliased, never copied, and must outlive the engine."""
+
+    overlaps = True
+
+    def __init__(
+        self,
+        component: str,
+        path: Path,
+        signature: Signature,
+        bucket: Bucket,
+        constants: bytes,
+        weights: Mapping[str, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """`constants` is what the engine record's constants blob holds. Raises EngineError where anything disagrees."""
+        self.component = component
+        self.signature = signature
+        self.bucket = bucket
+        self._device = device.type
+        mapped = _map_constants(component, constants, weights, device)
+        check_package(component, path)
+        try:
+            code = _Loader(path, device.index or 0) if device.type == "cuda" else Container(path)
+            if code.constants != set(mapped):
+                raise EngineError(
+                    f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
+                )
+            # A call before constants are loaded, or with some missing, would be a segmentation fault.
+            code.load_constants(mapped)
+        except RuntimeError as error:
+            raise EngineError(
+                f"The {component} engine cannot be opened ({_first_line(error)}): make room in the folder for "
+                "temporary files, where it is unpacked, or build it again (`preheat build`)."
+            ) from error
+        self._code: _Loader | Container = code
+        self._weights = mapped
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        sizes = solve(self.signature, inputs, self.component)
+        rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
+        if not self.bucket.holds(rows, height, width):
+            raise EngineError(f"The {self.component} engine has no bucket for {rows} rows at {width}x{height}.")
+        for name, tensor in inputs.items():
+            if tensor.device.type != self._device:
+                raise EngineError(
+                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}."
+                )
+        # Kernels were compiled for contiguous inputs and do not look at strides.
+        flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
+        outputs = self._code.run(flat)
+        if len(outputs) != len(self.signature.outputs):
+            raise EngineError(
+                f"The {self.component} engine gives {len(outputs)} tensors and its record names "
+                f"{len(self.signature.outputs)}: build it again (`preheat build`)."
+            )
+        return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}
+
+
+class _Loader:
+    """torch's own loader, on a GPU. See `Container` for what the three do."""
+
+    def __init__(self, package: Path, index: int) -> None:
+        # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
+        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, index)
+        self.constants = set(self._loader.get_constant_fqns())
+
+    def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._loader.load_constants(tensors, False, True, True)
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs: list[torch.Tensor] = self._loader.run(inputs)
+        return outputs
+
+
+def _map_constants(
+    component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Constant of the compiled code -> tensor, with every name, shape, dtype and layout checked."""
+    mapped = map_constants(component, constants, weights, _AGAIN)
+    for name, tensor in mapped.items():
+        dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+        if tensor.device.type != device.type or not dense:
+            raise EngineError(f"{component}: {name} must be contiguous, and on {device.type}; {_AGAIN}")
+    return mapped
+
+
+def _first_line(error: RuntimeError) -> str:
+    """torch's messages go on with its own stack."""
+    return str(error).strip().partition("\n")[0][:200]
