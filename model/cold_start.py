@@ -1,7 +1,7 @@
-"""The phases of a cold start: timed, logged as one JSON line, exported as metrics.
+"""Time the phases of a cold start, log them as one JSON line, export them as metrics.
 
-Phases: import (process start to load), resolve, fetch (nothing for a local store), weights, engines, warm-up, and first
-image (process start to the first finished picture). Verification happens where a blob comes in, or is opened.
+Phases: import (process start to load), those of model/loading/load.py, stream (concurrent with them), warm_up, and
+first_image (process start to the first finished image).
 """
 
 import json
@@ -20,14 +20,14 @@ SECONDS = Gauge("preheat_cold_start_seconds", "Seconds of the cold start, by pha
 
 
 def seconds_since_process_start() -> float:
-    """Wall-clock seconds since this process was created (proc(5): field 22 of stat, in clock ticks since boot)."""
+    """Return the seconds since this process was created (proc(5): field 22 of stat, in clock ticks since boot)."""
     ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     return uptime - ticks / os.sysconf("SC_CLK_TCK")
 
 
 class ColdStart:
-    """Collects phases in the order they end."""
+    """Collects the seconds of each phase, in the order of their ends."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
@@ -38,13 +38,13 @@ class ColdStart:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; one that fails is not recorded."""
+        """Time a phase. A phase that raises is not recorded."""
         began = time.perf_counter()
         yield
         self.record(name, time.perf_counter() - began)
 
     def first_image(self) -> None:
-        """Called after every picture; only the first counts."""
+        """Record the first image. Later calls do nothing."""
         if "first_image" not in self.phases:
             self.record("first_image", seconds_since_process_start())
             logger.info(json.dumps({"event": "cold_start", "seconds": self.phases}))

@@ -1,8 +1,30 @@
-"""The errors a person can meet. Each message says what is wrong and what mends it, in one sentence or two."""
+"""The errors a person can meet. Each states a fact and its cause; its class knows the remedy."""
+
+REBUILD = "Build and publish the release again (`preheat build`, `preheat publish`)."
 
 
 class PreheatError(Exception):
-    """Base of all errors whose message is written for the person who reads the log."""
+    """Base of all errors that are written for the person who reads the log or the answer.
+
+    `str(error)` is the message followed by the remedy. `remedy` belongs to the class; an instance may replace it where
+    a narrower one is known.
+    """
+
+    remedy = ""
+
+    def __init__(self, message: str, remedy: str | None = None) -> None:
+        super().__init__(message)
+        if remedy is not None:
+            self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} {self.remedy}".strip()
+
+
+class ConfigError(PreheatError):
+    """A deployment setting is missing, unknown or out of range."""
+
+    remedy = "Fix it under model_metadata.preheat in config.yaml."
 
 
 class StoreError(PreheatError):
@@ -10,41 +32,61 @@ class StoreError(PreheatError):
 
 
 class ReleaseNotFound(StoreError):
-    """No manifest under the release name that was asked for."""
+    """The store has no release of the requested name."""
 
 
 class ReleaseExists(StoreError):
-    """A release of that name is published already; releases are written once."""
+    """A release of that name was published before. Releases are written once."""
+
+    remedy = "Choose another version."
 
 
 class CorruptBlob(StoreError):
-    """The bytes of a blob are not those its digest names (changed, truncated or oversized)."""
+    """The bytes of a blob do not match its digest, or the blob is missing."""
+
+    remedy = REBUILD
 
 
 class ManifestError(PreheatError):
     """A manifest cannot be read: not JSON, a newer schema, a missing or unsafe entry."""
 
+    remedy = REBUILD
+
 
 class UntrustedRelease(PreheatError):
-    """The deployment takes only releases that its key has signed, and this is none."""
+    """The deployment loads only releases signed by its keys, and this release is not."""
 
 
 class MissingComponent(PreheatError):
-    """The release lacks a component, weights or a tokenizer that serving it needs."""
+    """The release lacks a component, weights or a tokenizer that serving needs."""
+
+    remedy = REBUILD
 
 
 class NoEngineForTarget(PreheatError):
     """The release has no engine that this device can run."""
 
+    remedy = "Run `preheat build` on such a machine and publish a new release (`preheat publish`)."
+
+
+class OutOfDeviceMemory(PreheatError):
+    """The configured sizes do not fit into the GPU's memory."""
+
+    remedy = (
+        "Configure fewer rows or sizes (model_metadata.preheat.buckets in config.yaml), or use a GPU with more memory."
+    )
+
 
 class EngineError(PreheatError):
-    """An engine cannot be opened, or was given inputs or weights that it does not take."""
+    """An engine cannot be opened, or received inputs or weights that it does not accept."""
+
+    remedy = REBUILD
 
 
 class RequestRefused(PreheatError):
-    """A request asks for what this deployment does not serve. Answered as a 400.
+    """The request asks for something that this deployment does not serve. Answered with status 400.
 
-    `field` names the request's field; the message says the value and what would be accepted.
+    `field` is the request's field; the message states the value and what would be accepted.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -53,11 +95,16 @@ class RequestRefused(PreheatError):
 
 
 class BrokenImage(PreheatError):
-    """A picture came out with values that are not numbers. Answered as a 500, never as a black picture."""
+    """An image holds NaN or infinite values. Answered with status 500, never with a black image."""
+
+    remedy = (
+        "Most often a VAE overflowed in fp16: build the model with its VAE in bf16 or fp32 "
+        "(`preheat build --vae-precision bf16`), or with a VAE made for fp16."
+    )
 
 
 class Overloaded(PreheatError):
-    """More is waiting than this server promises to draw in time. Answered as a 429.
+    """The queue is full. Answered with status 429.
 
     `retry_after`: whole seconds after which there should be room.
     """
@@ -68,12 +115,14 @@ class Overloaded(PreheatError):
 
 
 class Unavailable(PreheatError):
-    """The device has failed and the process is about to be replaced. Answered as a 503."""
+    """The device has failed and the process is about to be replaced. Answered with status 503."""
 
 
 class DeadlineExceeded(PreheatError):
-    """A request was not finished within the time that the deployment gives it. Answered as a 504."""
+    """The request was not finished within the deployment's deadline. Answered with status 504."""
+
+    remedy = "Ask for fewer steps or images, or try again later."
 
 
 class Cancelled(PreheatError):
-    """A request was given up by whoever made it. Answered to no one."""
+    """The client gave the request up. Nobody reads the answer."""

@@ -1,6 +1,6 @@
-"""What the server counts and times, for Prometheus at /metrics/. The cold start's gauge is in `model.cold_start`.
+"""Counters and timings for Prometheus at /metrics/. `model.cold_start` has the cold start's gauge.
 
-Steps a second is rate(preheat_steps_total), images a second rate(preheat_images_total): over a time of the reader's.
+Steps a second are rate(preheat_steps_total), images a second rate(preheat_images_total).
 """
 
 from functools import partial
@@ -8,10 +8,7 @@ from functools import partial
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
-from model.engines.components import (
-    REFINER_UNET,
-    UNET,
-)
+from model.engines.components import REFINER_UNET, UNET
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -19,32 +16,37 @@ _IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests that got no picture: refused, overloaded, unavailable, deadline, broken_image, failed, cancelled.",
+    "Requests without an image: refused, overloaded, unavailable, deadline, broken_image, failed, cancelled.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
-    "preheat_cancellations_total", "Requests whose client left or whose time ran out: queued or running.", ["state"]
+    "preheat_cancellations_total", "Requests whose client left or whose deadline passed: queued or running.", ["state"]
 )
-QUEUE = Gauge("preheat_queue_images", "Images accepted and not yet in a loop.")
-QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "From acceptance to the first step.", buckets=_SECONDS)
-ACTIVE = Gauge("preheat_active_rows", "Images in the loops of a component.", ["component"])
-STEP_IMAGES = Histogram("preheat_step_images", "Images that a step moves on.", ["component"], buckets=_IMAGES)
+QUEUE = Gauge("preheat_queue_images", "Images accepted that wait for a denoising loop.")
+QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to the first step.", buckets=_SECONDS)
+ACTIVE = Gauge("preheat_active_rows", "Images in the denoising loops of a component.", ["component"])
+STEP_IMAGES = Histogram("preheat_step_images", "Images advanced by a step.", ["component"], buckets=_IMAGES)
 STEP_SECONDS = Histogram(
-    "preheat_step_seconds", "Of a step, as the host sees it; a GPU may still work.", ["component"], buckets=_SECONDS
+    "preheat_step_seconds",
+    "Denoising step time on the host in seconds; GPU work may still be queued.",
+    ["component"],
+    buckets=_SECONDS,
 )
-STEPS = Counter("preheat_steps_total", "Steps taken, each of all the rows of a loop.", ["component"])
+STEPS = Counter("preheat_steps_total", "Denoising steps, each of all images in a loop.", ["component"])
 STAGE_SECONDS = Histogram(
     "preheat_stage_seconds",
-    "Of a request, by stage: text, denoise, refine, decode, encode.",
+    "Request time by stage in seconds: text, denoise, refine, decode, encode.",
     ["stage"],
     buckets=_SECONDS,
 )
-REQUEST_SECONDS = Histogram("preheat_request_seconds", "From arrival to the finished pictures.", buckets=_SECONDS)
-IMAGES = Counter("preheat_images_total", "Pictures finished.")
+REQUEST_SECONDS = Histogram("preheat_request_seconds", "Time from arrival to the finished images.", buckets=_SECONDS)
+IMAGES = Counter("preheat_images_total", "Images finished.")
 HEALTHY = Gauge("preheat_healthy", "1 while the model serves.")
-GPU_MEMORY = Gauge("preheat_gpu_memory_bytes", "Of the device: total, used (by anyone), reserved (by torch).", ["kind"])
+GPU_MEMORY = Gauge(
+    "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
+)
 
-# From the start, so that a rate over the first of each is seen.
+# All labels exist from the start, so that a rate includes the first event.
 for _kind in ("refused", "overloaded", "unavailable", "deadline", "broken_image", "failed", "cancelled"):
     ERRORS.labels(_kind)
 for _state in ("queued", "running"):
@@ -55,7 +57,7 @@ for _component in (UNET, REFINER_UNET):
 
 
 def gpu_memory(device: torch.device) -> dict[str, int]:
-    """Bytes of the GPU: all of it, taken by anyone, taken by torch. Nothing on a CPU."""
+    """Bytes of the GPU: total, used by all processes, reserved by PyTorch. Empty on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -63,7 +65,7 @@ def gpu_memory(device: torch.device) -> dict[str, int]:
 
 
 def watch_gpu_memory(device: torch.device) -> None:
-    """Have the GPU's memory read whenever the metrics are. Nothing on a CPU."""
+    """Read the GPU's memory whenever metrics are scraped. Does nothing on a CPU."""
     for kind in gpu_memory(device):
         GPU_MEMORY.labels(kind).set_function(partial(_gpu_bytes, device, kind))
 

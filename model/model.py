@@ -1,8 +1,8 @@
-"""The Truss model. Thin: it loads, and hands requests on; what happens to them is in serving.py and scheduler.py.
+"""The Truss model: loads a release and passes requests on. model/api and model/scheduling handle them.
 
-Truss inspects the real annotations of `predict`, so this module must not postpone their evaluation
-(no `from __future__ import annotations`). Nor does it import torch before `load()`, so that the release's blobs are on
-their way by then.
+Truss inspects the real annotations of `predict`, so this module must not postpone their evaluation (no
+`from __future__ import annotations`). It does not import torch before `load()`: the release's blobs are being fetched
+by then.
 """
 
 import gc
@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from model.api.request import GenerationRequest
-from model.cold_start import (
-    ColdStart,
-    seconds_since_process_start,
-)
-from model.errors import ManifestError
-from model.loading import preload_torch as torch_libraries  # noqa: F401  first, for it begins what others wait for
+from model.cold_start import ColdStart, seconds_since_process_start
+from model.errors import ConfigError
+from model.loading import preload_torch
 from model.loading.prefetch import Prefetch
-from model.settings import read_section
-from model.store.signature import configured_keys
+from model.settings import read_settings
 
 if TYPE_CHECKING:
     from model.api.service import Service
@@ -32,79 +28,82 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preheat")
 
-_LAST_WORDS_SECONDS = 2.0
-DEVICE_FAILED = 70  # this process's exit code then: EX_SOFTWARE of sysexits.h
+SHUTDOWN_GRACE_SECONDS = 2.0
+DEVICE_FAILED = 70  # exit code of this process after a device failure: EX_SOFTWARE of sysexits.h
 
 
 class Model:
-    """`load()` makes this replica warm; `predict()` answers one request. See `model.api.request` for both shapes."""
+    """`load()` makes this replica ready; `predict()` answers one request. `model.api.request` has both shapes."""
 
     def __init__(self, **kwargs: Any) -> None:
+        preload_torch.start()
         config = kwargs.get("config") or {}
-        self._settings = read_section((config.get("model_metadata") or {}).get("preheat"))
-        self._secrets: Mapping[str, str] = kwargs.get("secrets") or {}
+        try:
+            self._settings = read_settings((config.get("model_metadata") or {}).get("preheat"))
+        except ConfigError as error:
+            _log_failed_load(error)
+            raise
         self._cold_start = ColdStart()
-        self._prefetch = Prefetch(self._settings, self._secrets)
+        secrets: Mapping[str, str] = kwargs.get("secrets") or {}
+        self._prefetch = Prefetch(self._settings, secrets)
         self._scheduler: Scheduler | None = None
         self._service: Service | None = None
         self._failed = False
 
     def load(self) -> None:
-        """Find this device's engines in the release, map the weights, warm up. Truss calls it again after a failure."""
+        """Select this device's engines, load the weights, warm up. Truss calls it again after a failure."""
         if self._service is not None:
             return
         if self._failed:
             _free_memory()
-        gc.disable()  # importing makes many objects and little garbage; to look for that takes a tenth of the time
+        gc.disable()  # garbage collection costs a tenth of the load and frees almost nothing
         try:
             self._load()
         except Exception as error:
-            self._failed = True  # what Truss says of it when it loads again is that it does
-            logger.error(json.dumps({"event": "load_failed", "error": str(error)}))
+            self._failed = True
+            _log_failed_load(error)
             raise
         finally:
             gc.enable()
 
     def _load(self) -> None:
-        # Here and not above, for these import torch.
+        # Not imported by this module, because all but the first three import torch. Those are imported while torch's
+        # libraries are still being loaded.
+        import numpy  # noqa: F401
+        import PIL.Image  # noqa: F401
+        import tokenizers  # noqa: F401
+
         from model import metrics
         from model.api.service import Service
-        from model.loading.load import (
-            ServedBucket,
-            load_release,
-        )
+        from model.loading.load import load_release
         from model.loading.runtimes import targets_here
-        from model.loading.warmup import (
-            efficient_by_size,
-            warm_up,
-        )
-        from model.scheduling.job import Limits
+        from model.loading.warmup import efficient_by_size, warm_up
         from model.scheduling.scheduler import Scheduler
 
-        limits = Limits.from_config(self._settings.get("limits") or {})
+        settings = self._settings
         self._cold_start.record("import", seconds_since_process_start())
         loaded = load_release(
-            self._prefetch.store(self._setting("store")),
-            self._setting("release"),
-            targets_here(self._settings),
-            [ServedBucket.from_config(entry) for entry in self._settings.get("buckets") or []],
+            self._prefetch.store(),
+            settings.required("release"),
+            targets_here(settings.runtime),
+            settings.buckets,
             self._cold_start,
-            configured_keys(self._settings),
+            settings.public_key,
         )
         metrics.watch_gpu_memory(loaded.model.device)
-        scheduler = Scheduler(loaded.model, limits, _end_process)
+        scheduler = Scheduler(loaded.model, settings.limits, _end_process)
         try:
             with self._cold_start.phase("warm_up"):
                 scheduler.preview_map = scheduler.call(lambda: warm_up(loaded)).result()
         except BaseException:
             scheduler.close()
             raise
-        # What is loaded stays: else the collector looks through all of it now and then, and every thread waits.
+        # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
         gc.collect()
         gc.freeze()
-        self._prefetch.forget()
+        self._prefetch.close()
         self._scheduler = scheduler
-        self._service = Service(loaded, scheduler, self._cold_start, bool(self._settings.get("log_prompts")))
+        self._service = Service(loaded, scheduler, self._cold_start, settings.log_prompts)
         logger.info(
             json.dumps(
                 {
@@ -125,25 +124,20 @@ class Model:
         return await self._service.answer(request, http)
 
     async def is_healthy(self) -> bool:
-        """Ready once loaded, for as long as the device works and moves on."""
+        """True once loaded, as long as the device works and steps make progress."""
         from model import metrics
 
         healthy = self._scheduler is not None and self._scheduler.healthy()
         metrics.HEALTHY.set(healthy)
         return healthy
 
-    def _setting(self, name: str) -> str:
-        """A deployment setting: PREHEAT_STORE, PREHEAT_RELEASE in the environment, else model_metadata.preheat."""
-        value = os.environ.get(f"PREHEAT_{name.upper()}") or self._settings.get(name)
-        if not value:
-            raise ManifestError(
-                f"No {name} is configured: set model_metadata.preheat.{name} in config.yaml, or PREHEAT_{name.upper()}."
-            )
-        return str(value)
+
+def _log_failed_load(error: Exception) -> None:
+    logger.error(json.dumps({"event": "load_failed", "error": str(error)}))
 
 
 def _free_memory() -> None:
-    """Of a load that failed: its error's traceback held the model, in a cycle, until Truss let go of it."""
+    """Free the GPU memory of a failed load: the exception's traceback kept the model alive, in a reference cycle."""
     import torch
 
     gc.collect()
@@ -151,8 +145,9 @@ def _free_memory() -> None:
 
 
 def _end_process() -> None:
-    """A GPU that failed stays failed until its process ends: leave time for the answers under way, and be replaced."""
+    """End the process after a grace period for answers in flight. A failed GPU stays failed until its process ends, and
+    the platform then replaces the replica."""
     logger.critical(json.dumps({"event": "device_failed", "exit_code": DEVICE_FAILED}))
-    timer = threading.Timer(_LAST_WORDS_SECONDS, os._exit, [DEVICE_FAILED])
+    timer = threading.Timer(SHUTDOWN_GRACE_SECONDS, os._exit, [DEVICE_FAILED])
     timer.daemon = True
     timer.start()

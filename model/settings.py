@@ -1,44 +1,163 @@
-"""The section `model_metadata.preheat` of a deployment's config: which settings there are. What each may be, its reader
-says. An unknown name is refused and never passed over: a `public_key` by another name would be no key at all."""
+"""Every setting of a deployment: the environment first, then `model_metadata.preheat` of its config.yaml.
 
-from collections.abc import Mapping
-from typing import Any
+An unknown name is refused and never passed over: a misspelled `public_key` would switch signatures off.
+"""
 
-from model.errors import ManifestError
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "store": (str,),
-    "release": (str,),
-    "runtime": (str,),
-    "public_key": (str, list),
-    "cache_dir": (str,),
-    "cache_bytes": (int, str),
-    "endpoint": (str,),
-    "region": (str,),
-    "profile": (str,),
-    "buckets": (list,),
-    "limits": (dict,),
-    "log_prompts": (bool,),
+from pydantic import BeforeValidator, Field, ValidationError
+
+from model.errors import ConfigError
+from model.store.options import StoreOptions
+from model.store.signature import PublicKey, parse_public_keys
+from model.validation import MAX_IMAGES, StrictModel, explain, refusal, shown
+
+RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
+# Setting -> the variables that come before it, the first of them first.
+_VARIABLES: dict[str, tuple[str, ...]] = {
+    "store": ("PREHEAT_STORE",),
+    "release": ("PREHEAT_RELEASE",),
+    "runtime": ("PREHEAT_RUNTIME",),
+    "public_key": ("PREHEAT_PUBLIC_KEY",),
+    "cache_dir": ("PREHEAT_CACHE_DIR",),
+    "cache_bytes": ("PREHEAT_CACHE_BYTES",),
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "profile": ("AWS_PROFILE",),
 }
+STORE_SETTINGS = ("cache_dir", "cache_bytes", "endpoint", "region", "profile")
+_SECTION = "model_metadata.preheat"
+_SECRETS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
-def read_section(section: Any) -> dict[str, Any]:
-    """The settings that are given. Raises ManifestError for a name that is none, or what cannot be its value."""
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ManifestError(
-            f"config: model_metadata.preheat is {section!r:.50}, not settings by name: mend it in config.yaml."
+def _parse_keys(value: Any) -> Any:
+    try:
+        return parse_public_keys(value)
+    except ConfigError as error:
+        raise refusal(f"{error}".rstrip(".")) from error
+
+
+def _parse_bytes(value: Any) -> int:
+    """10000000000 or "10GiB" -> bytes."""
+    text = str(value).strip()
+    digits = text.rstrip("KMGTiB ")
+    unit = text[len(digits) :].strip()
+    if isinstance(value, bool) or not digits.isdecimal() or unit not in _UNITS or not int(digits):
+        raise refusal(f"got {shown(value)}, expected a whole number of bytes or a size like 20GiB")
+    return int(digits) * _UNITS[unit]
+
+
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]  # infinity switches a limit off
+
+
+class ServedBucket(StrictModel):
+    """One entry of `buckets`: a size in pixels, and the largest UNet batch (`rows`) at it."""
+
+    height: Positive
+    width: Positive
+    rows: Positive
+
+
+class Limits(StrictModel):
+    """What one replica accepts."""
+
+    max_queue: Annotated[int, Field(ge=MAX_IMAGES)] = 64
+    """Images that may wait for the denoising loop; further requests are refused at once."""
+    deadline_seconds: Seconds = 300.0
+    """From acceptance to the answer."""
+    stuck_seconds: Seconds = 120.0
+    """A step that takes longer means that the device hangs."""
+    sizes_at_once: Positive = 4
+    """Sizes that are denoised in turns; a further size waits until one of them is done."""
+
+
+class Settings(StrictModel):
+    """The settings of a deployment. `store` and `release` are "" until they are configured."""
+
+    store: str = ""
+    release: str = ""
+    runtime: RuntimeChoice = "aot_inductor"
+    public_key: Annotated[list[PublicKey], BeforeValidator(_parse_keys), Field(strict=False)] = []
+    """Releases must be signed by one of these; empty: no signature is needed."""
+    cache_dir: str | None = None
+    cache_bytes: Annotated[int | None, BeforeValidator(_parse_bytes)] = None
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    buckets: list[ServedBucket] = []
+    """The sizes served; empty: all sizes of the release."""
+    limits: Limits = Limits()
+    log_prompts: bool = False
+
+    def required(self, name: Literal["store", "release"]) -> str:
+        """The value of a setting that has no default. Raises ConfigError where it is missing."""
+        value: str = getattr(self, name)
+        if not value:
+            raise ConfigError(
+                f"No {name} is configured.",
+                f"Set model_metadata.preheat.{name} in config.yaml, or PREHEAT_{name.upper()}.",
+            )
+        return value
+
+    def store_options(self, secrets: Mapping[str, str] | None = None) -> StoreOptions:
+        """How to open the store, with credentials of Truss `secrets` unless the environment has its own."""
+        # Only both halves of a key open anything.
+        keys: list[str | None] = [None, None, None]
+        if not (os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_PROFILE")):
+            found = [_secret(secrets, name) for name in _SECRETS]
+            keys = found if found[0] and found[1] else keys
+        return StoreOptions(
+            cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else None,
+            cache_bytes=self.cache_bytes,
+            endpoint=self.endpoint,
+            region=self.region,
+            profile=None if keys[0] else self.profile,
+            access_key_id=keys[0],
+            secret_access_key=keys[1],
+            session_token=keys[2],
         )
-    for name, value in section.items():
-        if name not in _KINDS:
-            raise ManifestError(
-                f"config: {name!r:.50} is no setting; those of model_metadata.preheat are {', '.join(_KINDS)}: mend it "
-                "in config.yaml."
-            )
-        if value is not None and not isinstance(value, _KINDS[name]):
-            kinds = " or ".join(kind.__name__ for kind in _KINDS[name])
-            raise ManifestError(
-                f"config: {name} is {value!r:.50}, not a {kinds}: mend model_metadata.preheat.{name} in config.yaml."
-            )
-    return dict(section)
+
+
+def read_settings(section: Any = None, variables: Collection[str] = tuple(_VARIABLES)) -> Settings:
+    """Settings from the environment and `section` (model_metadata.preheat; None: the environment alone).
+
+    `variables`: the settings that are read from the environment. Null, and "" for a text, count as missing. Raises
+    ConfigError that names the setting, its value and what is accepted.
+    """
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f"{_SECTION} is {shown(section)}, expected settings by name.")
+    given = dict(section or {})
+    for name in Settings.model_fields.keys() & given.keys():
+        if given[name] is None or (given[name] == "" and name in _VARIABLES):
+            del given[name]
+    sources = {}
+    for name in variables:
+        variable = next((variable for variable in _VARIABLES[name] if os.environ.get(variable)), None)
+        if variable is not None:
+            given[name], sources[name] = os.environ[variable], variable
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        problem = explain(error, Settings)[0]
+        name = (problem.field or "").partition(".")[0]
+        if name in sources:
+            raise ConfigError(f"{sources[name]}: {problem.message}.", f"Fix the variable {sources[name]}.") from error
+        raise ConfigError(f"{'.'.join(filter(None, (_SECTION, problem.field)))}: {problem.message}.") from error
+
+
+def _secret(secrets: Mapping[str, str] | None, name: str) -> str | None:
+    """A Truss secret, or None where it is not set. Truss then raises a class that only its server can import."""
+    try:
+        value = (secrets or {})[name]
+    except KeyError:
+        return None
+    except Exception as error:
+        if type(error).__name__ != "SecretNotFound":
+            raise
+        return None
+    return value.strip() or None  # a mounted secret is a file, and files end in a line break

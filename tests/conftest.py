@@ -1,10 +1,10 @@
-"""What several test files share: stores (a folder, a real object store), a loaded release, a server, a toy SDXL.
+"""Fixtures that several test files share: stores (a folder, an object store), a loaded release, a server, a toy SDXL.
 
-Engines are kept in `.preheat` from one run to the next and found again by their keys, so only the first run of a clean
-clone compiles (some five minutes on two cores). What takes long says so while it works.
+Engines are kept in `.preheat` between runs and found again by their keys, so only the first run of a clean clone
+compiles (some five minutes on two cores). Slow fixtures print what they do.
 
-The object store is Ceph's gateway, started once a run, with a bucket of its own for each test. Where Ceph is not
-installed those tests are skipped; with PREHEAT_REQUIRE_OBJECT_STORE set they fail instead.
+The object store is Ceph's gateway, started once a run, with one bucket for each test. Without Ceph those tests are
+skipped; with PREHEAT_REQUIRE_OBJECT_STORE set they fail instead.
 """
 
 import fcntl
@@ -24,29 +24,16 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile_jobs import default_processes
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-    build_context,
-    lay_out,
-)
-from engine_builder.networks.network import ModelFolder
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.local_server.server import Layout, Server, build_context, lay_out
 from engine_builder.releases.publish import publish
+from engine_builder.stores.s3 import WritableS3Store
+from engine_builder.stores.store import WritableStore, open_writable_store
 from model.cold_start import ColdStart
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
-from model.loading.target import (
-    Target,
-    detect_targets,
-)
-from model.store.s3 import S3Store
-from model.store.store import (
-    Store,
-    StoreOptions,
-    open_store,
-)
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
+from model.store.options import StoreOptions
+from model.store.precision import FP32
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import toy_sdxl
 from tests.stand_ins.faulty_proxy import FaultyProxy
@@ -56,20 +43,20 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
 KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
-# Long enough for any machine: a test that waits for all of it fails.
+# Enough for any machine: a test that waits this long fails.
 READY_SECONDS = 180
-Opener = Callable[..., S3Store]
+Opener = Callable[..., WritableS3Store]
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """The same random numbers in each run, whatever ran before."""
+    """Make random numbers independent of earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print a line to the person who watches, whatever pytest captures."""
+    """Print a line past pytest's capture."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def line(text: str) -> None:
@@ -81,7 +68,7 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock between processes: two test runs at once must not both compile."""
+    """Hold a lock between processes, so that only one of two test runs compiles."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -90,45 +77,45 @@ def _alone(lock: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def target() -> Target:
-    """The CPU of this machine, whether or not it has a GPU."""
+    """The CPU target of this machine."""
     on_cpu = [target for target in detect_targets() if target.device == "cpu"]
     if not on_cpu:
         pytest.skip(
-            "these engines are built for the CPU, and this machine would serve from its GPU: set CUDA_VISIBLE_DEVICES="
+            "these engines are built for the CPU, and this machine serves from its GPU: set CUDA_VISIBLE_DEVICES="
         )
     return compiler.build_target()
 
 
 @pytest.fixture(scope="session")
-def store(target: Target, say: Callable[[str], None]) -> Store:
-    """A file store that holds the release `release` of data/tiny-sdxl, refiner included."""
-    kept = open_store(KEPT_STORE)
-    base, refiner = ModelFolder(MODEL_FOLDER), ModelFolder(MODEL_FOLDER / "refiner")
+def store(target: Target, say: Callable[[str], None]) -> WritableStore:
+    """A local store that holds the release `release` of data/tiny-sdxl, with its refiner."""
+    kept = open_writable_store(KEPT_STORE)
+    base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
 
     def report(component: str, doing: str, done: int, steps: int) -> None:
         say(f"test store {done}/{steps}: {component}: {doing}")
 
     with _alone(KEPT_STORE.with_suffix(".lock")):
-        build(BuildPlan("tiny-sdxl", base, refiner, target, "fp32"), kept, report, processes=default_processes(target))
+        build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), kept, report, processes=default_processes(target))
         publish(kept, "tiny-sdxl")
     return kept
 
 
 @pytest.fixture(scope="session")
-def release(store: Store) -> str:
-    """The name of the release made from what data/tiny-sdxl holds now."""
+def release(store: WritableStore) -> str:
+    """The name of the release of the current data/tiny-sdxl."""
     return publish(store, "tiny-sdxl")[0].name
 
 
 @pytest.fixture(scope="session")
-def loaded(store: Store, release: str) -> Loaded:
-    """That release in this process, on the CPU."""
+def loaded(store: WritableStore, release: str) -> Loaded:
+    """That release, loaded in this process on the CPU."""
     return load_release(store, release, detect_targets(), [], ColdStart())
 
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Layout:
-    """What the image of this repository holds, laid out as its Dockerfile says."""
+    """The files of this repository's image, laid out as its Dockerfile does."""
     say("laying out the server image")
     folder = tmp_path_factory.mktemp("image")
     config = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
@@ -138,12 +125,12 @@ def layout(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None])
 @pytest.fixture(scope="session")
 def server(
     layout: Layout,
-    store: Store,
+    store: WritableStore,
     release: str,
     tmp_path_factory: pytest.TempPathFactory,
     say: Callable[[str], None],
 ) -> Iterator[Server]:
-    """The real Truss server process, serving that release. Its log is read by `server_log`."""
+    """The real Truss server process, serving that release."""
     say("starting a server")
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(layout, environment={"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}, log=log) as running:
@@ -153,28 +140,30 @@ def server(
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder of the smallest SDXL there is: compiled in under a minute, draws noise."""
+    """A diffusers folder of the smallest possible SDXL: compiles in under a minute, generates noise."""
     return toy_sdxl.write(tmp_path_factory.mktemp("toy") / "toy-sdxl", MODEL_FOLDER / "tokenizer")
 
 
 @pytest.fixture(scope="session")
 def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
-    """A build of the toy, without a refiner."""
-    return BuildPlan("toy-sdxl", ModelFolder(toy_folder), None, target, "fp32")
+    """The build plan of the toy, without a refiner."""
+    return BuildPlan("toy-sdxl", Checkpoint(toy_folder), None, target, FP32)
 
 
 @pytest.fixture(scope="session")
-def toy_store(toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Store:
-    """A store in which the toy has been built and published as toy-sdxl/1. Not to be written to: copy it."""
+def toy_store(
+    toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]
+) -> WritableStore:
+    """A store in which the toy is built and published as toy-sdxl/1. Do not write to it: copy it."""
 
     def report(component: str, doing: str, done: int, steps: int) -> None:
         say(f"toy store {done}/{steps}: {component}: {doing}")
 
     folder = tmp_path_factory.mktemp("toy-store") / "store"
     with _alone(KEPT_TOYS.with_suffix(".lock")):
-        build(toy_plan, open_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
+        build(toy_plan, open_writable_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
         shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
-    made = open_store(folder)
+    made = open_writable_store(folder)
     build(toy_plan, made)
     publish(made, "toy-sdxl")
     return made
@@ -194,7 +183,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
 
 @pytest.fixture(scope="session")
 def s3(object_store: ObjectStore) -> Iterator[Any]:
-    """A boto3 client of the store, to look at it from outside, and to damage it."""
+    """A boto3 client, to inspect the store and to damage it."""
     client = boto3.client(
         "s3",
         endpoint_url=object_store.url,
@@ -208,7 +197,7 @@ def s3(object_store: ObjectStore) -> Iterator[Any]:
 
 @pytest.fixture
 def bucket(s3: Any) -> str:
-    """A new bucket's name."""
+    """The name of a new bucket."""
     name = f"preheat-{uuid.uuid4().hex[:12]}"
     s3.create_bucket(Bucket=name)
     return name
@@ -216,17 +205,17 @@ def bucket(s3: Any) -> str:
 
 @pytest.fixture
 def proxy(object_store: ObjectStore) -> Iterator[FaultyProxy]:
-    """What stands between a client and the store and does as it is told."""
+    """A proxy between a client and the store, which injects faults."""
     with FaultyProxy(object_store.url) as running:
         yield running
 
 
 @pytest.fixture
 def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Iterator[Opener]:
-    """Opens `bucket` as a store; keywords are StoreOptions'. Closes what it opened."""
-    opened: list[S3Store] = []
+    """Open `bucket` as a store, with keywords of StoreOptions. All are closed in the end."""
+    opened: list[WritableS3Store] = []
 
-    def open_it(prefix: str = "", name: str = bucket, **keywords: Any) -> S3Store:
+    def open_it(prefix: str = "", name: str = bucket, **keywords: Any) -> WritableS3Store:
         given = {
             "cache_dir": tmp_path / "cache",
             "endpoint": object_store.url,
@@ -234,7 +223,7 @@ def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Itera
             "secret_access_key": ceph.SECRET_KEY,
             "timeout": 20.0,
         }
-        opened.append(S3Store(f"s3://{name}/{prefix}", StoreOptions(**given | keywords)))
+        opened.append(WritableS3Store(f"s3://{name}/{prefix}", StoreOptions(**given | keywords)))
         return opened[-1]
 
     yield open_it

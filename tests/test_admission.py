@@ -4,12 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from model.scheduling.admission import (
-    efficient_images,
-    fits,
-    is_brief,
-    may_join,
-)
+from model.scheduling.admission import efficient_images, may_join, shortens_mean_latency
 
 H200 = {1: 0.0308, 2: 0.059, 4: 0.115, 8: 0.227}  # seconds a step at 1024x1024
 
@@ -66,12 +61,6 @@ def test_few_join_until_as_many_are_here_as_fit(under_way: int, waiting: int, ne
     assert may_join(under_way, waiting, needed, efficient=4, capacity=16) is joins
 
 
-@pytest.mark.parametrize("taken, needed, fit", [(0, 2, True), (1, 1, True), (1, 2, False), (2, 1, False)])
-def test_rows_are_filled_to_the_last_and_an_image_alone_always_fits(taken: int, needed: int, fit: bool) -> None:
-    assert fits(taken, needed, most=2) is fit
-    assert fits(taken, needed, most=1) is not taken
-
-
 @pytest.mark.parametrize("rows", [1, 2, 4])
 @pytest.mark.parametrize("images, each, left", [(1, 2, 10), (1, 1, 9), (2, 2, 12), (4, 1, 7), (7, 2, 20)])
 def test_who_is_brief_saves_more_than_it_costs(images: int, each: int, left: int, rows: int) -> None:
@@ -86,4 +75,4 @@ def test_who_is_brief_saves_more_than_it_costs(images: int, each: int, left: int
         return together
 
     for steps in range(1, left + 1):
-        assert is_brief(steps, rows, images, images * each, left) is (ends(0, steps) < ends(left, steps))
+        assert shortens_mean_latency(steps, rows, images, images * each, left) is (ends(0, steps) < ends(left, steps))

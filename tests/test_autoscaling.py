@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from model.scheduling.job import Limits
+from model.settings import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "truss" / "autoscaling"

@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.metrics import Counter, Gauge, Histogram, MetricWrapperBase
 
-from model import (
-    cold_start as coldstart,
-)
-from model import (
-    metrics,
-)
+from model import cold_start as coldstart
+from model import metrics
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[1] / "docs" / "grafana" / "preheat.json").read_text())
 SUFFIXES = {Counter: ("_total",), Gauge: ("",), Histogram: ("_bucket", "_sum", "_count")}

@@ -138,7 +138,7 @@ def test_a_map_of_other_constants_is_refused(package: Path) -> None:
         entries | {"c": entries["b.bias"]},
         {},
     ):
-        with pytest.raises(EngineError, match="constant map disagree: build it again .`preheat build`"):
+        with pytest.raises(EngineError, match="constant map disagree.*`preheat build`"):
             opened(package, constants=json.dumps(wrong).encode())
 
 
@@ -157,7 +157,7 @@ def test_what_is_no_engine_is_refused(package: Path, tmp_path: Path) -> None:
 def test_an_engine_that_gives_other_tensors_than_its_record_says_is_refused(package: Path) -> None:
     two = SIGNATURE.outputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
     engine = opened(package, signature=Signature(inputs=SIGNATURE.inputs, outputs=two))
-    with pytest.raises(EngineError, match="gives 1 tensors and its record names 2: build it again"):
+    with pytest.raises(EngineError, match="returns 1 tensors and its record names 2"):
         engine.run({"x": latents()})
 
 
@@ -170,7 +170,7 @@ class Bucketed(EagerEngine):
     def __init__(self, rows: Span, side: int | None = None, signature: Signature = SIGNATURE) -> None:
         super().__init__("unet", Toy(0), signature)
         span = Span(min=side, max=side) if side else Span(min=8, max=512, multiple=8)
-        self.bucket = Bucket(rows=rows, height=span, width=span)
+        self.bucket = Bucket(batch=rows, height=span, width=span)
         self.ran: list[int] = []
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -199,7 +199,7 @@ def test_any_rows_run_in_the_smallest_bucket_that_holds_them(rows: int, ran: dic
     engines = static(8, 1, 2)
     x = latents(rows, 64, 64)
     torch.testing.assert_close(EngineSet(engines).run({"x": x}, 64, 64)["y"], Toy(0)(x)[0])
-    assert {engine.bucket.rows.max: engine.ran for engine in engines} == ran
+    assert {engine.bucket.batch.max: engine.ran for engine in engines} == ran
 
 
 def test_rows_in_steps_are_padded_to_a_step() -> None:
@@ -229,9 +229,9 @@ def test_inputs_of_unequal_rows_lose_none_silently() -> None:
 
 def test_no_rows_and_no_inputs_are_refused() -> None:
     engines = EngineSet(static(1, 2))
-    with pytest.raises(EngineError, match="no rows"):
+    with pytest.raises(EngineError, match="empty batch"):
         engines.run({"x": latents(2, 64, 64)[:0]}, 64, 64)
-    with pytest.raises(EngineError, match="given nothing"):
+    with pytest.raises(EngineError, match="received nothing"):
         engines.run({}, 64, 64)
 
 
@@ -239,7 +239,7 @@ def test_engines_that_take_different_inputs_make_no_set() -> None:
     renamed = Signature(
         inputs=(TensorSpec(name="other", dtype="float32", shape=SIGNATURE.inputs[0].shape),), outputs=SIGNATURE.outputs
     )
-    with pytest.raises(EngineError, match="differ in what they take and give.*`preheat build`"):
+    with pytest.raises(EngineError, match="differ in what they take and return.*`preheat build`"):
         EngineSet([Bucketed(Span(min=1, max=1)), Bucketed(Span(min=2, max=2), signature=renamed)])
 
 

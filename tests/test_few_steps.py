@@ -13,51 +13,29 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from engine_builder.backends.aot_inductor.compile import (
-    dynamic_bucket,
-    engine_key,
-)
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
 from engine_builder.backends.onnx.graph_store import check_graph_runs
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.checkpoints.release_settings import (
-    read_release_defaults,
-    read_schedulers,
-    read_settings,
-)
-from engine_builder.networks.network import (
-    ModelFolder,
-    ModelFolderError,
-    load_network,
-)
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.release_settings import read_model_facts, read_release_defaults, read_schedulers
+from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    read_defaults,
-    resolve,
-)
+from engine_builder.stores.store import open_writable_store
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.denoising.loop import Row
-from model.engines import components
+from model.denoising.loop import ImageState
+from model.engines import components, shapes
 from model.engines.engine import EngineSet
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
-from model.loading.target import (
-    Target,
-    detect_targets,
-)
+from model.loading.load import Loaded, load_release
+from model.loading.served import read_defaults
+from model.loading.target import Target, detect_targets
 from model.pipeline.guidance import embed_guidance
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    base_rows,
-    generate,
-    request_tables,
-)
-from model.store.store import open_store
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.pipeline.text_to_image import generate, prepare_images, request_schedules
+from model.store.precision import FP16, FP32
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
 from tests.stand_ins import toy_sdxl
 from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
@@ -87,17 +65,18 @@ def distilled(
     distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]
 ) -> Loaded:
     """That toy built, published and loaded. Engines are kept from one run to the next, as the other toy's are."""
-    plan = BuildPlan("toy-lcm", ModelFolder(distilled_folder), None, target, "fp32")
+    plan = BuildPlan("toy-lcm", Checkpoint(distilled_folder), None, target, FP32)
     folder = tmp_path_factory.mktemp("distilled-store") / "store"
     with _alone(KEPT_TOYS.with_suffix(".lock")):
-        build(plan, open_store(KEPT_TOYS), lambda component, doing, *_: say(f"distilled toy: {component}: {doing}"))
+        kept = open_writable_store(KEPT_TOYS)
+        build(plan, kept, lambda component, activity, *_: say(f"distilled toy: {component}: {activity}"))
         shutil.copytree(KEPT_TOYS, folder)
-    store = open_store(folder)
+    store = open_writable_store(folder)
     release = publish(store, "toy-lcm")[0].name
     return load_release(store, release, detect_targets(), [], ColdStart())
 
 
-def asked_of(loaded: Loaded, **fields: object) -> GenerationSettings:
+def asked_of(loaded: Loaded, **fields: object) -> GenerationParams:
     request = {"prompt": "a large red circle on a blue background", "seed": 7} | fields
     return resolve(GenerationRequest.model_validate(request), loaded.served)
 
@@ -135,7 +114,7 @@ def test_a_distilled_unet_runs_on_the_engines_of_the_one_it_came_from(
     distilled_folder: Path, toy_folder: Path, target: Target
 ) -> None:
     def keys(folder: Path) -> dict[str, str]:
-        networks = [load_network(ModelFolder(folder), name, "fp32") for name in components.BASE_COMPONENTS[2:5]]
+        networks = [load_network(Checkpoint(folder), name, FP32) for name in components.BASE_COMPONENTS[2:5]]
         return {
             network.component: engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks
         }
@@ -149,7 +128,7 @@ def test_the_release_says_what_its_unet_takes(distilled: Loaded, loaded: Loaded)
     assert [(spec.name, spec.dtype, spec.shape) for spec in signature.inputs][3:] == [
         ("timestep_cond", "float32", ("rows", WIDTH))
     ]
-    assert components.timestep_cond_width(loaded.model.engines[components.UNET_TIME].signature) == 0
+    assert shapes.timestep_cond_width(loaded.model.engines[components.UNET_TIME].signature) == 0
     asked = asked_of(distilled)
     assert (asked.scheduler, asked.num_inference_steps, asked.guidance_scale) == ("LCM", 4, 7.5)
 
@@ -157,7 +136,7 @@ def test_the_release_says_what_its_unet_takes(distilled: Loaded, loaded: Loaded)
 def distilled_lines() -> LoadedModel:
     """The model of lines, its base distilled to embed guidance and its refiner not."""
     model = line_model()
-    signature = components.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), 7, "float32")
+    signature = shapes.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), 7, "float32")
     model.engines[components.UNET_TIME] = EngineSet([Stub(components.UNET_TIME, signature)])
     return model
 
@@ -187,14 +166,14 @@ def test_a_refiner_of_its_own_kind_is_guided_all_the_same() -> None:
 
 def test_a_base_left_without_a_step_embeds_nothing() -> None:
     model = distilled_lines()
-    base, rest = request_tables(model, replace(PLAIN, use_refiner=True, denoising_frac=0.0))
+    base, rest = request_schedules(model, replace(PLAIN, use_refiner=True, denoising_frac=0.0))
     assert rest is not None and not base.steps
-    rows: list[Row] = base_rows(model, PLAIN, base)
-    assert rows[0].conditional.time_embeds.isfinite().all()
+    rows: list[ImageState] = prepare_images(model, PLAIN, base)
+    assert rows[0].cond.time_embeds.isfinite().all()
 
 
 def test_a_unet_that_embeds_guidance_exports_to_onnx(distilled_folder: Path) -> None:
-    network = load_network(ModelFolder(distilled_folder), components.UNET_TIME, "fp16")
+    network = load_network(Checkpoint(distilled_folder), components.UNET_TIME, FP16)
     assert check_graph_runs(network, export_graph(network)) <= 1e-2
 
 
@@ -228,8 +207,8 @@ def packaged(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path: Path) -> None:
     folder = packaged(kind, tmp_path / "model")
-    base = ModelFolder(folder)
-    settings = read_settings(base, None)
+    base = Checkpoint(folder)
+    settings = read_model_facts(base, None)
     model = replace(loaded.model, settings=settings, noise_schedules=read_schedulers(base, None), loops={})
     defaults = read_defaults(read_release_defaults(base, None))
     served = replace(
@@ -254,5 +233,5 @@ def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path:
 def test_a_native_size_that_no_unet_draws_is_refused(size: dict[str, Any], tmp_path: Path) -> None:
     folder = packaged("Turbo", tmp_path / "model")
     (folder / "defaults.json").write_text(json.dumps(size))
-    with pytest.raises(ModelFolderError, match=f"defaults.json: {next(iter(size))} is .* a multiple of 32"):
-        read_settings(ModelFolder(folder), None)
+    with pytest.raises(CheckpointError, match=f"defaults.json: {next(iter(size))} is .* a multiple of 32"):
+        read_model_facts(Checkpoint(folder), None)

@@ -12,26 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.denoising import graph_loop as graph_loop_module
+from model.denoising.buffers import buffer_shapes
+from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import (
-    Loop,
-    Row,
-    StepLoop,
-    has_room,
-    unet_rows,
-)
-from model.denoising.noise_schedule import MAX_STEPS
-from model.denoising.samplers import SAMPLERS
+from model.denoising.loop import ImageState, Loop, has_room, unet_batch
+from model.denoising.sampler_names import SAMPLERS
 from model.engines import components
 from model.engines.engine import EngineSet
-from model.pipeline import text_to_image as pipeline
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    base_rows,
-    denoise,
-    request_tables,
-)
+from model.pipeline import loaded_model
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import denoise, prepare_images, request_schedules
 from model.store.manifest import Bucket, Span
+from model.validation import MAX_STEPS
 from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
 
 HEIGHT, WIDTH = 64, 96
@@ -72,7 +64,7 @@ def beside(unet: EngineSet, component: str, *rows: int) -> list[Stub]:
     kind = {components.UNET_UNCONDITIONAL: UntoldStub, components.UNET_GUIDED: HalfStub}[component]
     engines = []
     for plain in unet.engines:
-        if plain.bucket.rows.max in rows:
+        if plain.bucket.batch.max in rows:
             engines.append(kind(component, plain.signature))
             engines[-1].bucket = plain.bucket
     return engines
@@ -91,9 +83,9 @@ def model() -> LoadedModel:
     return line_model()
 
 
-def row_of(model: LoadedModel, **asked: object) -> Row:
+def row_of(model: LoadedModel, **asked: object) -> ImageState:
     request = replace(PLAIN, **asked)  # type: ignore[arg-type]
-    [row] = base_rows(model, request, request_tables(model, request)[0])
+    [row] = prepare_images(model, request, request_schedules(model, request)[0])
     return row
 
 
@@ -107,11 +99,11 @@ def drawn(loop: Loop, model: LoadedModel, mix: list[tuple[dict[str, object], int
     waiting = [(joins, index) for index, (_, joins) in enumerate(mix)]
     waiting.sort()
     step = 0
-    while waiting or loop.rows:
-        while waiting and waiting[0][0] <= step and has_room(loop, rows[waiting[0][1]].unet_rows):
-            loop.join(rows[waiting.pop(0)[1]])
-        assert unet_rows(loop.rows) <= max(2, loop.capacity)
-        if loop.rows:
+    while waiting or loop.images:
+        while waiting and waiting[0][0] <= step and has_room(loop, rows[waiting[0][1]].unet_batch):
+            loop.add(rows[waiting.pop(0)[1]])
+        assert unet_batch(loop.images) <= max(2, loop.capacity)
+        if loop.images:
             loop.step()
         step += 1
     return [row.latents for row in rows]
@@ -143,7 +135,7 @@ def test_any_mix_comes_to_what_the_plain_loop_draws(
     for guided in ({}, {"guided": halved(unet)}, {"unconditional": untold(unet), "guided": halved(unet)}):
         got = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device, **guided), model, mix)
         for (asked, _), latents in zip(mix, got, strict=True):
-            [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+            [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
             torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -160,19 +152,19 @@ def test_guided_engines_run_where_no_row_has_an_unconditional_text(model: Loaded
 
     loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, guided=guided)
     first, second = row_of(model, num_inference_steps=4), row_of(model, num_inference_steps=3, seed=4)
-    loop.join(first)
+    loop.add(first)
     loop.step()
     assert new_calls() == [0, 0, 1, 0]
-    loop.join(second)
+    loop.add(second)
     loop.step()
     assert new_calls() == [0, 0, 0, 1]  # two images and room for a third
     negative = row_of(model, num_inference_steps=1, negative_prompt="four")
-    loop.join(negative)
+    loop.add(negative)
     loop.step()
     assert new_calls() == [0, 1, 0, 0]
     assert loop.step() == [first, second]
     assert new_calls() == [0, 0, 0, 1]
-    loop.join(row_of(model, num_inference_steps=2, end_cfg_frac=0.5))
+    loop.add(row_of(model, num_inference_steps=2, end_cfg_frac=0.5))
     loop.step()
     loop.step()
     assert new_calls() == [1, 0, 1, 0]  # its second step is not guided
@@ -190,22 +182,22 @@ def test_a_guided_image_alone_takes_the_engines_of_one_row(model: LoadedModel) -
         return counts
 
     loop = GraphLoop(unet, HEIGHT, WIDTH, model.device, engines[3:4], engines[4:])
-    loop.join(row_of(model, num_inference_steps=4))
+    loop.add(row_of(model, num_inference_steps=4))
     loop.step()
     assert new_calls() == [1, 0, 0, 1, 0]  # a row with its text and one without any
-    loop.join(row_of(model, num_inference_steps=1, seed=4))
+    loop.add(row_of(model, num_inference_steps=1, seed=4))
     loop.step()
     assert new_calls() == [0, 0, 0, 0, 1]  # two images
-    loop.join(row_of(model, num_inference_steps=1, negative_prompt="four"))
+    loop.add(row_of(model, num_inference_steps=1, negative_prompt="four"))
     loop.step()
     assert new_calls() == [0, 0, 1, 0, 0]
     loop.step()
     assert new_calls() == [1, 0, 0, 1, 0]
-    loop.join(row_of(model, num_inference_steps=1, negative_prompt="four"))
+    loop.add(row_of(model, num_inference_steps=1, negative_prompt="four"))
     loop.step()
     assert new_calls() == [2, 0, 0, 0, 0]  # a text each
     for seed in range(2):
-        loop.join(row_of(model, num_inference_steps=1, seed=seed, guidance_scale=1.0))
+        loop.add(row_of(model, num_inference_steps=1, seed=seed, guidance_scale=1.0))
     loop.step()
     assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
 
@@ -213,13 +205,13 @@ def test_a_guided_image_alone_takes_the_engines_of_one_row(model: LoadedModel) -
 def test_engines_that_may_not_overlap_run_one_after_the_other(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_loop_module, "beside", lambda works: pytest.fail("beside each other"))
+    monkeypatch.setattr(graph_loop_module, "run_concurrently", lambda works: pytest.fail("concurrent"))
     asked: dict[str, object] = {"negative_prompt": "four", "num_inference_steps": 3}
-    [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+    [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
     for rows, calls in {(1, 2): [0, 3], (1,): [6]}.items():  # both rows in one call, or in two where there is none
         unet = bucketed(model, *rows)
         for engine in unet.engines:
-            engine.overlaps = False
+            engine.concurrent = False
         [latents] = drawn(GraphLoop(unet, HEIGHT, WIDTH, model.device), model, [(asked, 0)])
         assert [len(engine.seen) for engine in unet.engines] == calls  # type: ignore[attr-defined]
         torch.testing.assert_close(latents, expected, rtol=1e-4, atol=1e-4)
@@ -232,12 +224,12 @@ def test_a_gpu_s_loop_is_given_what_a_release_has_for_guided_rows(
     alone, both = untold(unet), halved(unet)
     monkeypatch.setattr(model, "device", torch.device("cuda"))
     made = inspect.signature(GraphLoop).bind
-    monkeypatch.setattr(pipeline, "GraphLoop", lambda *given: made(*given).arguments)
+    monkeypatch.setattr(loaded_model, "GraphLoop", lambda *given: made(*given).arguments)
 
     def given(component: str, **guided: list[Stub]) -> tuple[object, object]:
         sets = {name: EngineSet(engines) for name, engines in guided.items()}
         monkeypatch.setattr(model, "engines", {component: unet} | sets)
-        arguments: dict[str, object] = pipeline.make_loop(model, component, HEIGHT, WIDTH)  # type: ignore[assignment]
+        arguments: dict[str, object] = loaded_model.make_loop(model, component, HEIGHT, WIDTH)  # type: ignore[assignment]
         assert arguments["unet"] is unet
         return arguments["unconditional"], arguments["guided"]
 
@@ -249,12 +241,12 @@ def test_a_gpu_s_loop_is_given_what_a_release_has_for_guided_rows(
 
 
 def test_no_unconditional_text_is_not_an_empty_one(model: LoadedModel) -> None:
-    blank = [row_of(model, negative_prompt=prompt).unconditional for prompt in (None, "", "four")]
-    assert [text and text.blank for text in blank] == [True, False, False]
+    blank = [row_of(model, negative_prompt=prompt).uncond for prompt in (None, "", "four")]
+    assert [text and text.is_zero for text in blank] == [True, False, False]
     assert not any(text.keys_values.any() for text in blank[:1] if text)
     model.settings = model.settings.model_copy(update={"force_zeros_for_empty_prompt": False})
-    unconditional = row_of(model).unconditional
-    assert unconditional is not None and not unconditional.blank
+    unconditional = row_of(model).uncond
+    assert unconditional is not None and not unconditional.is_zero
 
 
 def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> None:
@@ -263,8 +255,8 @@ def test_the_smallest_bucket_that_holds_the_rows_runs(model: LoadedModel) -> Non
     assert loop.capacity == 6
     guided = row_of(model, num_inference_steps=3, end_cfg_frac=0.34)
     plain = row_of(model, guidance_scale=1.0, num_inference_steps=2)
-    loop.join(guided)
-    loop.join(plain)
+    loop.add(guided)
+    loop.add(plain)
     assert loop.step() == []  # 3 rows
     assert loop.step() == [plain]  # 2 rows: all but the first of its steps are not guided
     assert loop.step() == [guided]
@@ -278,7 +270,7 @@ def test_a_guided_image_is_drawn_also_where_the_largest_bucket_has_one_row(model
     row = row_of(model, **asked)
     denoise(GraphLoop(unet, HEIGHT, WIDTH, model.device), [row])
     assert len(unet.engines[0].seen) == 2 + 2 + 1 + 1  # type: ignore[attr-defined]
-    [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+    [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
     torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -291,7 +283,7 @@ def test_fewer_may_be_let_in_than_fit(model: LoadedModel) -> None:
     engine = unet.engines[-1]
     assert {len(inputs["sample"][:4].unique(dim=0)) for inputs in engine.seen} == {2}  # type: ignore[attr-defined]
     for seed, row in enumerate(rows):
-        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
+        [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [({"seed": seed}, 0)])
         torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -303,15 +295,15 @@ def test_guided_images_and_others_fill_a_bucket_to_the_last_row(guided: int, pla
     asked += [{"guidance_scale": 1.0, "scheduler": "LCM", "seed": n} for n in range(guided, guided + plain)]
     rows = [row_of(model, **each) for each in asked]
     for row in rows:
-        assert has_room(loop, row.unet_rows)
-        loop.join(row)
+        assert has_room(loop, row.unet_batch)
+        loop.add(row)
     assert not has_room(loop, 1)
-    while loop.rows:
+    while loop.images:
         loop.step()
     [first, *_] = unet.engines[0].seen  # type: ignore[attr-defined]
     assert len(torch.cat([first["sample"].flatten(1), first["keys_values"].flatten(1)], 1).unique(dim=0)) == 8
     for row, each in zip(rows, asked, strict=True):
-        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(each, 0)])
+        [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(each, 0)])
         torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -321,7 +313,7 @@ def test_what_is_never_guided_reads_its_own_text_though_it_has_two(model: Loaded
         rows.append(row_of(model, negative_prompt="four"))
         rows[-1].guidance = np.ones_like(rows[-1].guidance)
     denoise(graph_loop(model, 2), rows[:1])
-    denoise(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), rows[1:])
+    denoise(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), rows[1:])
     torch.testing.assert_close(rows[0].latents, rows[1].latents, rtol=1e-4, atol=1e-4)
 
 
@@ -330,7 +322,7 @@ def test_company_is_felt_through_the_bucket_alone(model: LoadedModel) -> None:
 
     class Rounding(Stub):
         def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {"noise": super().run(inputs)["noise"] * (1 + self.bucket.rows.max * 2**-10)}
+            return {"noise": super().run(inputs)["noise"] * (1 + self.bucket.batch.max * 2**-10)}
 
     unet = bucketed(model, 1, 2, 4, 8)
     for engine in unet.engines:
@@ -353,28 +345,44 @@ def test_company_is_felt_through_the_bucket_alone(model: LoadedModel) -> None:
     )
 
 
-def test_what_its_buffers_take_is_known_without_a_device(model: LoadedModel) -> None:
-    """At the width of SDXL's text: 2 texts an image, by place and by row, 77 tokens of 166,400 keys and values in fp16,
-    and the rest."""
+def test_buffer_shapes_follow_from_the_signature(model: LoadedModel) -> None:
+    """At the width of SDXL's text: conditioning by slot and in batch order, 77 tokens of 166,400 keys and values in
+    fp16, and little else."""
     unet = stub(model, components.UNET)
     shapes = {"keys_values": ("rows", 77, 166_400), "time_embeds": ("rows", 1280)}
     inputs = [
         spec.model_copy(update={"shape": shapes.get(spec.name, spec.shape), "dtype": "float16"})
         for spec in unet.signature.inputs
     ]
-    unet.signature = unet.signature.model_copy(update={"inputs": tuple(inputs)})
-    eight, four = (GraphLoop(bucketed(model, 2, rows), HEIGHT, WIDTH, torch.device("meta")).bytes for rows in (16, 8))
+    signature = unet.signature.model_copy(update={"inputs": tuple(inputs)})
+    eight, four = (
+        sum(buffer.bytes for buffer in buffer_shapes(signature, HEIGHT, WIDTH, [2, batch]).values())
+        for batch in (16, 8)
+    )
     texts = 2 * 16 * 77 * 166_400 * 2 + 16 * MAX_STEPS * 1280 * 2
     assert texts < eight < 1.01 * texts
     assert eight == pytest.approx(2 * four, rel=0.01)
+
+
+@pytest.mark.parametrize("batches", [(1,), (2,), (1, 2, 4)])
+def test_a_loop_allocates_exactly_its_buffer_shapes(model: LoadedModel, batches: tuple[int, ...]) -> None:
+    loop = GraphLoop(bucketed(model, *batches), HEIGHT, WIDTH, model.device)
+    signature = model.engines[components.UNET].signature
+    expected = sum(buffer.bytes for buffer in buffer_shapes(signature, HEIGHT, WIDTH, batches).values())
+    held = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in vars(loop).values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    assert sum(held.values()) == expected
 
 
 def test_a_row_in_the_loop_keeps_no_text_of_its_own(model: LoadedModel) -> None:
     loop = graph_loop(model, 4)
     row, plain = row_of(model), row_of(model, guidance_scale=1.0)
     for one in (row, plain):
-        loop.join(one)
-        assert not one.conditional.keys_values.numel() and not one.conditional.time_embeds.numel()
+        loop.add(one)
+        assert not one.cond.keys_values.numel() and not one.cond.time_embeds.numel()
     assert row.guided and not plain.guided
 
 
@@ -394,11 +402,11 @@ def test_steps_of_many_pixels_are_captured_without_a_workspace(
     captured: dict[tuple[int, ...], bool] = {}
 
     def capture(work: "partial[None]", workspace: bool) -> "partial[None]":
-        captured[tuple(engine.bucket.rows.max for engine in work.args[0])] = workspace
+        captured[tuple(engine.bucket.batch.max for engine in work.args[0])] = workspace
         return work
 
     monkeypatch.setattr(graph_loop_module, "capture", capture)
-    monkeypatch.setattr(graph_loop_module, "_MANY", 4 * HEIGHT * WIDTH)
+    monkeypatch.setattr(graph_loop_module, "_LARGE_STEP_PIXELS", 4 * HEIGHT * WIDTH)
     monkeypatch.setattr(loop, "_device", torch.device("cuda"))
     for engine in unet.engines:
         loop._replay_of(engine)
@@ -448,9 +456,9 @@ def test_the_host_stays_two_steps_ahead_and_overwrites_nothing(
 ) -> None:
     loop = graph_loop(model, 2)
     device = LateDevice(loop, monkeypatch)
-    loop.join(row_of(model, scheduler="Euler a", num_inference_steps=20))
+    loop.add(row_of(model, scheduler="Euler a", num_inference_steps=20))
     ahead = []
-    while loop.rows:
+    while loop.images:
         loop.step()
         ahead.append(len(device.queued) - 1 - device.done)
     assert ahead == [1, 2, *18 * [2]]
@@ -461,18 +469,18 @@ def test_a_broken_row_poisons_neither_its_companions_nor_the_next_in_its_slot(mo
     loop = graph_loop(model, 4)
     broken, companion = row_of(model, seed=1), row_of(model, seed=2, scheduler="DPM++ 2M")
     broken.latents = broken.latents * float("nan")
-    loop.join(broken)
-    loop.join(companion)
+    loop.add(broken)
+    loop.add(companion)
     loop.step()
     assert not loop.latents(broken).isfinite().any()
-    loop.leave(broken)
+    loop.remove(broken)
     newcomer = row_of(model, seed=3, scheduler="DPM++ 2M SDE Karras")
-    loop.join(newcomer)
-    while loop.rows:
+    loop.add(newcomer)
+    while loop.images:
         loop.step()
     for row, asked in (
         (companion, {"seed": 2, "scheduler": "DPM++ 2M"}),
         (newcomer, {"seed": 3, "scheduler": "DPM++ 2M SDE Karras"}),
     ):
-        [expected] = drawn(StepLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
+        [expected] = drawn(EagerLoop(bucketed(model, 2), HEIGHT, WIDTH), model, [(asked, 0)])
         torch.testing.assert_close(row.latents, expected, rtol=1e-4, atol=1e-4)

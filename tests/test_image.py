@@ -14,15 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from model.api.request import ImageFormat
 from model.images import jpeg_strips as jpeg
-from model.images.encode import (
-    Pixels,
-    broken_image,
-    encode,
-    encode_base64,
-    to_levels,
-)
+from model.images.encode import ImageFormat, Pixels, broken_image, encode, encode_base64, to_levels
 
 MAGIC = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff", "webp": b"RIFF"}
 
@@ -71,7 +64,7 @@ def test_a_jpeg_in_strips_is_the_picture_encoded_whole(
         Image.fromarray(part).save(file, "JPEG", quality=quality, subsampling="4:2:0")
         return file.getvalue()
 
-    with mock.patch.multiple(jpeg, _STRIPS=strips, _STRIP=1):
+    with mock.patch.multiple(jpeg, _MAX_STRIPS=strips, _MIN_STRIP_PIXELS=1):
         cut = jpeg.encode_in_strips(pixels, whole)
     np.testing.assert_array_equal(np.asarray(opened(cut)), np.asarray(opened(whole(pixels))))
     scan = cut[cut.rindex(b"\xff\xda") :]  # where a marker's bytes mean nothing else, as they may in the tables before
@@ -81,7 +74,7 @@ def test_a_jpeg_in_strips_is_the_picture_encoded_whole(
 
 
 def test_only_large_pictures_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg, "_STRIPS", 4)
+    monkeypatch.setattr(jpeg, "_MAX_STRIPS", 4)
     assert b"\xff\xdd" not in encode(picture(256, 256), "jpeg", 95)
     large = encode(picture(512, 512), "jpeg", 95)
     assert large.count(b"\xff\xdd") == 1 and opened(large).size == (512, 512)

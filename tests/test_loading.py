@@ -23,20 +23,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from model.api.request import (
-    SizeList,
-    SizeRange,
-)
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.denoising.noise_schedule import MAX_STEPS
-from model.engines.components import (
-    BASE_COMPONENTS,
-    GUIDED,
-    REFINER_COMPONENTS,
-    Widths,
-    unet_signature,
-)
+from model.engines.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
 from model.engines.graphed import GraphedEngine
+from model.engines.shapes import Widths, unet_signature
 from model.engines.tensorrt.plans import Plans
 from model.errors import (
     CorruptBlob,
@@ -44,23 +35,21 @@ from model.errors import (
     ManifestError,
     MissingComponent,
     NoEngineForTarget,
+    OutOfDeviceMemory,
     PreheatError,
     ReleaseNotFound,
     StoreError,
 )
 from model.loading import load as loading
-from model.loading.load import (
-    Loaded,
-    ServedBucket,
-    check_memory,
-    choose_engines,
-    load_release,
-    loop_bytes,
-)
+from model.loading.load import Loaded, load_release
+from model.loading.memory import check_memory, loop_bytes
+from model.loading.select import choose_engines, select
+from model.loading.served import SizeList, SizeRange
 from model.loading.target import Target
-from model.store.local import LocalStore
+from model.settings import ServedBucket
 from model.store.manifest import Bucket, Span
 from model.store.manifest_json import parse_manifest
+from model.validation import MAX_STEPS
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
 
@@ -71,33 +60,36 @@ Damage = Callable[[Entries], None]
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalStore, bytes]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[WritableLocalStore, bytes]:
     """A store with a release that loads, and its manifest. Not to be written to."""
-    store = LocalStore(tmp_path_factory.mktemp("sound") / "store")
+    store = WritableLocalStore(tmp_path_factory.mktemp("sound") / "store")
     manifest = releases.draft(store, releases.toy())
     store.write_release(manifest)
     return store, manifest.to_json()
 
 
 @pytest.fixture
-def store(sound: tuple[LocalStore, bytes], tmp_path: Path) -> LocalStore:
+def store(sound: tuple[WritableLocalStore, bytes], tmp_path: Path) -> WritableLocalStore:
     """A copy of it, to be damaged."""
-    return LocalStore(shutil.copytree(sound[0].root, tmp_path / "store"))
+    return WritableLocalStore(shutil.copytree(sound[0].root, tmp_path / "store"))
 
 
 @pytest.fixture
-def entries(sound: tuple[LocalStore, bytes]) -> Entries:
+def entries(sound: tuple[WritableLocalStore, bytes]) -> Entries:
     """Its manifest as JSON, to be damaged and put back with `releases.write_raw`."""
     return json.loads(sound[1])
 
 
 def load(
-    store: LocalStore, name: str = NAME, targets: list[Target] | None = None, buckets: list[ServedBucket] | None = None
+    store: WritableLocalStore,
+    name: str = NAME,
+    targets: list[Target] | None = None,
+    buckets: list[ServedBucket] | None = None,
 ) -> Loaded:
     return load_release(store, name, targets or [cpu_target()], buckets or [], ColdStart())
 
 
-def refusal(kind: type[PreheatError], store: LocalStore, **how: Any) -> str:
+def refusal(kind: type[PreheatError], store: WritableLocalStore, **how: Any) -> str:
     """The message of exactly this kind of error, and no more than a reader reads."""
     with pytest.raises(PreheatError) as caught:
         load(store, **how)
@@ -107,20 +99,20 @@ def refusal(kind: type[PreheatError], store: LocalStore, **how: Any) -> str:
     return message
 
 
-def damaged(store: LocalStore, entries: Entries, damage: Damage) -> LocalStore:
+def damaged(store: WritableLocalStore, entries: Entries, damage: Damage) -> WritableLocalStore:
     damage(entries)
     releases.write_raw(store.root, entries)
     return store
 
 
-def blob_path(store: LocalStore, digest: str) -> Path:
+def blob_path(store: WritableLocalStore, digest: str) -> Path:
     return store.root / "blobs" / "sha256" / digest
 
 
 # -- what is served -----------------------------------------------------------------------------------------------
 
 
-def test_a_sound_release_is_served(sound: tuple[LocalStore, bytes]) -> None:
+def test_a_sound_release_is_served(sound: tuple[WritableLocalStore, bytes]) -> None:
     cold_start = ColdStart()
     loaded = load_release(sound[0], NAME, [cpu_target()], [], cold_start)
     assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
@@ -133,7 +125,7 @@ def test_a_sound_release_is_served(sound: tuple[LocalStore, bytes]) -> None:
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], Toy(seed)(x)[0])
 
 
-def test_a_refiner_shares_what_it_has_in_common(store: LocalStore) -> None:
+def test_a_refiner_shares_what_it_has_in_common(store: WritableLocalStore) -> None:
     manifest = releases.draft(store, releases.toy(), refiner=True)
     second = next(record for record in manifest.weights if record.component == "text_encoder_2")
     shared = tuple(
@@ -147,26 +139,26 @@ def test_a_refiner_shares_what_it_has_in_common(store: LocalStore) -> None:
     assert together.model.shares_text_encoder_2 and together.weight_bytes == apart.weight_bytes * 9 // 10
 
 
-def test_a_machine_runs_engines_of_a_level_below_its_own(sound: tuple[LocalStore, bytes]) -> None:
+def test_a_machine_runs_engines_of_a_level_below_its_own(sound: tuple[WritableLocalStore, bytes]) -> None:
     better = replace(cpu_target(), product="x86_64_v9")
     assert load(sound[0], targets=[better, cpu_target()]).target == cpu_target().key
 
 
-def test_configured_buckets_narrow_the_sizes(sound: tuple[LocalStore, bytes]) -> None:
-    buckets = [ServedBucket(64, 64, 2), ServedBucket(height=128, width=256, rows=2)]
+def test_configured_buckets_narrow_the_sizes(sound: tuple[WritableLocalStore, bytes]) -> None:
+    buckets = [ServedBucket(height=64, width=64, rows=2), ServedBucket(height=128, width=256, rows=2)]
     assert load(sound[0], buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
 
 
-def test_buckets_do_not_narrow_what_has_no_size(store: LocalStore) -> None:
+def test_buckets_do_not_narrow_what_has_no_size(store: WritableLocalStore) -> None:
     """On a GPU the times of 32 steps are embedded at once: more rows than any bucket of the UNet has."""
     manifest = releases.draft(store)
     [time] = [engine for engine in manifest.engines if engine.component == "unet_time"]
-    wide = time.model_copy(update={"bucket": Bucket(rows=Span(min=32, max=32))})
+    wide = time.model_copy(update={"bucket": Bucket(batch=Span(min=32, max=32))})
     manifest = manifest.model_copy(update={"engines": (wide,)})
-    assert choose_engines(manifest, "unet_time", wide.target, [ServedBucket(64, 64, 2)]) == [wide]
+    assert choose_engines(manifest, "unet_time", wide.target, [ServedBucket(height=64, width=64, rows=2)]) == [wide]
 
 
-def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entries: Entries) -> None:
+def test_each_engine_gets_the_weights_of_its_own_layout(store: WritableLocalStore, entries: Entries) -> None:
     """Two engines of a component in two layouts: the second must not run on the first's weights."""
     second = copy.deepcopy(entries["engines"][UNET]) | {"layout": "other", "key": "0" * 64}
     second["bucket"]["rows"] = {"min": 1, "max": 9, "multiple": 1}
@@ -181,7 +173,9 @@ def test_each_engine_gets_the_weights_of_its_own_layout(store: LocalStore, entri
     torch.testing.assert_close(other.run({"x": x})["y"], Toy(77)(x)[0])
 
 
-def test_quantized_engines_are_served_only_where_there_is_nothing_better(store: LocalStore, entries: Entries) -> None:
+def test_quantized_engines_are_served_only_where_there_is_nothing_better(
+    store: WritableLocalStore, entries: Entries
+) -> None:
     for record in (entries["engines"][UNET], entries["weights"][UNET]):
         record["precision"] = "int8"
     releases.write_raw(store.root, entries)
@@ -195,41 +189,45 @@ def test_quantized_engines_are_served_only_where_there_is_nothing_better(store: 
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_no_release_of_that_name(store: LocalStore) -> None:
+def test_no_release_of_that_name(store: WritableLocalStore) -> None:
     message = refusal(ReleaseNotFound, store, name="toy/2")
-    assert "No release toy/2" in message and "there: toy/1" in message and "`preheat publish toy/2" in message
+    assert (
+        "Release toy/2 was not found" in message
+        and "Available: toy/1" in message
+        and "`preheat publish toy/2" in message
+    )
 
 
 @pytest.mark.parametrize("name", ["toy", "../../etc/passwd", "toy/1/1", "", "toy/1.json/.."])
-def test_what_is_no_release_name(store: LocalStore, name: str) -> None:
-    assert "write model/version" in refusal(ManifestError, store, name=name)
+def test_what_is_no_release_name(store: WritableLocalStore, name: str) -> None:
+    assert "Write model/version" in refusal(ManifestError, store, name=name)
 
 
-def test_no_engine_for_this_target(store: LocalStore) -> None:
+def test_no_engine_for_this_target(store: WritableLocalStore) -> None:
     message = refusal(NoEngineForTarget, store, targets=[Target("cuda", "h200", "sm90", "torch2.13-cu130")])
     assert "cuda-h200-sm90-torch2.13-cu130" in message and f"has engines for {cpu_target().key}" in message
     assert "`preheat build` on such a machine" in message and "`preheat publish`" in message
 
 
-def test_no_engine_for_one_component(store: LocalStore, entries: Entries) -> None:
+def test_no_engine_for_one_component(store: WritableLocalStore, entries: Entries) -> None:
     damaged(store, entries, lambda e: e["engines"].pop(2))
     message = refusal(NoEngineForTarget, store)
     assert "for its unet" in message and "`preheat build`" in message
 
 
-def test_no_engine_at_all(store: LocalStore, entries: Entries) -> None:
+def test_no_engine_at_all(store: WritableLocalStore, entries: Entries) -> None:
     damaged(store, entries, lambda e: e["engines"].clear())
     assert "has engines for nothing" in refusal(NoEngineForTarget, store)
 
 
-def test_an_engine_of_a_runtime_that_is_not_here(store: LocalStore, entries: Entries) -> None:
+def test_an_engine_of_a_runtime_that_is_not_here(store: WritableLocalStore, entries: Entries) -> None:
     damaged(store, entries, lambda e: e["engines"][UNET].update(runtime="tensorrt"))
     message = refusal(NoEngineForTarget, store)
-    assert "no unet engine" in message and "aot_inductor" in message and "`preheat build`" in message
+    assert "no unet engine" in message and "AOTInductor" in message and "`preheat build`" in message
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet", "vae_decoder"])
-def test_a_missing_component(store: LocalStore, entries: Entries, component: str) -> None:
+def test_a_missing_component(store: WritableLocalStore, entries: Entries, component: str) -> None:
     def drop(e: Entries) -> None:
         del e["architectures"][component]
         for kind in ("engines", "weights"):
@@ -237,40 +235,40 @@ def test_a_missing_component(store: LocalStore, entries: Entries, component: str
 
     damaged(store, entries, drop)
     message = refusal(MissingComponent, store)
-    assert f"lacks {component}:" in message and "`preheat build`, `preheat publish`" in message
+    assert f"lacks {component}." in message and "`preheat build`, `preheat publish`" in message
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda e: e["weights"].pop(1), "lacks text_encoder_2:"),
-        (lambda e: e["tokenizers"].pop("tokenizer_2"), "lacks tokenizer_2:"),
-        (lambda e: e["schedulers"].pop("base"), "lacks base scheduler:"),
+        (lambda e: e["weights"].pop(1), "lacks text_encoder_2."),
+        (lambda e: e["tokenizers"].pop("tokenizer_2"), "lacks tokenizer_2."),
+        (lambda e: e["schedulers"].pop("base"), "lacks base scheduler."),
         (lambda e: e["weights"][UNET].update(precision="fp16"), "no fp32 weights of unet in layout plain"),
         (lambda e: e["weights"][UNET].update(layout="fused"), "no fp32 weights of unet in layout plain"),
     ],
     ids=["weights", "tokenizer", "scheduler", "precision", "layout"],
 )
-def test_a_missing_part(store: LocalStore, entries: Entries, damage: Damage, words: str) -> None:
+def test_a_missing_part(store: WritableLocalStore, entries: Entries, damage: Damage, words: str) -> None:
     damaged(store, entries, damage)
     message = refusal(MissingComponent, store)
     assert words in message and "`preheat build`, `preheat publish`" in message
 
 
-def test_half_a_refiner(store: LocalStore, entries: Entries) -> None:
+def test_half_a_refiner(store: WritableLocalStore, entries: Entries) -> None:
     refiner = {"force_zeros_for_empty_prompt": True, "requires_aesthetics_score": False}
     damaged(store, entries, lambda e: e["settings"].update(refiner=refiner))
     message = refusal(MissingComponent, store)
     assert f"lacks {', '.join(REFINER_COMPONENTS)}, refiner scheduler" in message
 
 
-def test_a_newer_schema(store: LocalStore, entries: Entries) -> None:
+def test_a_newer_schema(store: WritableLocalStore, entries: Entries) -> None:
     damaged(store, entries, lambda e: e.update(schema_version=2, new_things=[]))
     message = refusal(ManifestError, store)
-    assert "schema 2" in message and "upgrade Preheat" in message and "`preheat build`" in message
+    assert "schema 2" in message and "Upgrade Preheat" in message and "`preheat build`" in message
 
 
-def test_a_damaged_manifest(store: LocalStore, entries: Entries) -> None:
+def test_a_damaged_manifest(store: WritableLocalStore, entries: Entries) -> None:
     path = store.root / "releases" / "toy" / "1.json"
     path.write_bytes(path.read_bytes()[:-100])
     assert "is not JSON" in (message := refusal(ManifestError, store)) and "`preheat publish`" in message
@@ -278,7 +276,7 @@ def test_a_damaged_manifest(store: LocalStore, entries: Entries) -> None:
     assert "damaged at settings.latent_channels" in refusal(ManifestError, store)
 
 
-def test_another_release_under_this_name(store: LocalStore) -> None:
+def test_another_release_under_this_name(store: WritableLocalStore) -> None:
     releases.write_raw(store.root, (store.root / "releases/toy/1.json").read_bytes(), "toy/9")
     message = refusal(ManifestError, store, name="toy/9")
     assert "toy/9 is that of toy/1" in message and "`preheat publish`" in message
@@ -298,21 +296,37 @@ def test_another_release_under_this_name(store: LocalStore) -> None:
     ],
 )  # fmt: skip
 def test_defaults_and_schedules_that_cannot_be_served(
-    store: LocalStore, entries: Entries, damage: Damage, words: str
+    store: WritableLocalStore, entries: Entries, damage: Damage, words: str
 ) -> None:
     damaged(store, entries, damage)
     assert words in refusal(ManifestError, store)
 
 
-def test_a_bucket_that_is_not_built(store: LocalStore) -> None:
-    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(64, 64, 2), ServedBucket(768, 1024, 2)])
+def test_engines_of_a_component_with_different_signatures(store: WritableLocalStore, entries: Entries) -> None:
+    shutil.rmtree(store.root / "blobs")
+    second = copy.deepcopy(entries["engines"][UNET]) | {"key": "0" * 64}
+    second["signature"]["outputs"][0]["name"] = "other"
+    damaged(store, entries, lambda e: e["engines"].append(second))
+    assert "unet engines of release toy/1 differ" in refusal(EngineError, store)
+
+
+def test_a_bucket_that_is_not_built(store: WritableLocalStore) -> None:
+    message = refusal(
+        NoEngineForTarget,
+        store,
+        buckets=[ServedBucket(height=64, width=64, rows=2), ServedBucket(height=768, width=1024, rows=2)],
+    )
     assert "1024x768 with 2 rows" in message and "`preheat build --size 1024x768@2`" in message
-    assert "take that bucket out of the config" in message
+    assert "remove that bucket from the config" in message
 
 
-def test_buckets_without_the_native_size(store: LocalStore) -> None:
-    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(128, 128, 2)])
-    assert "draws 64x64 unless asked otherwise" in message and "128x128" in message and "config's buckets" in message
+def test_buckets_without_the_native_size(store: WritableLocalStore) -> None:
+    message = refusal(NoEngineForTarget, store, buckets=[ServedBucket(height=128, width=128, rows=2)])
+    assert (
+        "default size of release toy/1, 64x64, is not loaded" in message
+        and "128x128" in message
+        and "config's buckets" in message
+    )
 
 
 def make_static(entries: Entries, *sizes: tuple[int, int], component: str) -> None:
@@ -326,7 +340,7 @@ def make_static(entries: Entries, *sizes: tuple[int, int], component: str) -> No
         entries["engines"].append(engine)
 
 
-def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: LocalStore, entries: Entries) -> None:
+def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: WritableLocalStore, entries: Entries) -> None:
     make_static(entries, (64, 64), (128, 64), component="unet")
     releases.write_raw(store.root, entries)
     assert load(store).served.sizes == SizeList(((64, 64), (64, 128)))
@@ -335,29 +349,29 @@ def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: LocalStore,
     assert load(store).served.sizes == SizeList(((64, 64),))
 
 
-def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: LocalStore, entries: Entries) -> None:
+def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: WritableLocalStore, entries: Entries) -> None:
     plain = load(store)
     make_static(entries, (64, 64), (128, 64), component="unet")
     small, _ = [engine for engine in entries["engines"] if engine["component"] == "unet"]
     of_no_bucket = small | {"bucket": small["bucket"] | {"rows": {"min": 4, "max": 4, "multiple": 1}}}
     [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
-    for name in GUIDED:
+    for name in CFG_VARIANTS:
         for number, engine in enumerate((small, small | {"precision": "bf16"}, of_no_bucket)):
-            entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{GUIDED.index(name)}"})
+            entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{CFG_VARIANTS.index(name)}"})
         entries["weights"].append(weights | {"component": name})
         entries["architectures"][name] = entries["architectures"]["unet"]
     releases.write_raw(store.root, entries)
     loaded = load(store)
-    for name in GUIDED:
+    for name in CFG_VARIANTS:
         [engine] = loaded.model.engines[name].engines
         assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == name
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's, once
     assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # not narrowed by what is only faster
-    assert not {*GUIDED} & plain.model.engines.keys()
+    assert not {*CFG_VARIANTS} & plain.model.engines.keys()
 
 
 def test_on_a_gpu_what_is_outside_of_a_loop_has_a_graph_of_its_own(
-    sound: tuple[LocalStore, bytes], monkeypatch: pytest.MonkeyPatch
+    sound: tuple[WritableLocalStore, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loops' graphs hold their engines; one within another cannot be captured."""
 
@@ -371,17 +385,17 @@ def test_on_a_gpu_what_is_outside_of_a_loop_has_a_graph_of_its_own(
     monkeypatch.setattr(loading, "AotInductorEngine", Opened)
     record = parse_manifest(manifest, NAME).engines[0]
     graphed: dict[str, set[str]] = {"cuda": set(), "cpu": set()}
-    names = {*BASE_COMPONENTS, *REFINER_COMPONENTS, *GUIDED}
+    names = {*BASE_COMPONENTS, *REFINER_COMPONENTS, *CFG_VARIANTS}
     for kind, name in ((kind, name) for kind in graphed for name in names):
         device = torch.device(kind)
         of_it = record.model_copy(update={"component": name})
         engine = loading._open(store, of_it, {}, device, Plans(store, device))
         assert engine.component == name
         graphed[kind] |= {name} if isinstance(engine, GraphedEngine) else set()
-    assert graphed == {"cuda": names - {"unet", "refiner_unet", *GUIDED}, "cpu": set()}
+    assert graphed == {"cuda": names - {"unet", "refiner_unet", *CFG_VARIANTS}, "cpu": set()}
 
 
-def test_components_without_a_size_in_common(store: LocalStore, entries: Entries) -> None:
+def test_components_without_a_size_in_common(store: WritableLocalStore, entries: Entries) -> None:
     make_static(entries, (64, 64), component="unet")
     make_static(entries, (128, 128), component="vae_decoder")
     releases.write_raw(store.root, entries)
@@ -389,40 +403,24 @@ def test_components_without_a_size_in_common(store: LocalStore, entries: Entries
     assert "64x64" in message and "`preheat build`" in message
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {}, {"height": 64, "width": 64}, {"height": 64, "width": 64, "rows": 0},
-        {"height": -64, "width": 64, "rows": 1},
-        {"height": "64", "width": 64, "rows": 1}, {"height": 64.5, "width": 64, "rows": 1}, "64x64", None, [64, 64, 1],
-        {"height": float("inf"), "width": 64, "rows": 1}, {"height": 64, "width": 64, "rows": True},
-        {"height": 64, "width": 64, "rows": 1, "steps": 3},
-    ],
-)  # fmt: skip
-def test_a_bucket_in_the_config_is_three_whole_numbers(entry: Any) -> None:
-    with pytest.raises(ManifestError, match="model_metadata.preheat.buckets in config.yaml"):
-        ServedBucket.from_config(entry)
-
-
-def test_a_good_bucket_in_the_config() -> None:
-    assert ServedBucket.from_config({"height": 64, "width": 128, "rows": 2}) == ServedBucket(64, 128, 2)
-
-
-def test_a_gpu_too_small_for_the_weights(monkeypatch: pytest.MonkeyPatch, sound: tuple[LocalStore, bytes]) -> None:
+def test_a_gpu_too_small_for_the_weights(
+    monkeypatch: pytest.MonkeyPatch, sound: tuple[WritableLocalStore, bytes]
+) -> None:
     manifest = parse_manifest(sound[1], NAME)
+    selection = select(manifest, [cpu_target()], [])
     needed = sum({blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}.values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2**34))
-    check_memory(torch.device("cuda:0"), [*manifest.weights, *manifest.weights])
+    check_memory(torch.device("cuda:0"), selection)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2**34))
-    with pytest.raises(NoEngineForTarget, match="use a larger GPU"):
-        check_memory(torch.device("cuda:0"), manifest.weights)
+    with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
+        check_memory(torch.device("cuda:0"), selection)
 
 
 def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two sizes, each for its largest number of rows."""
-    store, target = LocalStore(tmp_path), Target("cuda", "h200", "sm90", "torch2.13-cu130")
+    store, target = WritableLocalStore(tmp_path), Target("cuda", "h200", "sm90", "torch2.13-cu130")
     widths = Widths(tokens=77, text_width=8, text_width_2=8, pooled_width=8, latent_channels=4, time_ids=6, vae_scale=8)
     unet = unet_signature(widths, 1280, 166_400, "float32")
     engines = []
@@ -433,7 +431,7 @@ def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
             continue
         for rows, side in ((1, 64), (2, 64), (8, 64), (4, 128)):  # one image's rows beside each other at one of them
             sides = Span(min=side, max=side)
-            bucket = Bucket(rows=Span(min=rows, max=rows), height=sides, width=sides)
+            bucket = Bucket(batch=Span(min=rows, max=rows), height=sides, width=sides)
             key = f"{len(engines):064x}"
             engines.append(engine.model_copy(update={"key": key, "bucket": bucket, "signature": unet}))
     manifest = releases.draft(store).model_copy(update={"engines": tuple(engines)})
@@ -444,7 +442,7 @@ def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
     weights = sum({blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}.values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + buffers - 1, 2**34))
     monkeypatch.setattr(store, "get", lambda *_: pytest.fail("a blob was read"))
-    with pytest.raises(NoEngineForTarget, match="configure fewer rows or sizes"):
+    with pytest.raises(OutOfDeviceMemory, match="Configure fewer rows or sizes"):
         load_release(store, NAME, [target], [], ColdStart())
 
 
@@ -467,7 +465,7 @@ def flip(data: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize("which", ["engine", "constants", "first weights", "last weights", "tokenizer"])
-def test_a_blob_that_is_not_its_digest(store: LocalStore, entries: Entries, which: str) -> None:
+def test_a_blob_that_is_not_its_digest(store: WritableLocalStore, entries: Entries, which: str) -> None:
     digest = every_blob(entries)[which]
     path = blob_path(store, digest)
     data = path.read_bytes()
@@ -481,15 +479,15 @@ def test_a_blob_that_is_not_its_digest(store: LocalStore, entries: Entries, whic
         (data + b"\0", f"{len(data) + 1} bytes instead of {len(data)}"),
     ):
         path.write_bytes(bad)
-        message = refusal(CorruptBlob, LocalStore(store.root))
+        message = refusal(CorruptBlob, WritableLocalStore(store.root))
         assert digest[:12] in message and words in message
         assert "`preheat verify`" in message and "delete it" in message and "`preheat build`" in message
     path.unlink()
-    message = refusal(CorruptBlob, LocalStore(store.root))
+    message = refusal(CorruptBlob, WritableLocalStore(store.root))
     assert digest[:12] in message and "is missing" in message and "`preheat build`, `preheat publish`" in message
 
 
-def test_blobs_of_one_size_that_changed_places(store: LocalStore, entries: Entries) -> None:
+def test_blobs_of_one_size_that_changed_places(store: WritableLocalStore, entries: Entries) -> None:
     one, two = (blob_path(store, entries["weights"][index]["blobs"][0]["sha256"]) for index in (0, 2))
     first, second = one.read_bytes(), two.read_bytes()
     assert len(first) == len(second) and first != second
@@ -498,13 +496,13 @@ def test_blobs_of_one_size_that_changed_places(store: LocalStore, entries: Entri
     assert "bytes have changed" in refusal(CorruptBlob, store)
 
 
-def publish_weights(store: LocalStore, entries: Entries, tensors: dict[str, torch.Tensor] | bytes) -> None:
+def publish_weights(store: WritableLocalStore, entries: Entries, tensors: dict[str, torch.Tensor] | bytes) -> None:
     blob = keep(store, tensors if isinstance(tensors, bytes) else save(tensors))
     entries["weights"][UNET]["blobs"] = [blob.model_dump()]
     releases.write_raw(store.root, entries)
 
 
-def test_weights_that_do_not_fit_their_engine(store: LocalStore, entries: Entries) -> None:
+def test_weights_that_do_not_fit_their_engine(store: WritableLocalStore, entries: Entries) -> None:
     """Their digests are right: someone published them so."""
     good = releases.tensors(0)
     again = "`preheat build`, `preheat publish`"
@@ -519,10 +517,10 @@ def test_weights_that_do_not_fit_their_engine(store: LocalStore, entries: Entrie
         assert words in message and again in message
     publish_weights(store, entries, b"no tensors")
     message = refusal(CorruptBlob, store)
-    assert "no safetensors file" in message and again in message
+    assert "not a safetensors file" in message and again in message
 
 
-def test_an_engine_blob_that_is_no_engine(store: LocalStore, entries: Entries) -> None:
+def test_an_engine_blob_that_is_no_engine(store: WritableLocalStore, entries: Entries) -> None:
     releases.write_raw(store.root, entries | {"engines": []})
     for part, data in (("blob", b"no engine"), ("constants", b"[]"), ("constants", b'{"a.weight": {}}')):
         changed = copy.deepcopy(entries)
@@ -532,13 +530,15 @@ def test_an_engine_blob_that_is_no_engine(store: LocalStore, entries: Entries) -
         assert "unet engine cannot be opened" in message and "`preheat build`" in message
 
 
-def test_a_tokenizer_blob_that_is_no_tokenizer(store: LocalStore, entries: Entries) -> None:
+def test_a_tokenizer_blob_that_is_no_tokenizer(store: WritableLocalStore, entries: Entries) -> None:
     entries["tokenizers"]["tokenizer"]["blob"] = keep(store, b"{}").model_dump()
     releases.write_raw(store.root, entries)
     assert "tokenizer.json cannot be read" in refusal(MissingComponent, store)
 
 
-def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(store: LocalStore, entries: Entries) -> None:
+def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(
+    store: WritableLocalStore, entries: Entries
+) -> None:
     shutil.rmtree(store.root / "blobs")
     for damage, kind in (
         (lambda e: e["weights"].pop(1), MissingComponent),
@@ -554,7 +554,7 @@ def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(store: Local
 # -- things that are no files ------------------------------------------------------------------------------------
 
 
-def test_things_that_are_no_files_among_the_blobs(store: LocalStore, entries: Entries) -> None:
+def test_things_that_are_no_files_among_the_blobs(store: WritableLocalStore, entries: Entries) -> None:
     path = blob_path(store, entries["weights"][0]["blobs"][0]["sha256"])
     path.unlink()
     path.mkdir()
@@ -614,11 +614,25 @@ def test_importing_the_model_leaves_torch_for_later() -> None:
     assert third_party <= THIRD_PARTY - {"torch", "tokenizers", "PIL"}, third_party
 
 
-def test_importing_the_model_starts_to_load_torch_s_libraries() -> None:
-    script = """
-        import model.model
+def test_importing_the_model_starts_no_thread() -> None:
+    imported("import threading, model.model; assert threading.active_count() == 1, threading.enumerate()")
 
-        sys.modules["model.loading.preload_torch"].loading.join()
+
+def test_making_the_model_starts_the_preload(monkeypatch: pytest.MonkeyPatch) -> None:
+    from model.model import Model
+
+    started: list[bool] = []
+    monkeypatch.setattr("model.loading.preload_torch.start", lambda: started.append(True))
+    Model(config={})
+    assert started
+
+
+def test_preloads_torch_libraries() -> None:
+    script = """
+        from model.loading import preload_torch
+
+        for thread in preload_torch.start():
+            thread.join()
         assert "/torch/lib/libtorch_cpu.so" in open("/proc/self/maps").read()
     """
     modules, _ = imported(script)
@@ -630,15 +644,14 @@ def test_libraries_that_are_not_there_are_left_for_torch_to_miss(tmp_path: Path)
     (tmp_path / "torch" / "__init__.py").touch()
     script = """
         import importlib.util
-        from model import torch_libraries
+        from model.loading import preload_torch
 
-        torch_libraries.loading.join()
         sys.path.insert(0, sys.argv[1])
         assert importlib.util.find_spec("torch").origin.startswith(sys.argv[1])
-        torch_libraries.load()
+        preload_torch.load_libraries()
         sys.path[:] = []
         assert importlib.util.find_spec("torch") is None
-        torch_libraries.load()
+        preload_torch.load_libraries()
     """
     modules, _ = imported(script, tmp_path)
     assert "torch" not in modules
@@ -662,7 +675,7 @@ CUDA_DRIVER = r"""
     ("built_for", "fails", "calls"),
     [("cuda", 0, "init 0, device 0, context of 7"), ("cuda", 100, "init 0, "), ("cpu", 0, "")],
 )
-def test_importing_the_model_makes_the_gpu_s_context(tmp_path: Path, built_for: str, fails: int, calls: str) -> None:
+def test_preloads_the_gpu_context(tmp_path: Path, built_for: str, fails: int, calls: str) -> None:
     """With a driver that is compiled here, for a torch that is built for GPUs."""
     driver = tmp_path / "libcuda.so.1"
     subprocess.run(
@@ -677,9 +690,10 @@ def test_importing_the_model_makes_the_gpu_s_context(tmp_path: Path, built_for: 
 
         driver = ctypes.CDLL(sys.argv[1] + "/libcuda.so.1")  # the loader finds it by this name from now on
         sys.path.insert(0, sys.argv[1])
-        import model.model
+        from model.loading import preload_torch
 
-        sys.modules["model.loading.preload_torch"].making.join()
+        for thread in preload_torch.start():
+            thread.join()
         driver.what_was_called.restype = ctypes.c_char_p
         assert driver.what_was_called().decode() == sys.argv[2], driver.what_was_called()
     """
@@ -747,12 +761,12 @@ def test_importing_the_server_imports_no_more_than_serving_takes() -> None:
     assert {"torch", "tokenizers", "pydantic", "model"} <= third_party, "the look-out itself is blind"
 
 
-def test_loading_and_running_a_release_imports_nothing_heavy_either(sound: tuple[LocalStore, bytes]) -> None:
+def test_loading_and_running_a_release_imports_nothing_heavy_either(sound: tuple[WritableLocalStore, bytes]) -> None:
     script = """
         import torch
         from model.cold_start import ColdStart
         from model.loading.load import load_release
-        from model.store import open_store
+        from model.store.store import open_store
         from model.loading.target import Target
 
         target = Target(*sys.argv[2:])

@@ -9,31 +9,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
-from model.denoising.loop import (
-    Row,
-    StepLoop,
-    has_room,
-    unet_rows,
-)
-from model.denoising.samplers import SAMPLERS
+from model.api.request import GenerationRequest, resolve
+from model.denoising.eager_loop import EagerLoop
+from model.denoising.loop import ImageState, has_room, unet_batch
+from model.denoising.sampler_names import SAMPLERS
 from model.engines import components
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded
-from model.pipeline.text_to_image import (
-    Decoding,
-    LoadedModel,
-    base_rows,
-    denoise,
-    generate,
-    make_loop,
-    request_tables,
-)
+from model.pipeline.decode import PendingImage
+from model.pipeline.loaded_model import LoadedModel, make_loop
+from model.pipeline.params import GenerationParams
+from model.pipeline.text_to_image import denoise, generate, prepare_images, request_schedules
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, line_model, stub
 
@@ -46,13 +33,13 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture
-def loop(model: LoadedModel) -> StepLoop:
-    return StepLoop(model.engines[components.UNET], HEIGHT, WIDTH)
+def loop(model: LoadedModel) -> EagerLoop:
+    return EagerLoop(model.engines[components.UNET], HEIGHT, WIDTH)
 
 
-def row_of(model: LoadedModel, **asked: object) -> Row:
+def row_of(model: LoadedModel, **asked: object) -> ImageState:
     request = replace(PLAIN, **asked)  # type: ignore[arg-type]
-    [row] = base_rows(model, request, request_tables(model, request)[0])
+    [row] = prepare_images(model, request, request_schedules(model, request)[0])
     return row
 
 
@@ -62,59 +49,59 @@ def alone(model: LoadedModel, **asked: object) -> torch.Tensor:
     return row.latents
 
 
-def test_a_newcomer_waits_one_step_and_each_finishes_at_its_own(model: LoadedModel, loop: StepLoop) -> None:
+def test_a_newcomer_waits_one_step_and_each_finishes_at_its_own(model: LoadedModel, loop: EagerLoop) -> None:
     first, second = row_of(model, num_inference_steps=4), row_of(model, num_inference_steps=2, scheduler="Euler a")
-    loop.join(first)
+    loop.add(first)
     assert loop.step() == []
-    loop.join(second)
-    assert loop.rows == [first, second]
+    loop.add(second)
+    assert loop.images == [first, second]
     assert loop.step() == []
     assert (first.step, second.step) == (2, 1)
     assert loop.step() == [second]
-    assert loop.rows == [first]
+    assert loop.images == [first]
     assert loop.step() == [first]
-    assert loop.rows == []
+    assert loop.images == []
     torch.testing.assert_close(first.latents, alone(model, num_inference_steps=4))
     torch.testing.assert_close(second.latents, alone(model, num_inference_steps=2, scheduler="Euler a"))
 
 
-def test_what_a_row_leaves_behind_is_not_found_by_the_next(model: LoadedModel, loop: StepLoop) -> None:
+def test_what_a_row_leaves_behind_is_not_found_by_the_next(model: LoadedModel, loop: EagerLoop) -> None:
     """DPM++ 2M reads the previous denoised estimate: of its own row, and nothing at the first step."""
     expected = alone(model, scheduler="DPM++ 2M")
     unet = stub(model, components.UNET)
     unet.poison = (len(unet.seen), float("nan"))
     broken = row_of(model, seed=11)
-    loop.join(broken)
+    loop.add(broken)
     loop.step()
     assert not loop.latents(broken).isfinite().all()
     row = row_of(model, scheduler="DPM++ 2M")
-    loop.join(row)
+    loop.add(row)
     loop.step()
-    loop.leave(broken)
-    assert loop.rows == [row]
-    while loop.rows:
+    loop.remove(broken)
+    assert loop.images == [row]
+    while loop.images:
         loop.step()
     torch.testing.assert_close(row.latents, expected)
 
 
-def test_a_row_that_leaves_costs_its_companions_nothing(model: LoadedModel, loop: StepLoop) -> None:
+def test_a_row_that_leaves_costs_its_companions_nothing(model: LoadedModel, loop: EagerLoop) -> None:
     rows = [row_of(model, seed=seed, scheduler="DPM++ 2M SDE Karras") for seed in (1, 2, 3)]
     for row in rows:
-        loop.join(row)
+        loop.add(row)
     loop.step()
-    loop.leave(rows[1])
+    loop.remove(rows[1])
     seen = stub(model, components.UNET).seen
     loop.step()
     assert len(seen[-1]["sample"]) == 4
-    while loop.rows:
+    while loop.images:
         loop.step()
     for row, seed in ((rows[0], 1), (rows[2], 3)):
         torch.testing.assert_close(row.latents, alone(model, seed=seed, scheduler="DPM++ 2M SDE Karras"))
 
 
-def test_the_estimate_for_a_preview_is_a_copy_and_ends_as_the_result(model: LoadedModel, loop: StepLoop) -> None:
+def test_the_estimate_for_a_preview_is_a_copy_and_ends_as_the_result(model: LoadedModel, loop: EagerLoop) -> None:
     row = row_of(model, num_inference_steps=2)
-    loop.join(row)
+    loop.add(row)
     assert not loop.latents(row).any()
     loop.step()
     before = loop.latents(row)
@@ -125,13 +112,13 @@ def test_the_estimate_for_a_preview_is_a_copy_and_ends_as_the_result(model: Load
     assert second.shape == row.latents.shape and not torch.equal(second, row.latents)
 
 
-def test_joining_copies(model: LoadedModel, loop: StepLoop) -> None:
+def test_joining_copies(model: LoadedModel, loop: EagerLoop) -> None:
     expected = alone(model)
     row = row_of(model)
     given = row.latents
-    loop.join(row)
+    loop.add(row)
     given.zero_()
-    while loop.rows:
+    while loop.images:
         loop.step()
     torch.testing.assert_close(row.latents, expected)
 
@@ -143,39 +130,39 @@ def test_the_largest_bucket_says_how_many_rows_fit(model: LoadedModel, rows: tup
     for count in rows:
         sized = Span(min=HEIGHT, max=HEIGHT), Span(min=WIDTH, max=WIDTH)
         engines.append(replace(engine))
-        engines[-1].bucket = Bucket(rows=Span(min=count, max=count), height=sized[0], width=sized[1])
+        engines[-1].bucket = Bucket(batch=Span(min=count, max=count), height=sized[0], width=sized[1])
     unet = EngineSet(engines)
-    assert StepLoop(unet, HEIGHT, WIDTH).capacity == max(rows)
+    assert EagerLoop(unet, HEIGHT, WIDTH).capacity == max(rows)
     with pytest.raises(EngineError, match="No loaded unet engine serves 64x64"):
-        StepLoop(unet, 64, 64)
+        EagerLoop(unet, 64, 64)
 
 
-def test_more_rows_than_fit_take_turns(model: LoadedModel, loop: StepLoop) -> None:
+def test_more_rows_than_fit_take_turns(model: LoadedModel, loop: EagerLoop) -> None:
     loop.capacity = 4
     rows = [row_of(model, seed=seed, num_inference_steps=2 + seed) for seed in range(5)]
     denoise(loop, rows)
-    assert loop.rows == []
+    assert loop.images == []
     for seed, row in enumerate(rows):
         torch.testing.assert_close(row.latents, alone(model, seed=seed, num_inference_steps=2 + seed))
 
 
-def test_an_image_whose_guidance_ends_makes_room_for_one_more(model: LoadedModel, loop: StepLoop) -> None:
+def test_an_image_whose_guidance_ends_makes_room_for_one_more(model: LoadedModel, loop: EagerLoop) -> None:
     loop.capacity = 4
     first, second = (row_of(model, seed=seed, end_cfg_frac=0.5) for seed in (1, 2))
     plain = [row_of(model, seed=seed, guidance_scale=1.0) for seed in (3, 4)]
-    loop.join(first)
-    loop.join(second)
-    assert unet_rows(loop.rows) == 4 and not has_room(loop, 1)
+    loop.add(first)
+    loop.add(second)
+    assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
     loop.step()
     assert not has_room(loop, 1)
     loop.step()
     assert has_room(loop, 2) and not has_room(loop, 3)
     for row in plain:
-        loop.join(row)
-    assert unet_rows(loop.rows) == 4 and not has_room(loop, 1)
+        loop.add(row)
+    assert unet_batch(loop.images) == 4 and not has_room(loop, 1)
     with pytest.raises(AssertionError):
-        loop.join(row_of(model, guidance_scale=1.0))
-    while loop.rows:
+        loop.add(row_of(model, guidance_scale=1.0))
+    while loop.images:
         loop.step()
     for seed, row in ((1, first), (2, second)):
         torch.testing.assert_close(row.latents, alone(model, seed=seed, end_cfg_frac=0.5))
@@ -183,11 +170,11 @@ def test_an_image_whose_guidance_ends_makes_room_for_one_more(model: LoadedModel
         torch.testing.assert_close(row.latents, alone(model, seed=seed, guidance_scale=1.0))
 
 
-def test_a_loop_that_failed_is_empty(model: LoadedModel, loop: StepLoop) -> None:
+def test_a_loop_that_failed_is_empty(model: LoadedModel, loop: EagerLoop) -> None:
     stub(model, components.UNET).fails = EngineError("no")
     with pytest.raises(EngineError):
         denoise(loop, [row_of(model)])
-    assert loop.rows == []
+    assert loop.images == []
 
 
 def test_the_loop_of_a_size_is_made_once(model: LoadedModel) -> None:
@@ -228,19 +215,19 @@ def test_a_picture_does_not_depend_on_its_company(mix: list[tuple[dict[str, obje
 
 
 def _drawn_in_a_mix(
-    model: LoadedModel, asked: list[GenerationSettings], joins: list[int]
+    model: LoadedModel, asked: list[GenerationParams], joins: list[int]
 ) -> Iterator[np.typing.NDArray[np.uint8]]:
     loop = model.loop(components.UNET, 128, 128)
-    rows = [base_rows(model, request, request_tables(model, request)[0])[0] for request in asked]
+    rows = [prepare_images(model, request, request_schedules(model, request)[0])[0] for request in asked]
     waiting = sorted(zip(joins, range(len(rows)), rows, strict=True))
     step = 0
-    while waiting or loop.rows:
-        while waiting and waiting[0][0] <= step and has_room(loop, waiting[0][2].unet_rows):
-            loop.join(waiting.pop(0)[2])
-        if loop.rows:
+    while waiting or loop.images:
+        while waiting and waiting[0][0] <= step and has_room(loop, waiting[0][2].unet_batch):
+            loop.add(waiting.pop(0)[2])
+        if loop.images:
             loop.step()
         step += 1
     for row in rows:
-        picture = Decoding(model, row.latents).wait()
+        picture = PendingImage(model, row.latents).wait()
         assert picture is not None
         yield picture

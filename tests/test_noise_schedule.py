@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from diffusers import DDIMScheduler
 
-from model.denoising.noise_schedule import (
-    REQUIRED,
-    SUPPORTED,
-    NoiseSchedule,
-)
+from model.denoising.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
 from model.errors import ManifestError
 from tests.stand_ins.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
@@ -73,7 +69,7 @@ def test_a_setting_that_is_not_served_is_refused_by_name(key: str, value: Any) -
 
 @pytest.mark.parametrize("key", REQUIRED)
 def test_a_setting_the_classes_disagree_on_must_be_written(key: str) -> None:
-    with pytest.raises(ManifestError, match=f"add {key}"):
+    with pytest.raises(ManifestError, match=f"lacks {key}"):
         NoiseSchedule.from_config({k: v for k, v in SDXL.items() if k != key})
 
 

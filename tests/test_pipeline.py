@@ -10,10 +10,8 @@ from model.engines import components
 from model.errors import BrokenImage
 from model.loading.load import Loaded
 from model.pipeline.guidance import guidance_by_step
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    generate,
-)
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import generate
 from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 
@@ -139,8 +137,8 @@ def test_every_stage_is_timed(model: LoadedModel) -> None:
 def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
     _, _, warnings = generate(model, [replace(PLAIN, prompt="a b c d e and more", negative_prompt="a b c d e too")])
     assert warnings == [
-        "prompt: the encoders read 5 tokens; the last 2 were left out: 'and more'",
-        "negative_prompt: the encoders read 5 tokens; the last 1 were left out: 'too'",
+        "prompt: the text encoders read 5 tokens; the last 2 were left out: 'and more'",
+        "negative_prompt: the text encoders read 5 tokens; the last 1 were left out: 'too'",
     ]
 
 

@@ -9,13 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
-from model.denoising.samplers import SAMPLERS
+from model.api.request import GenerationRequest, resolve
+from model.denoising.sampler_names import SAMPLERS
 from model.loading.load import Loaded
+from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from tests.conftest import MODEL_FOLDER
 from tests.stand_ins.reference import Reference
@@ -40,12 +37,12 @@ def reference() -> Reference:
     return Reference(MODEL_FOLDER)
 
 
-def settings(loaded: Loaded, **asked: object) -> GenerationSettings:
+def settings(loaded: Loaded, **asked: object) -> GenerationParams:
     request = {"prompt": "a large red circle on a blue background", "seed": 7} | asked
     return resolve(GenerationRequest.model_validate(request), loaded.served)
 
 
-def draw(loaded: Loaded, *batch: GenerationSettings) -> list[npt.NDArray[np.uint8]]:
+def draw(loaded: Loaded, *batch: GenerationParams) -> list[npt.NDArray[np.uint8]]:
     return generate(loaded.model, batch)[0]
 
 
@@ -179,7 +176,7 @@ def test_a_refiner_left_without_a_step_is_a_warning(loaded: Loaded, reference: R
     """diffusers runs its refiner's pipeline all the same; without a step there is nothing it could add."""
     asked = settings(loaded, num_inference_steps=4, use_refiner=True, denoising_frac=0.999)
     [picture], _, [warning] = generate(loaded.model, [asked])
-    assert warning.startswith("denoising_frac: 0.999 of 4 steps leaves the refiner no step")
+    assert warning.startswith("denoising_frac: 0.999 of 4 steps leaves the refiner without steps")
     assert apart(picture, reference.draw(replace(asked, use_refiner=False))) <= TOLERANCE
 
 
@@ -201,7 +198,7 @@ def test_a_prompt_past_77_tokens_is_cut_as_in_diffusers(refiner: bool, loaded: L
     [picture], _, warnings = generate(loaded.model, [asked])
     assert apart(picture, reference.draw(asked)) <= TOLERANCE
     assert [warning.split(":")[0] for warning in warnings] == ["prompt", "negative_prompt"]
-    assert all("the encoders read 77 tokens; the last " in warning for warning in warnings)
+    assert all("the text encoders read 77 tokens; the last " in warning for warning in warnings)
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M SDE Karras"])

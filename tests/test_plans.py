@@ -9,23 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.engines.tensorrt import api as tensorrt_api
-from model.engines.tensorrt.plans import (
-    Plans,
-    extra_blobs,
-    extra_bytes,
-)
-from model.errors import CorruptBlob, EngineError, NoEngineForTarget
-from model.loading.load import (
-    Loaded,
-    check_memory,
-    load_release,
-    needed_blobs,
-)
+from model.engines.tensorrt.plans import Plans
+from model.errors import CorruptBlob, EngineError, NoEngineForTarget, OutOfDeviceMemory
+from model.loading.load import Loaded, load_release
+from model.loading.memory import check_memory, tensorrt_bytes
+from model.loading.select import Selection, select
 from model.loading.target import Target
-from model.store.local import LocalStore
-from model.store.manifest import Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
+from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.stand_ins import releases
 from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
 
@@ -41,7 +34,7 @@ WEIGHTS = {"layer.weight": torch.tensor([1.0, 2.0, 3.0, 4.0])}
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
     monkeypatch.setitem(sys.modules, "tensorrt", made.module)
-    monkeypatch.setattr(tensorrt_api, "require", lambda device: VERSION)
+    monkeypatch.setattr(tensorrt_api, "require", lambda *_: VERSION)
     monkeypatch.setattr(tensorrt_api, "installed_version", lambda: VERSION)
     cuda = FakeCuda(made.do)
     for name in ("current_stream", "Event", "is_current_stream_capturing"):
@@ -50,11 +43,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
+def store(tmp_path: Path) -> WritableLocalStore:
+    return WritableLocalStore(tmp_path / "store")
 
 
-def record(store: LocalStore, component: str = "unet", profile: int = 0, rows: int = 1, **changed: Any) -> EngineRecord:
+def record(
+    store: WritableLocalStore, component: str = "unet", profile: int = 0, rows: int = 1, **changed: Any
+) -> EngineRecord:
     constants = json.dumps({"w": {"tensor": "layer.weight", "dtype": "float32", "shape": [4]}}).encode()
     plan = TensorRTPlan(
         profile=profile,
@@ -67,7 +62,7 @@ def record(store: LocalStore, component: str = "unet", profile: int = 0, rows: i
         "component": component,
         "runtime": "tensorrt",
         "runtime_version": VERSION,
-        "bucket": Bucket(rows=Span(min=rows, max=rows)),
+        "bucket": Bucket(batch=Span(min=rows, max=rows)),
         "signature": SIGNATURE,
         "blob": releases.keep(store, f"plan of {component}".encode()),
         "constants": releases.keep(store, constants),
@@ -76,7 +71,7 @@ def record(store: LocalStore, component: str = "unet", profile: int = 0, rows: i
     return releases.draft(store).engines[0].model_copy(update=entries | changed)
 
 
-def test_engines_of_one_plan_open_it_once(store: LocalStore, fake: Fake) -> None:
+def test_engines_of_one_plan_open_it_once(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
     one, four = (plans.open(record(store, profile=n, rows=rows), WEIGHTS) for n, rows in ((0, 1), (1, 4)))
     assert fake.said("deserialize") == [("deserialize", b"plan of unet")]
@@ -85,7 +80,7 @@ def test_engines_of_one_plan_open_it_once(store: LocalStore, fake: Fake) -> None
     torch.testing.assert_close(one.run({"x": x[:1]})["y"], x[:1] * WEIGHTS["layer.weight"] + 0.5)
 
 
-def test_memory_is_shared_by_those_who_take_turns(store: LocalStore, fake: Fake) -> None:
+def test_memory_is_shared_by_those_who_take_turns(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
     names = ("text_encoder", "text_encoder_2", "unet", "refiner_unet", "vae_decoder")
     engines = [plans.open(record(store, component=name), WEIGHTS) for name in names]
@@ -96,7 +91,7 @@ def test_memory_is_shared_by_those_who_take_turns(store: LocalStore, fake: Fake)
     assert len({text, text_2, unet, vae}) == 4  # the text encoders run beside each other
 
 
-def test_a_damaged_plan_is_never_opened(store: LocalStore, fake: Fake) -> None:
+def test_a_damaged_plan_is_never_opened(store: WritableLocalStore, fake: Fake) -> None:
     broken = record(store)
     path = store.root / "blobs" / "sha256" / broken.blob.sha256
     path.write_bytes(b"plan of unex")
@@ -105,37 +100,53 @@ def test_a_damaged_plan_is_never_opened(store: LocalStore, fake: Fake) -> None:
     assert not fake.calls
 
 
-def test_damaged_literals_are_refused(store: LocalStore, fake: Fake) -> None:
+def test_damaged_literals_are_refused(store: WritableLocalStore, fake: Fake) -> None:
     for data in (b"", b"no safetensors at all"):
         literals = releases.keep(store, data)
         plan = record(store).tensorrt
         assert plan is not None
         broken = record(store, tensorrt=plan.model_copy(update={"literals": literals}))
-        with pytest.raises(EngineError, match="constants of the unet plan cannot be used.*no safetensors file"):
+        with pytest.raises(EngineError, match="constants of the unet plan cannot be used"):
             Plans(store, CPU).open(broken, WEIGHTS)
 
 
-def test_what_is_fetched_and_how_much_room_it_takes(store: LocalStore) -> None:
+def selection(store: WritableLocalStore, engines: list[EngineRecord], weight_bytes: int) -> Selection:
+    """One unit of `weight_bytes` of weights for each component of these engines."""
+    manifest = releases.draft(store)
+    by_component: dict[str, list[EngineRecord]] = {}
+    for engine in engines:
+        by_component.setdefault(engine.component, []).append(engine)
+    [weights, *_] = manifest.weights
+    blobs = {name: Blob(sha256=f"{number:064d}", bytes=weight_bytes) for number, name in enumerate(by_component)}
+    records = {
+        name: [weights.model_copy(update={"component": name, "blobs": (blobs[name],)})] * len(some)
+        for name, some in by_component.items()
+    }
+    return Selection(manifest, "target", by_component, records)
+
+
+def test_plans_take_copies_of_weights_and_workspaces(store: WritableLocalStore) -> None:
     engines = [record(store, "unet", 0), record(store, "unet", 1), record(store, "vae_decoder", 0)]
-    assert {blob.sha256 for blob in extra_blobs(engines)} == {e.tensorrt.literals.sha256 for e in engines if e.tensorrt}
-    assert extra_blobs(list(releases.draft(store).engines)) == []
-    # Each plan once with its copy of the weights, and each group's largest workspace.
-    assert extra_bytes(engines, {"unet": 5000, "vae_decoder": 300}) == 5000 + 300 + 1024 + 64
-    assert extra_bytes(list(releases.draft(store).engines), {}) == 0
+    # Each plan's copy of the weights once, and each stream's largest workspace.
+    assert tensorrt_bytes(selection(store, engines, 5000)) == 2 * 5000 + 1024 + 64
+    assert tensorrt_bytes(selection(store, list(releases.draft(store).engines), 5000)) == 0
 
 
-def test_room_is_asked_for_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_what_does_not_fit_before_anything_is_fetched(
+    store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**31))
-    check_memory(torch.device("cuda"), [], 2**30)
-    with pytest.raises(NoEngineForTarget, match="1.0 GiB free: .* or use a larger GPU"):
-        check_memory(torch.device("cuda"), [], 2**30 + 1)
+    engine = record(store, "vae_decoder", 0)
+    check_memory(torch.device("cuda"), selection(store, [engine], 2**29 - 32))
+    with pytest.raises(OutOfDeviceMemory, match="1.0 GiB free. .* or use a GPU with more memory"):
+        check_memory(torch.device("cuda"), selection(store, [engine], 2**29))
 
 
 # -- a release ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def published(store: LocalStore) -> Manifest:
+def published(store: WritableLocalStore) -> Manifest:
     """The stand-in release with plans that take nothing but its weights."""
     draft = releases.draft(store)
     constants = json.dumps({"w": {"tensor": "b.bias", "dtype": "float32", "shape": [4]}}).encode()
@@ -151,7 +162,7 @@ def published(store: LocalStore) -> Manifest:
     return draft.model_copy(update={"engines": tuple(engines)})
 
 
-def load(store: LocalStore, manifest: Manifest) -> Loaded:
+def load(store: WritableLocalStore, manifest: Manifest) -> Loaded:
     store.write_release(manifest)
     return load_release(store, manifest.name, [Target("cpu", "", "", "")], [], ColdStart())
 
@@ -164,7 +175,7 @@ def on_this_cpu(manifest: Manifest) -> Manifest:
 
 
 def test_a_release_of_plans_is_loaded_and_refit_from_its_weights(
-    store: LocalStore, published: Manifest, fake: Fake
+    store: WritableLocalStore, published: Manifest, fake: Fake
 ) -> None:
     loaded = load(store, on_this_cpu(published))
     assert loaded.runtime == "tensorrt"
@@ -172,26 +183,27 @@ def test_a_release_of_plans_is_loaded_and_refit_from_its_weights(
 
 
 def test_other_weights_than_a_plan_was_built_with_are_refused(
-    store: LocalStore, published: Manifest, fake: Fake
+    store: WritableLocalStore, published: Manifest, fake: Fake
 ) -> None:
     unet, other = (next(w for w in published.weights if w.component == name) for name in ("unet", "vae_decoder"))
     swapped = tuple(w.model_copy(update={"blobs": other.blobs}) if w is unet else w for w in published.weights)
-    with pytest.raises(EngineError, match="The unet plan takes the weights it was built with"):
+    with pytest.raises(EngineError, match="The unet plan takes only the weights it was built with"):
         load(store, on_this_cpu(published).model_copy(update={"weights": swapped}))
     assert not fake.calls
 
 
 def test_plans_of_another_tensorrt_are_refused_before_anything_is_read(
-    store: LocalStore, published: Manifest, monkeypatch: pytest.MonkeyPatch
+    store: WritableLocalStore, published: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensorrt_api, "installed_version", lambda: "11.5.0.1")
     monkeypatch.setattr(store, "fetch", lambda blobs: pytest.fail("fetched"))
-    with pytest.raises(NoEngineForTarget, match=f"plans of TensorRT {VERSION} and this machine has 11.5.0.1"):
+    with pytest.raises(NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.5.0.1"):
         load(store, on_this_cpu(published))
 
 
-def test_literals_are_fetched_with_a_release(store: LocalStore, published: Manifest) -> None:
-    fetched = {blob.sha256 for blob in needed_blobs(published, {"": published.engines}, {"": published.weights})}
+def test_literals_are_fetched_with_a_release(store: WritableLocalStore, published: Manifest) -> None:
+    manifest = on_this_cpu(published)
+    fetched = {blob.sha256 for blob in select(manifest, [Target("cpu", "", "", "")], []).blobs()}
     for engine in published.engines:
         assert engine.tensorrt is not None and engine.tensorrt.literals.sha256 in fetched
         assert engine.tensorrt.onnx.sha256 not in fetched, "a server has no use for the graph"

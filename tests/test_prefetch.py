@@ -1,4 +1,4 @@
-"""Blobs come while torch is imported: what is guessed is what loading reads, and nothing that is not trusted."""
+"""The prefetch fetches what the load reads, while torch is imported, and nothing that is not trusted."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,16 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.errors import ReleaseNotFound, StoreError
-from model.loading.load import (
-    ServedBucket,
-    load_release,
-)
-from model.loading.prefetch import (
-    Prefetch,
-    guess,
-)
+from model.errors import ConfigError, ReleaseNotFound, StoreError
+from model.loading.load import load_release
+from model.loading.prefetch import Prefetch
+from model.loading.select import select
+from model.settings import ServedBucket, read_settings
 from model.store.local import LocalStore
-from model.store.manifest import Blob, Bucket, Manifest, Span
+from model.store.manifest import Blob, Manifest
+from model.store.precision import INT8
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target
 
@@ -32,8 +31,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    store = LocalStore(tmp_path / "store")
+def store(tmp_path: Path) -> WritableLocalStore:
+    store = WritableLocalStore(tmp_path / "store")
     store.write_release(releases.draft(store, releases.toy()))
     return store
 
@@ -58,21 +57,21 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> list[Blob]:
     return found
 
 
-def started(here: LocalStore, /, **settings: Any) -> Prefetch:
-    made = Prefetch({"store": here.url, "release": NAME} | settings, {})
+def started(here: WritableLocalStore, /, **settings: Any) -> Prefetch:
+    made = Prefetch(read_settings({"store": here.url, "release": NAME} | settings), {})
     made.wait()
     return made
 
 
-class Noting(LocalStore):
-    """Notes which blobs are asked of it."""
+class RecordingStore(WritableLocalStore):
+    """Records which blobs are requested."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
 
     def _blob_path(self, digest: str) -> Path:
-        self.asked.add(digest)
+        self.requested.add(digest)
         return super()._blob_path(digest)
 
 
@@ -85,37 +84,28 @@ def rich(manifest: Manifest) -> Manifest:
 
     engines = [*manifest.engines]
     engines += [other(e, 100 + n, target="cuda-h200", key=f"{n:064d}") for n, e in enumerate(manifest.engines)]
-    engines += [other(e, 200 + n, precision="int8", key=f"{n + 50:064d}") for n, e in enumerate(manifest.engines)]
+    engines += [other(e, 200 + n, precision=INT8, key=f"{n + 50:064d}") for n, e in enumerate(manifest.engines)]
     weights = [*manifest.weights]
-    weights += [other(w, 300 + n, precision="int8") for n, w in enumerate(manifest.weights)]
+    weights += [other(w, 300 + n, precision=INT8) for n, w in enumerate(manifest.weights)]
     weights += [other(w, 400 + n, layout="other") for n, w in enumerate(manifest.weights)]
     return manifest.model_copy(update={"engines": tuple(engines), "weights": tuple(weights)})
 
 
-@pytest.mark.parametrize("buckets", [[], [{"height": 64, "width": 64, "rows": 2}]])
-def test_the_guess_is_what_loading_reads(store: LocalStore, buckets: list[dict[str, int]]) -> None:
+@pytest.mark.parametrize("buckets", [[], [ServedBucket(height=64, width=64, rows=2)]])
+def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, buckets: list[ServedBucket]) -> None:
     manifest = rich(store.read_release(NAME))
-    noting = Noting(store.root)
+    recording = RecordingStore(store.root)
     releases.write_raw(store.root, json.loads(manifest.to_json()))
-    served = [ServedBucket.from_config(entry) for entry in buckets]
-    load_release(noting, NAME, [cpu_target()], served, ColdStart())
-    assert {blob.sha256 for blob in guess(manifest, ["cpu-x86_64_v9", cpu_target().key], buckets)} == noting.asked
-
-
-def test_engines_of_sizes_that_are_not_served_are_left_where_they_are(store: LocalStore) -> None:
-    manifest = store.read_release(NAME)
-    assert not guess(manifest, [cpu_target().key], [{"height": 4096, "width": 4096, "rows": 2}])
-    assert not guess(manifest, ["cuda-h200"], [])
-    # What the config says wrongly is for loading to refuse.
-    sizeless = manifest.engines[0].model_copy(update={"bucket": Bucket(rows=Span(min=4, max=4))})
-    text = manifest.model_copy(update={"engines": (sizeless,)})
-    assert guess(text, [cpu_target().key], [{"height": 4096, "width": 4096, "rows": 2}]), "text has no size"
-    for odd in ("64x64", {"height": "tall"}, {}):
-        assert len(guess(manifest, [cpu_target().key], [odd])) == len(manifest.blobs())
+    load_release(recording, NAME, [cpu_target()], buckets, ColdStart())
+    unknown = replace(cpu_target(), product="x86_64_v9")
+    selection = select(manifest, [unknown, cpu_target()], buckets)
+    assert {blob.sha256 for blob in selection.blobs()} == recording.requested
+    sizes = [blob.bytes for blob in selection.blobs()]
+    assert sizes == sorted(sizes, reverse=True)
 
 
 def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
-    store: LocalStore, brought: list[Blob], monkeypatch: pytest.MonkeyPatch
+    store: WritableLocalStore, brought: list[Blob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advised: list[int] = []
     advise = os.posix_fadvise
@@ -125,7 +115,7 @@ def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
         advise(file, *rest)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    opened = started(store).store(store.url)
+    opened = started(store).store()
     blobs = store.read_release(NAME).blobs()
     assert {blob.sha256 for blob in brought} == blobs.keys()
     assert sorted(advised) == sorted(blob.bytes for blob in blobs.values())
@@ -133,13 +123,16 @@ def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
     assert load_release(opened, NAME, [cpu_target()], [], ColdStart()).release == NAME
 
 
-@pytest.mark.parametrize("runtime", ["", "aot_inductor", "tensorrt", "fastest"])
-def test_what_another_runtime_may_serve_is_not_guessed(store: LocalStore, brought: list[Blob], runtime: str) -> None:
+@pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt", "fastest"])
+def test_fetches_what_the_configured_runtime_serves(
+    store: WritableLocalStore, brought: list[Blob], runtime: str
+) -> None:
+    """Without a GPU only AOTInductor serves; a request for TensorRT fails, and the load reports it."""
     started(store, runtime=runtime)
-    assert bool(brought) == (runtime in ("", "aot_inductor"))
+    assert bool(brought) == (runtime != "tensorrt")
 
 
-def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: LocalStore, brought: list[Blob]) -> None:
+def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: WritableLocalStore, brought: list[Blob]) -> None:
     key = Ed25519PrivateKey.generate()
     started(store, public_key=str(signing.public_key(key)))
     assert not brought
@@ -148,42 +141,45 @@ def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: LocalStore, 
     assert brought
 
 
-@pytest.mark.parametrize(
-    "settings", [{"release": "toy/9"}, {"release": "../x"}, {"release": ""}, {"store": ""}, {"public_key": "none"}]
-)
-def test_what_fails_is_left_for_loading_to_say(
-    store: LocalStore, settings: dict[str, str], brought: list[Blob]
-) -> None:
-    opened = started(store, **settings).store(store.url)
+@pytest.mark.parametrize("settings", [{"release": "toy/9"}, {"release": "../x"}, {"release": ""}])
+def test_leaves_errors_to_the_load(store: WritableLocalStore, settings: dict[str, str], brought: list[Blob]) -> None:
+    opened = started(store, **settings).store()
     assert not brought
     with pytest.raises(ReleaseNotFound):
         opened.read_release("toy/9")
 
 
-def test_a_damaged_blob_is_left_for_loading_to_refuse(store: LocalStore) -> None:
+def test_names_a_store_that_is_not_configured(store: WritableLocalStore) -> None:
+    with pytest.raises(ConfigError, match="No store is configured"):
+        started(store, store="").store()
+
+
+def test_a_damaged_blob_is_left_for_loading_to_refuse(store: WritableLocalStore) -> None:
     blob = store.read_release(NAME).weights[0].blobs[0]
     path = store.root / "blobs" / "sha256" / blob.sha256
     path.write_bytes(path.read_bytes()[:-1])
-    opened = started(store).store(store.url)
+    opened = started(store).store()
     with pytest.raises(StoreError, match=blob.sha256[:12]):
         load_release(opened, NAME, [cpu_target()], [], ColdStart())
 
 
-def test_a_store_that_cannot_be_opened_says_so_each_time(store: LocalStore) -> None:
+def test_a_store_that_cannot_be_opened_says_so_each_time(store: WritableLocalStore) -> None:
     made = started(store, store="ftp://nowhere")
     for _ in range(2):
-        with pytest.raises(StoreError, match="is no store"):
-            made.store("ftp://nowhere")
+        with pytest.raises(StoreError, match="ftp://nowhere"):
+            made.store()
 
 
-def test_it_imports_no_torch(store: LocalStore) -> None:
+def test_it_imports_no_torch(store: WritableLocalStore) -> None:
     script = """
         import sys
         from model.loading.prefetch import Prefetch
 
-        made = Prefetch({"store": sys.argv[1], "release": "toy/1"}, {})
+        from model.settings import read_settings
+
+        made = Prefetch(read_settings({"store": sys.argv[1], "release": "toy/1"}), {})
         made.wait()
-        made.store(sys.argv[1]).read_release("toy/1")
+        made.store().read_release("toy/1")
         print(sorted(name for name in ("torch", "numpy", "boto3") if name in sys.modules))
     """
     done = subprocess.run(

@@ -20,9 +20,9 @@ from model.cold_start import ColdStart
 from model.errors import ManifestError, ReleaseNotFound, StoreError, UntrustedRelease
 from model.loading.load import load_release
 from model.loading.prefetch import Prefetch
+from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
-from model.store.signature import configured_keys
 from tests.conftest import Opener
 from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
@@ -65,12 +65,12 @@ def start(settings: dict[str, Any]) -> Iterator[Start]:
     started: list[Prefetch] = []
 
     def start_it(**changes: Any) -> Prefetch:
-        started.append(Prefetch(settings | changes, SECRETS))
+        started.append(Prefetch(read_settings(settings | changes), SECRETS))
         return started[-1]
 
     yield start_it
     for made in started:
-        made.forget()
+        made.close()
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def gate(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[thread
 
 
 def load(made: Prefetch, settings: dict[str, Any]) -> str:
-    keys = configured_keys(settings)
-    return load_release(made.store(settings["store"]), NAME, [cpu_target()], [], ColdStart(), keys).release
+    keys = read_settings(settings).public_key
+    return load_release(made.store(), NAME, [cpu_target()], [], ColdStart(), keys).release
 
 
 def pid_of(made: Prefetch) -> int:
@@ -128,18 +128,21 @@ def test_all_that_loading_reads_is_here_before_it_asks(
 def test_who_loads_imports_no_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
     script = """
         import json, sys
-        from model.loading.prefetch import Prefetch, guess
+        from model.loading.prefetch import Prefetch
+        from model.loading.select import select
         from model.loading.target import detect_targets
+        from model.settings import read_settings
 
-        settings, secrets = map(json.loads, sys.stdin)
+        section, secrets = map(json.loads, sys.stdin)
+        settings = read_settings(section)
         made = Prefetch(settings, secrets)
         made.wait()
-        store = made.store(settings["store"])
-        blobs = guess(store.read_release(settings["release"]), [target.key for target in detect_targets()], [])
+        store = made.store()
+        blobs = select(store.read_release(settings.release), detect_targets(), []).blobs()
         store.fetch(blobs)
         for blob in blobs:
             store.read(blob.sha256, memoryview(bytearray(blob.bytes)))
-        made.forget()
+        made.close()
         print(len(blobs), sorted(name for name in ("torch", "boto3", "botocore", "urllib3") if name in sys.modules))
     """
     done = subprocess.run(
@@ -194,8 +197,10 @@ def test_it_ends_with_a_parent_that_is_killed_and_the_next_start_succeeds(
     script = """
         import json, sys, time
         from model.loading.prefetch import Prefetch
+        from model.settings import read_settings
 
-        made = Prefetch(*map(json.loads, (sys.stdin.readline(), sys.stdin.readline())))
+        section, secrets = map(json.loads, (sys.stdin.readline(), sys.stdin.readline()))
+        made = Prefetch(read_settings(section), secrets)
         print(made._process._process.pid, flush=True)
         time.sleep(600)
     """
@@ -243,7 +248,7 @@ def test_loading_goes_on_where_it_was_killed(
     started.append(start())
     assert load(started[0], settings) == NAME
     assert ready.is_set()
-    until(lambda: "prefetch ended with exit code -9; loading goes on without it" in caplog.text)
+    until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
     assert here(tmp_path / "cache") == manifest.blobs().keys()
     # Killed between opening a partial file and finding its blob here, it leaves an empty one, which the cache sweeps.
     partials = [path for path in (tmp_path / "cache" / "partial").iterdir() if path.stat().st_size]
@@ -256,7 +261,7 @@ def test_it_ends_once_all_is_loaded_and_what_was_guessed_wrong_comes_no_further(
     made = start()
     until(lambda: len(proxy.bytes_asked("/blobs/")) > 0)
     pid = pid_of(made)
-    made.forget()
+    made.close()
     until(lambda: not runs(pid))
     made.wait()
     assert not caplog.records
@@ -284,10 +289,10 @@ def test_nothing_of_a_release_that_is_not_trusted_is_brought(
 @pytest.mark.parametrize(
     "changes, error, said",
     [
-        ({"release": "toy/9"}, ReleaseNotFound, "No release toy/9"),
-        ({"cache_bytes": 1000}, StoreError, "raise cache_bytes"),
-        ({"endpoint": "nonsense"}, StoreError, "is no endpoint"),
-        ({"store": "s3://UPPER"}, StoreError, "is no store in a bucket"),
+        ({"release": "toy/9"}, ReleaseNotFound, "Release toy/9 was not found"),
+        ({"cache_bytes": 1000}, StoreError, "cache_bytes"),
+        ({"endpoint": "nonsense"}, StoreError, "endpoint"),
+        ({"store": "s3://UPPER"}, StoreError, "is not the URL of a bucket"),
     ],
 )
 def test_what_fails_is_left_for_loading_to_say(
@@ -304,7 +309,7 @@ def test_what_fails_is_left_for_loading_to_say(
     release = changes.get("release", NAME)
     for _ in range(2):
         with pytest.raises(error, match=said):
-            load_release(made.store(changes.get("store", settings["store"])), release, [cpu_target()], [], ColdStart())
+            load_release(made.store(), release, [cpu_target()], [], ColdStart())
     assert not caplog.records and capfd.readouterr().err == ""
 
 
@@ -322,7 +327,7 @@ def test_without_a_process_a_thread_brings_the_blobs(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     start().wait()
     assert here(tmp_path / "cache") == manifest.blobs().keys()
-    assert "prefetch has no process of its own" in caplog.text
+    assert "prefetch runs in the server's process" in caplog.text
 
 
 def test_a_manifest_that_was_handed_over_is_read_as_strictly_and_once(

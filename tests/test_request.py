@@ -13,17 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import (
-    Defaults,
-    GenerationRequest,
-    GenerationSettings,
-    ServedModel,
-    SizeList,
-    SizeRange,
-    read_defaults,
-    resolve,
-)
+from model.api.request import GenerationRequest, resolve
 from model.errors import ManifestError, RequestRefused
+from model.loading.served import Defaults, ServedModel, SizeList, SizeRange, read_defaults
+from model.pipeline.params import GenerationParams
 
 # Truss calls pydantic's older names, which warn; the server process does not turn warnings into errors.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
@@ -122,12 +115,12 @@ def test_control_characters_other_than_nul_pass() -> None:
     [
         ("prompt", '""', 'got "", expected a string of 1 to 4000 characters'),
         ("prompt", "null", "got null, expected a string of 1 to 4000 characters"),
-        ("prompt", '" \\n\\u3000"', 'got " \\n\\u3000", nothing but whitespace: say what the picture shows'),
+        ("prompt", '" \\n\\u3000"', 'got " \\n\\u3000", nothing but whitespace: describe the image'),
         ("prompt", r'"ab\u0000{c}"', "character 3 is NUL (U+0000), which no text needs: remove it"),
         (
             "prompt",
             r'"ab\ud83d"',
-            "character 3 is half of a surrogate pair, which is not Unicode text: send the whole of it",
+            "character 3 is half of a surrogate pair, which is not Unicode text: send both halves",
         ),
         (
             "prompt",
@@ -166,7 +159,7 @@ def test_control_characters_other_than_nul_pass() -> None:
         ("quality", "null", "got null, expected an integer from 1 to 100"),
         ("stream", "1", "got 1, expected true or false"),
         ("preview_every", "101", "got 101, expected an integer from 0 to 100"),
-        ("promt", '"a"', "is not a field; the fields are " + FIELDS),
+        ("promt", '"a"', "is not a known field; the fields are " + FIELDS),
     ],
 )
 def test_a_refusal_names_the_field_the_value_and_what_is_accepted(field: str, value: str, message: str) -> None:
@@ -246,7 +239,7 @@ def test_a_release_changes_the_defaults_it_names() -> None:
             "default for num_inference_steps: got 101, expected an integer from 1 to 100",
         ),
         ({"guidance_scale": math.nan}, "default for guidance_scale: got NaN, expected a number from 0 to 30"),
-        ({"steps": 3}, "default for steps: is not a field"),
+        ({"steps": 3}, "default for steps: is not a known field"),
         ({"scheduler": "Heun"}, "default for scheduler: 'Heun' is not one of"),
         (
             {"scheduler": "LCM", "num_inference_steps": 51},
@@ -272,7 +265,7 @@ def test_what_is_left_open_is_the_releases() -> None:
         denoising_frac=0.7,
     )
     served = ServedModel(1216, 832, SIZES, has_refiner=True, defaults=defaults)
-    assert resolve(request(seed=7), served) == GenerationSettings(
+    assert resolve(request(seed=7), served) == GenerationParams(
         prompt="a cat",
         negative_prompt=None,
         width=1216,

@@ -8,23 +8,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engine_builder.stores.local import WritableLocalStore
 from model.engines.components import BASE_COMPONENTS
 from model.engines.tensorrt import api as tensorrt_api
 from model.engines.tensorrt.api import TensorRTUnavailable
-from model.errors import EngineError, ManifestError, NoEngineForTarget
-from model.loading import runtimes
-from model.loading.runtimes import (
-    check_installed,
-    check_refit,
-    fastest_first,
-    read_choice,
-    request_time,
-    targets_of,
-)
+from model.errors import EngineError, NoEngineForTarget
+from model.loading.runtimes import fastest_first, request_time, targets_of
+from model.loading.select import check_installed, check_refit
 from model.loading.target import Target
-from model.store.local import LocalStore
+from model.settings import read_settings
 from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
 from model.store.manifest_json import parse_manifest
+from model.store.precision import FP16, FP32
 from tests.conftest import REPOSITORY
 from tests.stand_ins import releases
 
@@ -51,7 +46,7 @@ def eleven(installed: Callable[[str | None], None]) -> None:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return releases.draft(LocalStore(tmp_path_factory.mktemp("store")))
+    return releases.draft(WritableLocalStore(tmp_path_factory.mktemp("store")))
 
 
 def engines_for(draft: Manifest, target: str, milliseconds: float | None, **changed: Any) -> list[EngineRecord]:
@@ -73,15 +68,6 @@ def release(draft: Manifest, *engines: list[EngineRecord]) -> Manifest:
 
 
 # -- what is asked for --------------------------------------------------------------------------------------------
-
-
-def test_the_setting_is_one_of_three() -> None:
-    assert [read_choice(choice) for choice in runtimes.CHOICES] == ["aot_inductor", "tensorrt", "fastest"]
-    assert read_choice(None) == read_choice("") == "aot_inductor"
-    for wrong in ("TensorRT", "auto", 1, ["tensorrt"], "x" * 1000):
-        with pytest.raises(ManifestError, match="runtime is one of aot_inductor, tensorrt, fastest, not") as caught:
-            read_choice(wrong)
-        assert len(str(caught.value)) < 300
 
 
 def test_targets_of_each_choice() -> None:
@@ -109,27 +95,16 @@ def test_every_gpu_with_a_config_has_plans_of_its_own(product: str, capability: 
 
 
 def test_asking_for_tensorrt_where_it_cannot_be_had_is_refused(installed: Callable[[str | None], None]) -> None:
-    with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU and there is none"):
+    with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU, and this machine has none"):
         targets_of("tensorrt", [CPU])
     installed(None)
-    with pytest.raises(TensorRTUnavailable, match="asked for and not installed"):
+    with pytest.raises(TensorRTUnavailable, match="configured, and TensorRT is not installed"):
         targets_of("tensorrt", [GPU])
     assert targets_of("fastest", [GPU]) == [GPU]
     installed("10.3.0")
     with pytest.raises(TensorRTUnavailable, match="TensorRT 10.3.0 is not supported"):
         targets_of("tensorrt", [GPU])
     assert targets_of("fastest", [GPU]) == [GPU]
-
-
-def test_the_environment_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "detect_targets", lambda: [GPU])
-    assert runtimes.targets_here({}) == [GPU]
-    assert [target.key for target in runtimes.targets_here({"runtime": "tensorrt"})][0] == "cuda-h200-sm90-trt11.4"
-    monkeypatch.setenv("PREHEAT_RUNTIME", "aot_inductor")
-    assert runtimes.targets_here({"runtime": "tensorrt"}) == [GPU]
-    monkeypatch.setenv("PREHEAT_RUNTIME", "trt")
-    with pytest.raises(ManifestError, match="or PREHEAT_RUNTIME"):
-        runtimes.targets_here({})
 
 
 @pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])
@@ -143,7 +118,7 @@ def test_every_gpu_s_config_serves_tensorrt_with_two_lines_more(gpu: str) -> Non
     entries["model_metadata"]["preheat"]["runtime"] = "tensorrt"
     changed = TrussConfig.from_dict(entries)
     changed.validate_forbid_extra()
-    assert read_choice(changed.model_metadata["preheat"]["runtime"]) == "tensorrt"
+    assert read_settings(changed.model_metadata["preheat"]).runtime == "tensorrt"
     version = requirement.partition("==")[2]
     assert tensorrt_api.version_tag(version) == "trt11.4"
 
@@ -189,14 +164,14 @@ def test_plans_of_another_tensorrt_hide_no_usable_ones(draft: Manifest) -> None:
 
 def test_what_is_compared_is_the_precision_that_is_served(draft: Manifest) -> None:
     """Of fp16 and fp32 beside each other, fp16 is; and whichever build came last."""
-    half = engines_for(draft, GPU.key, 2.0, precision="fp16")
-    full = engines_for(draft, GPU.key, 9.0, precision="fp32")
-    plans = engines_for(draft, "cuda-h200-sm90-trt11.4", 5.0, precision="fp16")
+    half = engines_for(draft, GPU.key, 2.0, precision=FP16)
+    full = engines_for(draft, GPU.key, 9.0, precision=FP32)
+    plans = engines_for(draft, "cuda-h200-sm90-trt11.4", 5.0, precision=FP16)
     for both in ((half, full), (full, half)):
         assert fastest_first(release(draft, *both, plans), targets_of("fastest", [GPU]), BASE_COMPONENTS)[0] == GPU
 
-    of_another = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision="fp16", runtime_version="11.4.0.107")
-    in_full = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision="fp32")  # which are not served beside those
+    of_another = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision=FP16, runtime_version="11.4.0.107")
+    in_full = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0, precision=FP32)  # which are not served beside those
     several = release(draft, of_another, in_full, half)
     assert fastest_first(several, targets_of("fastest", [GPU]), BASE_COMPONENTS)[0] == GPU
 
@@ -210,7 +185,7 @@ def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
 
 def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest) -> None:
     def at(rows: int, milliseconds: float) -> dict[str, Any]:
-        bucket = Bucket(rows=Span(min=rows, max=rows), height=Span(min=64, max=64), width=Span(min=64, max=64))
+        bucket = Bucket(batch=Span(min=rows, max=rows), height=Span(min=64, max=64), width=Span(min=64, max=64))
         return {"bucket": bucket, "benchmark": Benchmark(median=milliseconds, runs=1)}
 
     engines = [
@@ -245,7 +220,7 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
     # Which take less beside each other than the two after each other.
     beside = also(unet_guided=90.0, unet=50.0, unet_unconditional=50.0)
     assert request_time(draft, beside, BASE_COMPONENTS) == 64.5 + 30 * 90.0
-    unmeasured = [engine for engine in branches if (engine.component, engine.bucket.rows.max) not in two_rows]
+    unmeasured = [engine for engine in branches if (engine.component, engine.bucket.batch.max) not in two_rows]
     assert request_time(draft, unmeasured, BASE_COMPONENTS) == 64.5 + 30 * 85.0
 
 
@@ -258,15 +233,17 @@ def test_plans_of_another_tensorrt_are_refused_by_name(
     plans = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0)
     check_installed(draft, plans)
     installed("11.4.1.2")
-    with pytest.raises(NoEngineForTarget, match=f"plans of TensorRT {VERSION} and this machine has 11.4.1.2") as caught:
+    with pytest.raises(
+        NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.4.1.2"
+    ) as caught:
         check_installed(draft, plans)
-    assert f"install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt" in str(caught.value)
+    assert f"Install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt" in str(caught.value)
     check_installed(draft, engines_for(draft, GPU.key, 1.0))
 
 
 def test_an_identical_refit_takes_its_own_weights_alone(draft: Manifest) -> None:
     own, other = (
-        WeightsRecord(component="unet", precision="fp16", layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
+        WeightsRecord(component="unet", precision=FP16, layout="plain", blobs=(Blob(sha256=c * 64, bytes=1),))
         for c in "bc"
     )
     identical = PLAN.model_copy(update={"refit": "identical", "weights": own.identity})
@@ -275,7 +252,7 @@ def test_an_identical_refit_takes_its_own_weights_alone(draft: Manifest) -> None
     check_refit(free, other)
     check_refit(draft.engines[0], other)
     with pytest.raises(
-        EngineError, match="takes the weights it was built with and the release has others.*--refit any"
+        EngineError, match="takes only the weights it was built with, and the release has others.*--refit any"
     ):
         check_refit(bound, other)
 
@@ -308,13 +285,13 @@ def test_what_contradicts_itself_is_refused() -> None:
 
 def test_only_a_tensorrt_engine_says_how_it_is_refit(draft: Manifest) -> None:
     entries = draft.engines[0].model_dump() | {"tensorrt": PLAN.model_dump()}
-    with pytest.raises(ValidationError, match="only a TensorRT engine"):
+    with pytest.raises(ValidationError, match="only a TensorRT engine has a plan"):
         EngineRecord.model_validate(entries)
 
 
 def test_copies_take_plans_along(draft: Manifest, tmp_path: Path) -> None:
     """`Manifest.blobs` is what copy, verify and gc go by."""
-    store = LocalStore(tmp_path)
+    store = WritableLocalStore(tmp_path)
     onnx, literals = (Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in (b"onnx", b"literals"))
     plan = PLAN.model_copy(update={"onnx": onnx, "literals": literals})
     made = release(draft, engines_for(draft, "cuda-h200-sm90-trt11.4", 2.0, tensorrt=plan))

@@ -16,11 +16,8 @@ from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising import samplers as schedule
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.samplers import (
-    COLUMNS,
-    SAMPLERS,
-    Table,
-)
+from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name
+from model.denoising.samplers import COEFFICIENTS, SamplerSchedule
 from model.errors import ManifestError, RequestRefused
 from tests.stand_ins.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
@@ -56,15 +53,15 @@ def toy(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
     return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
 
 
-def denoise(part: Table, latents: torch.Tensor, generator: torch.Generator, spare: int = 0) -> torch.Tensor:
+def denoise(part: SamplerSchedule, latents: torch.Tensor, generator: torch.Generator, spare: int = 0) -> torch.Tensor:
     """The loop of the device on one row, in float32, over `spare` padded steps more than it needs."""
-    timesteps, coefficients = schedule.stack([part], part.steps + spare)
+    timesteps, coefficients = schedule.pad_schedules([part], part.steps + spare)
     previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
     for i, row in enumerate(torch.from_numpy(coefficients[0])):
         c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = row
         eps = toy(c_in * latents, timesteps[0, i])
         denoised = a * latents + b * eps
-        if i < part.steps and part.noise_drawn[i]:
+        if i < part.steps and part.draws_noise[i]:
             noise = torch.randn(SHAPE, generator=generator)
         latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
         previous = denoised
@@ -96,7 +93,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
     scheduler = reference(sampler, steps, config)
-    ours = schedule.table(sampler, steps, NoiseSchedule.from_config(config))
+    ours = schedule.sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
     assert len(ours) == ours.steps == steps
     assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
     assert ours.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
@@ -126,7 +123,9 @@ def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: s
 def test_base_and_refiner_denoise_as_the_two_pipelines_do(sampler: str, steps: int, frac: float, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
     noise_schedule = NoiseSchedule.from_config(config)
-    base, refiner = schedule.split(schedule.table(sampler, steps, noise_schedule), noise_schedule, frac)
+    base, refiner = schedule.split_schedule(
+        schedule.sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac
+    )
 
     latents, our_draws = first_latents(base.init_sigma, seed=11)
     half_way = denoise(base, latents, our_draws)
@@ -161,7 +160,7 @@ def test_timesteps_are_those_of_diffusers_for_every_step_count(sampler: str, bet
         noise_schedule = NoiseSchedule.from_config(config)
         for steps in range(1, 51 if sampler == "LCM" else 101):
             theirs = reference(sampler, steps, config).timesteps.tolist()
-            ours = schedule.table(sampler, steps, noise_schedule).timesteps.tolist()
+            ours = schedule.sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
             if len(theirs) != steps:  # the deviation that the module owns up to
                 assert (steps, spacing, theirs.pop()) == (61, "trailing", -1)
             assert ours == theirs, (steps, spacing)
@@ -179,8 +178,8 @@ def test_timesteps_are_those_of_diffusers_for_every_step_count(sampler: str, bet
     ],
 )
 def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
-    plain = schedule.table(sampler, 8, NoiseSchedule.from_config(SDXL))
-    ours = schedule.table(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
+    plain = schedule.sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL))
+    ours = schedule.sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
     scheduler = reference(sampler, 8, SDXL | changed)
     assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
     latents, our_draws = first_latents(ours.init_sigma, seed=3)
@@ -192,7 +191,7 @@ def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[st
 
 def test_ancestral_and_sde_draw_at_the_last_step_and_lcm_does_not() -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    drawn = {name: schedule.table(name, 3, noise_schedule).noise_drawn.tolist() for name in SAMPLERS}
+    drawn = {name: schedule.sampler_schedule(name, 3, noise_schedule).draws_noise.tolist() for name in SAMPLERS}
     always, never = [True] * 3, [False] * 3
     assert drawn == {
         "Euler": never,
@@ -208,10 +207,10 @@ def test_ancestral_and_sde_draw_at_the_last_step_and_lcm_does_not() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_first_row_of_each_part_takes_nothing_from_before_it(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    whole = schedule.table(sampler, 20, noise_schedule)
-    prev = COLUMNS.index("prev")
+    whole = schedule.sampler_schedule(sampler, 20, noise_schedule)
+    prev = COEFFICIENTS.index("prev")
     multistep = sampler.startswith("DPM++")
-    for part in (whole, *schedule.split(whole, noise_schedule, 0.6)):
+    for part in (whole, *schedule.split_schedule(whole, noise_schedule, 0.6)):
         assert part.coefficients[0, prev] == 0
         assert (part.coefficients[1, prev] != 0) == multistep
     # the whole table is not touched by being split
@@ -221,12 +220,12 @@ def test_the_first_row_of_each_part_takes_nothing_from_before_it(sampler: str) -
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_part_may_be_empty(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    whole = schedule.table(sampler, 4, noise_schedule)
-    base, refiner = schedule.split(whole, noise_schedule, 1.0)
+    whole = schedule.sampler_schedule(sampler, 4, noise_schedule)
+    base, refiner = schedule.split_schedule(whole, noise_schedule, 1.0)
     assert (len(base), len(refiner)) == (4, 0)
     assert not refiner
     for frac in (0.0, 0.0001):
-        base, refiner = schedule.split(whole, noise_schedule, frac)
+        base, refiner = schedule.split_schedule(whole, noise_schedule, frac)
         assert (len(base), len(refiner)) == (0, 4)
         assert np.array_equal(refiner.coefficients, whole.coefficients)
 
@@ -235,13 +234,13 @@ def test_a_part_may_be_empty(sampler: str) -> None:
 def test_a_fraction_that_splits_nothing_is_refused(frac: float) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
     with pytest.raises(RequestRefused, match="denoising_frac") as refused:
-        schedule.split(schedule.table("Euler", 4, noise_schedule), noise_schedule, frac)
+        schedule.split_schedule(schedule.sampler_schedule("Euler", 4, noise_schedule), noise_schedule, frac)
     assert refused.value.field == "denoising_frac"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_padding_leaves_the_latents_alone(sampler: str) -> None:
-    part = schedule.table(sampler, 6, NoiseSchedule.from_config(SDXL))
+    part = schedule.sampler_schedule(sampler, 6, NoiseSchedule.from_config(SDXL))
     latents, draws = first_latents(part.init_sigma, seed=5)
     plain = denoise(part, latents, draws)
     latents, draws = first_latents(part.init_sigma, seed=5)
@@ -250,26 +249,26 @@ def test_padding_leaves_the_latents_alone(sampler: str) -> None:
 
 def test_stack_lays_tables_of_different_lengths_side_by_side() -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    tables = [schedule.table(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
-    timesteps, coefficients = schedule.stack(tables, 5)
+    tables = [schedule.sampler_schedule(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
+    timesteps, coefficients = schedule.pad_schedules(tables, 5)
     assert timesteps.dtype == coefficients.dtype == np.float32
     assert timesteps.shape == (2, 5)
-    assert coefficients.shape == (2, 5, len(COLUMNS))
+    assert coefficients.shape == (2, 5, len(COEFFICIENTS))
     assert timesteps[0].tolist() == [*tables[0].timesteps, 0, 0]
     assert np.array_equal(coefficients[1], tables[1].coefficients.astype(np.float32))
     with pytest.raises(RequestRefused, match="num_inference_steps"):
-        schedule.stack(tables, 4)
-    assert [part.shape for part in schedule.stack([], 4)] == [(0, 4), (0, 4, 7)]
+        schedule.pad_schedules(tables, 4)
+    assert [part.shape for part in schedule.pad_schedules([], 4)] == [(0, 4), (0, 4, 7)]
 
 
 def test_a_table_is_made_once() -> None:
-    first = schedule.table("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL))
-    assert schedule.table("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL)) is first
+    first = schedule.sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL))
+    assert schedule.sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL)) is first
 
 
 def test_tables_cannot_be_written_to() -> None:
-    part = schedule.table("Euler", 3, NoiseSchedule.from_config(SDXL))
-    for array in (part.timesteps, part.coefficients, part.noise_drawn):
+    part = schedule.sampler_schedule("Euler", 3, NoiseSchedule.from_config(SDXL))
+    for array in (part.timesteps, part.coefficients, part.draws_noise):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
@@ -278,31 +277,31 @@ def test_tables_cannot_be_written_to() -> None:
 def test_step_counts_past_the_limits_are_refused(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
     most = 50 if sampler == "LCM" else 100
-    assert len(schedule.table(sampler, most, noise_schedule)) == most
+    assert len(schedule.sampler_schedule(sampler, most, noise_schedule)) == most
     for steps in (0, -1, most + 1):
         with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {most}") as refused:
-            schedule.table(sampler, steps, noise_schedule)
+            schedule.sampler_schedule(sampler, steps, noise_schedule)
         assert refused.value.field == "num_inference_steps"
 
 
 def test_lcm_takes_no_more_steps_than_it_was_distilled_with() -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL | {"original_inference_steps": 20})
-    assert len(schedule.table("LCM", 20, noise_schedule)) == 20
+    assert len(schedule.sampler_schedule("LCM", 20, noise_schedule)) == 20
     with pytest.raises(RequestRefused, match="1 to 20"):
-        schedule.table("LCM", 21, noise_schedule)
+        schedule.sampler_schedule("LCM", 21, noise_schedule)
 
 
 def test_public_names_and_class_names_are_both_taken() -> None:
-    assert [schedule.sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
+    assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
     classes = {kind.__name__: name for name, (kind, settings) in REFERENCES.items() if not settings}
-    assert {name: schedule.sampler_name(name) for name in classes} == classes
+    assert {name: sampler_name(name) for name in classes} == classes
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    assert schedule.table("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
+    assert schedule.sampler_schedule("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
 
 
 @pytest.mark.parametrize("name", ["euler", "", "PNDMScheduler", "DPM++ 3M"])
 def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> None:
-    for ask in (schedule.sampler_name, lambda n: schedule.table(n, 4, NoiseSchedule.from_config(SDXL))):
+    for ask in (sampler_name, lambda n: schedule.sampler_schedule(n, 4, NoiseSchedule.from_config(SDXL))):
         with pytest.raises(RequestRefused) as refused:
             ask(name)
         assert refused.value.field == "scheduler"
@@ -314,7 +313,7 @@ def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> N
 def test_what_diffusers_saves_asks_for_the_sampler_it_was(sampler: str) -> None:
     kind, settings = REFERENCES[sampler]
     saved = json.loads(kind.from_config(SDXL, **settings).to_json_string())
-    assert schedule.configured_sampler(saved) == sampler
+    assert configured_sampler(saved) == sampler
     assert NoiseSchedule.from_config(saved) == NoiseSchedule.from_config(SDXL)
 
 
@@ -324,4 +323,4 @@ def test_what_diffusers_saves_asks_for_the_sampler_it_was(sampler: str) -> None:
 def test_a_file_that_asks_for_no_sampler_of_ours_is_refused(config: dict[str, Any]) -> None:
     config = {**config, "algorithm_type": "sde-dpmsolver++"}  # without Karras sigmas, it has no public name
     with pytest.raises(ManifestError, match="scheduler_config.json"):
-        schedule.configured_sampler(config)
+        configured_sampler(config)

@@ -18,31 +18,20 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from model import metrics
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
-from model.denoising.loop import (
-    Row,
-    StepLoop,
-)
-from model.denoising.samplers import SAMPLERS
+from model.api.request import GenerationRequest, resolve
+from model.denoising.eager_loop import EagerLoop
+from model.denoising.loop import ImageState
+from model.denoising.sampler_names import SAMPLERS
 from model.engines import components
 from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Unavailable
 from model.loading.load import Loaded
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
 from model.pipeline.preview import fit_preview_map
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    generate,
-)
-from model.scheduling.job import (
-    Finished,
-    Job,
-    Limits,
-    Stepped,
-)
+from model.pipeline.text_to_image import generate
+from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
 from tests.stand_ins.line_networks import PLAIN, line_model, stub
 
 SECONDS = 60  # long enough for any machine: a test that waits for all of it fails
@@ -58,23 +47,23 @@ class Gate:
         gate = self
         self.seeds: dict[int, int] = {}
 
-        class GatedLoop(StepLoop):
-            def step(self) -> list[Row]:
+        class GatedLoop(EagerLoop):
+            def step(self) -> list[ImageState]:
                 if not gate._open:
                     assert gate._allowed.acquire(timeout=SECONDS)
-                seeds = [row.generator.initial_seed() for row in self.rows]
+                seeds = [row.generator.initial_seed() for row in self.images]
                 gate.steps.append((self._unet.component, self._width, seeds))
                 return super().step()
 
-        def loop(component: str, height: int, width: int) -> StepLoop:
+        def loop(component: str, height: int, width: int) -> EagerLoop:
             key = (component, height, width)
             if key not in model.loops:
                 model.loops[key] = GatedLoop(model.engines[component], height, width)
                 model.loops[key].capacity = self.capacity
-                model.loops[key].efficient = self.efficient
+                model.loops[key].efficient_batch = self.efficient_batch
             return model.loops[key]  # type: ignore[return-value]
 
-        self.capacity = self.efficient = 4  # rows: two images with guidance
+        self.capacity = self.efficient_batch = 4  # rows: two images with guidance
         model.loop = loop  # type: ignore[method-assign]
 
     def let(self, steps: int) -> None:
@@ -112,7 +101,7 @@ def scheduler(model: LoadedModel, failures: list[str], request: pytest.FixtureRe
     scheduler.close()
 
 
-def asked(seed: int, **changes: object) -> GenerationSettings:
+def asked(seed: int, **changes: object) -> GenerationParams:
     return replace(PLAIN, seed=seed, **changes)  # type: ignore[arg-type]
 
 
@@ -196,7 +185,7 @@ def test_rows_are_filled_by_images_with_and_without_guidance(gate: Gate, schedul
 
 def test_none_is_overtaken_by_one_that_takes_less(gate: Gate, scheduler: Scheduler) -> None:
     """An image whose guidance ends after its second step leaves a row, and the next in the queue needs two."""
-    gate.capacity = gate.efficient = 3
+    gate.capacity = gate.efficient_batch = 3
     blocked = held(scheduler)
     first = scheduler.submit(asked(0, end_cfg_frac=0.5))
     others = [scheduler.submit(asked(1)), scheduler.submit(asked(2, guidance_scale=1.0))]
@@ -209,7 +198,7 @@ def test_none_is_overtaken_by_one_that_takes_less(gate: Gate, scheduler: Schedul
 
 
 def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 8, 2
+    gate.capacity, gate.efficient_batch = 8, 2
     jobs = [scheduler.submit(asked(seed)) for seed in (0, 10, 20)]
     gate.open()
     for job in jobs:
@@ -232,7 +221,7 @@ def test_few_run_at_once_while_more_would_not_pay(gate: Gate, scheduler: Schedul
 def test_one_that_is_soon_gone_joins_where_few_run_at_once(
     first: dict[str, Any], second: dict[str, Any], together: int, gate: Gate, scheduler: Scheduler
 ) -> None:
-    gate.capacity, gate.efficient = 16, 2
+    gate.capacity, gate.efficient_batch = 16, 2
     blocked = held(scheduler)
     jobs = [scheduler.submit(asked(0, **first)), scheduler.submit(asked(10, **second))]
     blocked.set()
@@ -244,7 +233,7 @@ def test_one_that_is_soon_gone_joins_where_few_run_at_once(
 
 
 def test_one_that_is_soon_gone_overtakes_nobody(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 16, 2
+    gate.capacity, gate.efficient_batch = 16, 2
     blocked = held(scheduler)
     jobs = [scheduler.submit(asked(seed, num_inference_steps=steps)) for seed, steps in ((0, 4), (1, 4), (2, 1))]
     blocked.set()
@@ -255,7 +244,7 @@ def test_one_that_is_soon_gone_overtakes_nobody(gate: Gate, scheduler: Scheduler
 
 
 def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 8, 2
+    gate.capacity, gate.efficient_batch = 8, 2
     jobs = [scheduler.submit(asked(0)), scheduler.submit(asked(10, num_images=2))]
     gate.open()
     for job in jobs:
@@ -264,7 +253,7 @@ def test_the_images_of_a_request_run_together_all_the_same(gate: Gate, scheduler
 
 
 def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 8, 2
+    gate.capacity, gate.efficient_batch = 8, 2
     jobs = [scheduler.submit(asked(seed)) for seed in range(3)]
     gate.let(1)
     eventually(lambda: len(gate.steps) == 1)
@@ -282,7 +271,7 @@ def test_all_join_once_as_many_are_here_as_fit(gate: Gate, scheduler: Scheduler)
 
 
 def test_an_image_at_the_refiner_counts_and_is_not_held_back_there(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 8, 2
+    gate.capacity, gate.efficient_batch = 8, 2
     few = [scheduler.submit(asked(seed, use_refiner=True)) for seed in (0, 1)]
     gate.open()
     for job in few:
@@ -307,7 +296,7 @@ def test_a_refiner_that_is_full_is_waited_for(gate: Gate, scheduler: Scheduler) 
 
 
 def test_each_size_has_its_own_few(gate: Gate, scheduler: Scheduler) -> None:
-    gate.capacity, gate.efficient = 8, 2
+    gate.capacity, gate.efficient_batch = 8, 2
     jobs = [scheduler.submit(asked(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96))]
     gate.open()
     for job in jobs:
@@ -335,11 +324,11 @@ def test_none_is_ahead_of_what_runs(gate: Gate, scheduler: Scheduler) -> None:
     jobs = [scheduler.submit(asked(seed)) for seed in range(4)]  # two run, two wait
     arrived.set()
     gate.let(1)
-    eventually(lambda: len(gate.steps) == 1 and [job.ahead for job in jobs] == [0, 0, 0, 1])
+    eventually(lambda: len(gate.steps) == 1 and [job.queue_position for job in jobs] == [0, 0, 0, 1])
     small = scheduler.submit(asked(4, width=64))
     gate.let(1)
     eventually(lambda: len(gate.steps) == 2 and small.joined == 1)
-    assert (small.ahead, jobs[3].ahead) == (0, 1)
+    assert (small.queue_position, jobs[3].queue_position) == (0, 1)
 
 
 def test_a_further_size_waits_and_is_not_overtaken_for_ever(model: LoadedModel, gate: Gate) -> None:
@@ -381,15 +370,15 @@ def test_a_part_without_steps_is_passed_over(fraction: float, model: LoadedModel
 def test_what_does_not_fit_in_the_queue_is_refused_at_once(gate: Gate, scheduler: Scheduler) -> None:
     running = [scheduler.submit(asked(seed)) for seed in (1, 2)]
     gate.let(1)
-    eventually(lambda: scheduler._queued == 0)
+    eventually(lambda: scheduler._queued_images == 0)
     queued = scheduler.submit(asked(3, num_images=8))
-    with pytest.raises(Overloaded, match="8 images are waiting and this server queues 8") as refused:
+    with pytest.raises(Overloaded, match="8 images are waiting, and this server queues 8") as refused:
         scheduler.submit(asked(4))
     assert 1 <= refused.value.retry_after <= 60
     gate.open()
     for job in (*running, queued):
         job.result.result(SECONDS)
-    assert scheduler._queued == 0
+    assert scheduler._queued_images == 0
     scheduler.submit(asked(4, num_images=8)).result.result(SECONDS)
 
 
@@ -399,14 +388,14 @@ def test_what_does_not_fit_in_the_queue_is_refused_at_once(gate: Gate, scheduler
 def test_a_request_that_is_given_up_while_it_waits_never_runs(gate: Gate, scheduler: Scheduler) -> None:
     running = [scheduler.submit(asked(seed)) for seed in (1, 2)]
     waiting, next_one = scheduler.submit(asked(3)), scheduler.submit(asked(4))
-    scheduler.cancel(waiting, Cancelled())
+    scheduler.cancel(waiting, Cancelled("given up"))
     gate.open()
     with pytest.raises(Cancelled):
         waiting.result.result(SECONDS)
     for job in (*running, next_one):
         job.result.result(SECONDS)
     assert 3 not in {seed for _, _, seeds in gate.steps for seed in seeds}
-    assert scheduler._queued == 0
+    assert scheduler._queued_images == 0
 
 
 def test_a_running_request_frees_its_rows_before_the_next_step(gate: Gate, scheduler: Scheduler) -> None:
@@ -415,7 +404,7 @@ def test_a_running_request_frees_its_rows_before_the_next_step(gate: Gate, sched
     waits = scheduler.submit(asked(3))
     gate.let(2)
     eventually(lambda: len(gate.steps) == 2)
-    scheduler.cancel(gone, Cancelled())
+    scheduler.cancel(gone, Cancelled("given up"))
     before = len(gate.steps)
     gate.open()
     with pytest.raises(Cancelled):
@@ -432,20 +421,20 @@ def test_all_images_of_a_request_go_where_it_is_given_up(gate: Gate, scheduler: 
     gone = scheduler.submit(asked(1, num_images=6, use_refiner=True))
     gate.let(3)
     eventually(lambda: len(gate.steps) == 3)
-    scheduler.cancel(gone, Cancelled())
+    scheduler.cancel(gone, Cancelled("given up"))
     gate.open()
     with pytest.raises(Cancelled):
         gone.result.result(SECONDS)
     settled(scheduler)
-    assert scheduler._queued == 0 and not scheduler._images and not scheduler._turns
-    assert all(not loop.rows for loop in scheduler.model.loops.values())
+    assert scheduler._queued_images == 0 and not scheduler._running and not scheduler._active_loops
+    assert all(not loop.images for loop in scheduler.model.loops.values())
     scheduler.submit(asked(9)).result.result(SECONDS)
 
 
 def test_giving_up_what_is_finished_does_nothing(scheduler: Scheduler) -> None:
     job = scheduler.submit(asked(1))
     drawn = job.result.result(SECONDS)
-    scheduler.cancel(job, Cancelled())
+    scheduler.cancel(job, Cancelled("given up"))
     settled(scheduler)
     assert job.result.result() is drawn
 
@@ -473,7 +462,7 @@ def test_a_failed_engine_fails_its_requests_and_no_later_one(
         scheduler.submit(asked(1, num_images=3)).result.result(SECONDS)
     stub(model, component).fails = None
     scheduler.submit(asked(2)).result.result(SECONDS)
-    assert scheduler.healthy() and not failures and scheduler._queued == 0
+    assert scheduler.healthy() and not failures and scheduler._queued_images == 0
 
 
 def test_a_failure_of_one_size_leaves_the_other(model: LoadedModel, gate: Gate, scheduler: Scheduler) -> None:
@@ -490,10 +479,10 @@ def test_a_failure_of_one_size_leaves_the_other(model: LoadedModel, gate: Gate, 
 def test_an_image_that_cannot_go_on_to_the_refiner_fails_alone(
     model: LoadedModel, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(row: Row) -> None:
+    def full(row: ImageState) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(model.loop(components.REFINER_UNET, 64, 96), "join", full)
+    monkeypatch.setattr(model.loop(components.REFINER_UNET, 64, 96), "add", full)
     refined, other = scheduler.submit(asked(1, use_refiner=True)), scheduler.submit(asked(2, num_inference_steps=40))
     with pytest.raises(torch.OutOfMemoryError):
         refined.result.result(SECONDS)
@@ -512,7 +501,7 @@ def test_after_a_device_failure_nothing_is_promised(
     with pytest.raises(Unavailable):
         scheduler.submit(asked(2))
     encoded = Job(model, asked(3), None, 0)  # as one whose picture was with the encoders
-    scheduler._failed_elsewhere(encoded, torch.AcceleratorError("CUDA error: an illegal memory access"))
+    scheduler._fail_from_worker(encoded, torch.AcceleratorError("CUDA error: an illegal memory access"))
     with pytest.raises(Unavailable, match="The GPU has failed"):
         encoded.result.result(SECONDS)
     scheduler.call(lambda: None).result(SECONDS)
@@ -534,16 +523,16 @@ def test_a_step_that_never_ends_is_no_health(model: LoadedModel, gate: Gate) -> 
 
 def test_progress_is_told_step_by_step_with_previews(model: LoadedModel, scheduler: Scheduler) -> None:
     scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(SECONDS)
-    told: list[Stepped | Finished] = []
+    told: list[StepEvent | ImageEvent] = []
     request = asked(1, num_images=2, num_inference_steps=6, use_refiner=True)
     drawn = scheduler.submit(request, told.append, preview_every=2).result.result(SECONDS)
-    steps = [event for event in told if isinstance(event, Stepped)]
-    eventually(lambda: len([event for event in told if isinstance(event, Stepped)]) == 12)
+    steps = [event for event in told if isinstance(event, StepEvent)]
+    eventually(lambda: len([event for event in told if isinstance(event, StepEvent)]) == 12)
     assert sorted(event.step for event in steps) == list(range(1, 13))
     assert {event.steps for event in steps} == {12}
     previews = [event.preview for event in steps if event.preview is not None]
     assert previews and all(Image.open(io.BytesIO(base64.b64decode(data))).size == (12, 8) for data in previews)
-    finished = {event.index: event.data for event in told if isinstance(event, Finished)}
+    finished = {event.index: event.data for event in told if isinstance(event, ImageEvent)}
     assert [finished[index] for index in range(2)] == drawn.images
 
 

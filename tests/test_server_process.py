@@ -15,13 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-    ServerFailed,
-    build_context,
-    exception_sentence,
-)
+from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, exception_sentence
 from tests.stand_ins import stub_truss
 
 # Long enough for any machine: a test that waits for all of it fails.
@@ -149,7 +143,7 @@ def test_a_model_that_cannot_load_is_answered_with_its_own_sentence(tmp_path: Pa
                 try:
                     {}["key"]
                 except KeyError as error:
-                    raise NoEngineForTarget("No engine for this GPU.\\nBuild one: preheat build.") from error
+                    raise NoEngineForTarget("No engine for this GPU.\\nIts build failed.", "Build one.") from error
 
             def predict(self, request):
                 return {}
@@ -157,7 +151,7 @@ def test_a_model_that_cannot_load_is_answered_with_its_own_sentence(tmp_path: Pa
     server = Server(stub_truss.laid_out(tmp_path, failing))
     with server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(TIMEOUT)
-    assert str(failure.value).startswith("No engine for this GPU.\nBuild one: preheat build.\nThe server ended")
+    assert str(failure.value).startswith("No engine for this GPU.\nIts build failed. Build one.\nThe server ended")
     assert "Executing model.load()..." in str(failure.value)
     assert not server.running
 

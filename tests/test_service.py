@@ -16,14 +16,8 @@ import numpy as np
 import pytest
 import yaml
 
-from engine_builder.local_server.client import (
-    CallFailed,
-    generate,
-)
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-)
+from engine_builder.local_server.client import CallFailed, generate
+from engine_builder.local_server.server import Layout, Server
 from model.store.store import Store
 from tests.conftest import READY_SECONDS
 from tests.stand_ins.image_process import run_in_image
@@ -151,7 +145,7 @@ def test_the_client_says_why_a_stream_failed(server: Server, small_server: tuple
     told: list[dict[str, Any]] = []
     with pytest.raises(CallFailed, match="400: width: 100 is not served"):
         generate(server.url, SMALL | {"width": 100}, READY_SECONDS, lambda line: None)
-    with pytest.raises(CallFailed, match="504: The pictures were not finished within 5 s") as failure:
+    with pytest.raises(CallFailed, match="504: The images were not finished within 5 s") as failure:
         generate(small_server[0].url, LONG | {"num_images": 8}, READY_SECONDS, told.append)
     assert failure.value.status == 504
     assert any(line["event"] == "step" for line in told), "the error was not a late one"

@@ -17,22 +17,13 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save
 
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-    ServerFailed,
-)
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
+from engine_builder.local_server.server import Layout, Server, ServerFailed
+from engine_builder.stores.store import open_writable_store
+from model.api.request import GenerationRequest, resolve
 from model.loading.load import Loaded
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Blob, Manifest
-from model.store.store import (
-    Store,
-    open_store,
-)
+from model.store.store import Store
 from tests.conftest import READY_SECONDS
 from tests.stand_ins.image_process import run_in_image
 
@@ -251,7 +242,7 @@ def copy_release(
     (folder / "blobs" / "sha256").mkdir(parents=True)
     for digest in manifest.blobs():
         shutil.copy(root / "blobs" / "sha256" / digest, folder / "blobs" / "sha256")
-    copied = open_store(folder)
+    copied = open_writable_store(folder)
     copied.write_release(change(manifest, copied))
     return copied
 
@@ -265,7 +256,7 @@ def fails_to_start(layout: Layout, store: Store, release: str) -> str:
 
 def test_a_release_that_is_not_there_is_said_by_the_server(layout: Layout, store: Store, release: str) -> None:
     said = fails_to_start(layout, store, "tiny-sdxl/never")
-    assert said.startswith("No release tiny-sdxl/never in file://")
+    assert said.startswith("Release tiny-sdxl/never was not found in file://")
     assert release in said.splitlines()[0]
 
 
@@ -290,7 +281,7 @@ def test_a_damaged_blob_is_said_by_the_server(
 
 def test_no_release_configured_is_said_by_the_server(layout: Layout) -> None:
     with Server(layout, environment={"PREHEAT_STORE": "", "PREHEAT_RELEASE": ""}) as server:
-        with pytest.raises(ServerFailed, match=r"\ANo store is configured: set model_metadata\.preheat\.store"):
+        with pytest.raises(ServerFailed, match=r"\ANo store is configured\. Set model_metadata\.preheat\.store"):
             server.wait_ready(READY_SECONDS)
 
 
@@ -321,10 +312,7 @@ def broken_server(
 
 def token_of_circle(store: Store, manifest: Manifest) -> list[int]:
     """The tokens that only a prompt with a circle in it has."""
-    from model.pipeline.tokenizer import (
-        ClipTokenizer,
-        TokenizerSettings,
-    )
+    from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 
     record = manifest.tokenizers["tokenizer"]
     settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)

@@ -1,38 +1,135 @@
-"""The deployment's settings: a name that is none is never passed over."""
+"""The deployment's settings: every value is checked, and an unknown name is never passed over."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from model.errors import ManifestError
+from engine_builder.releases import signing
+from model.errors import ConfigError
 from model.model import Model
-from model.settings import read_section
+from model.settings import STORE_SETTINGS, Limits, ServedBucket, Settings, read_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_every_config_of_this_repository_is_read_as_it_is() -> None:
-    configs = [ROOT / "config.yaml", *sorted((ROOT / "truss" / "configs").glob("*.yaml"))]
-    for path in configs:
+@pytest.fixture(autouse=True)
+def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STORE", "RELEASE", "RUNTIME", "PUBLIC_KEY", "CACHE_DIR", "CACHE_BYTES"):
+        monkeypatch.delenv(f"PREHEAT_{name}", raising=False)
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_reads_every_config_of_this_repository() -> None:
+    for path in [ROOT / "config.yaml", *sorted((ROOT / "truss" / "configs").glob("*.yaml"))]:
         section = yaml.safe_load(path.read_text())["model_metadata"]["preheat"]
-        assert read_section(section) == section and len(section) > 5
-    assert read_section(None) == {} and read_section({"public_key": None}) == {"public_key": None}
+        settings = read_settings(section)
+        assert (settings.store, settings.release) == (section["store"], section["release"])
+        assert [bucket.model_dump() for bucket in settings.buckets] == section.get("buckets", [])
+
+
+def test_empty_values_count_as_missing() -> None:
+    assert read_settings(None) == read_settings({}) == read_settings({"public_key": None, "store": ""}) == Settings()
+
+
+def test_reads_each_kind_of_value() -> None:
+    keys = [str(signing.public_key(Ed25519PrivateKey.generate())) for _ in range(2)]
+    settings = read_settings(
+        {
+            "runtime": "fastest",
+            "public_key": keys,
+            "cache_bytes": "20GiB",
+            "buckets": [{"height": 64, "width": 128, "rows": 2}],
+            "limits": {"max_queue": 16, "deadline_seconds": 5},
+            "log_prompts": True,
+        }
+    )
+    assert settings.runtime == "fastest" and settings.log_prompts and settings.cache_bytes == 20 * 2**30
+    assert settings.buckets == [ServedBucket(height=64, width=128, rows=2)]
+    assert settings.limits == Limits(max_queue=16, deadline_seconds=5.0)
+    assert [str(key) for key in settings.public_key] == keys
+    assert read_settings({"public_key": ", ".join(keys)}).public_key == settings.public_key
+    assert read_settings({"cache_bytes": 1000}).cache_bytes == 1000
+
+
+def test_the_environment_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"store": "s3://config", "runtime": "tensorrt", "region": "config", "cache_bytes": 5}
+    monkeypatch.setenv("PREHEAT_STORE", "s3://environment")
+    monkeypatch.setenv("PREHEAT_RUNTIME", "fastest")
+    monkeypatch.setenv("PREHEAT_CACHE_BYTES", "7")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "second")
+    settings = read_settings(given)
+    assert (settings.store, settings.runtime, settings.cache_bytes) == ("s3://environment", "fastest", 7)
+    assert settings.region == "second"
+    monkeypatch.setenv("AWS_REGION", "first")
+    assert read_settings(given).region == "first"
+    monkeypatch.setenv("PREHEAT_RUNTIME", "trt")
+    with pytest.raises(ConfigError, match='PREHEAT_RUNTIME: got "trt".*Fix the variable PREHEAT_RUNTIME'):
+        read_settings(given)
 
 
 @pytest.mark.parametrize(
-    "section, says",
+    "section, message",
     [
-        ({"public_keys": "ed25519:x"}, "'public_keys' is no setting; .* public_key"),
-        ("s3://bucket", "model_metadata.preheat is 's3://bucket', not settings"),
-        ({"limits": 3}, "limits is 3, not a dict"),
-        ({"buckets": 3}, "buckets is 3, not a list"),
-        ({"store": ["s3://bucket"]}, "store is .* not a str"),
-        ({"log_prompts": "no"}, "log_prompts is 'no', not a bool"),
-        ({1: 2}, "1 is no setting"),
+        ({"public_keys": "ed25519:x"}, "public_keys: is not a known field; the fields are store, .*public_key"),
+        ({"public_keys": ""}, "public_keys: is not a known field"),
+        ({"public_keys": None}, "public_keys: is not a known field"),
+        ({"public_key": "x"}, "public_key: 'x' is not a public key"),
+        ({"buckets": ""}, 'buckets: got "", expected a list'),
+        ({"limits": ""}, 'limits: got "", expected a JSON object'),
+        ({"log_prompts": ""}, 'log_prompts: got "", expected true or false'),
+        ({"\ud800": 1}, "model_metadata.preheat: the name of a field"),
+        ("s3://bucket", 'model_metadata.preheat is "s3://bucket", expected settings by name'),
+        ({"store": ["s3://bucket"]}, "store: got a list, expected a string"),
+        ({"log_prompts": "no"}, 'log_prompts: got "no", expected true or false'),
+        ({1: 2}, "1: the name of a field is not text"),
+        ({"runtime": "TensorRT"}, 'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "fastest"'),
+        ({"runtime": "x" * 1000}, "runtime: got .{60,90}1000 characters"),
+        ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
+        ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),
+        ({"cache_bytes": 0}, "cache_bytes: got 0"),
+        ({"buckets": 3}, "buckets: got 3, expected a list"),
+        ({"buckets": ["64x64"]}, "buckets.0: got .64x64., expected a JSON object with the fields height, width, rows"),
+        ({"buckets": [{"height": 64, "width": 64}]}, "buckets.0.rows: is required: an integer above 0"),
+        ({"buckets": [{"height": 64, "width": 64, "rows": 0}]}, "buckets.0.rows: got 0, expected an integer above 0"),
+        ({"buckets": [{"height": 64, "width": 64, "rows": True}]}, "buckets.0.rows: got true"),
+        ({"buckets": [{"height": 64, "width": 64, "rows": 2, "depth": 1}]}, "buckets.0.depth: is not a known field"),
+        ({"limits": 3}, "limits: got 3, expected a JSON object with the fields max_queue"),
+        ({"limits": {"queue": 8}}, "limits.queue: is not a known field; the fields are max_queue, deadline_seconds"),
+        ({"limits": {"max_queue": 7}}, "limits.max_queue: got 7, expected an integer of at least 8"),
+        ({"limits": {"max_queue": 9.5}}, "limits.max_queue: got 9.5, expected an integer of at least 8"),
+        ({"limits": {"max_queue": True}}, "limits.max_queue: got true"),
+        ({"limits": {"deadline_seconds": "300"}}, 'limits.deadline_seconds: got "300", expected a number above 0'),
+        ({"limits": {"deadline_seconds": -1}}, "limits.deadline_seconds: got -1"),
+        ({"limits": {"stuck_seconds": float("nan")}}, "limits.stuck_seconds: got NaN"),
     ],
 )
-def test_what_is_no_setting_is_refused_before_anything_is_fetched(section: Any, says: str) -> None:
-    with pytest.raises(ManifestError, match=says):
+def test_refuses_what_is_not_a_setting(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         Model(config={"model_metadata": {"preheat": section}})
+    assert "Fix it under model_metadata.preheat in config.yaml." in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_an_infinite_limit_is_switched_off() -> None:
+    assert read_settings({"limits": {"deadline_seconds": float("inf")}}).limits.deadline_seconds == float("inf")
+
+
+def test_commands_read_the_settings_of_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREHEAT_RUNTIME", "unknown")
+    monkeypatch.setenv("PREHEAT_CACHE_BYTES", "7")
+    assert read_settings(variables=STORE_SETTINGS).cache_bytes == 7
+
+
+def test_a_refused_config_is_logged_like_a_failed_load(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError):
+        Model(config={"model_metadata": {"preheat": {"limits": {"max_queue": 1}}}})
+    assert '"event": "load_failed"' in caplog.text
+
+
+@pytest.mark.parametrize("name", ["store", "release"])
+def test_names_a_required_setting_that_is_missing(name: Any) -> None:
+    with pytest.raises(ConfigError, match=f"No {name} is configured. Set .* or PREHEAT_{name.upper()}"):
+        Settings().required(name)

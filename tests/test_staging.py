@@ -1,7 +1,6 @@
-"""Weights on their way to a device: through small slots, in any pieces, by several threads, and checked.
+"""Streaming of weights to a device: through small slots, in any pieces, by several threads, verified.
 
-On the CPU, where a copy is done when it returns; what is CUDA's is `Lane`'s, for which a stand-in here plays the device
-that is late.
+On the CPU each copy is complete on return. `LateLane` imitates a device that copies late.
 """
 
 import math
@@ -14,27 +13,18 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.engines.components import BASE_COMPONENTS
 from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
-from model.store.local import LocalStore
 from model.store.manifest import Blob
 from model.store.sink import Sink
-from model.weights import (
-    cache as weights,
-)
-from model.weights import (
-    stream as staging,
-)
+from model.weights import cache as weights
+from model.weights import stream as streaming
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
-from model.weights.stream import (
-    SLOTS,
-    Lane,
-    stream_weights,
-    view,
-)
+from model.weights.stream import SLOTS, CopyLane, stream_weights, tensor_view
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target, keep
 
@@ -43,12 +33,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
+def store(tmp_path: Path) -> WritableLocalStore:
+    return WritableLocalStore(tmp_path / "store")
 
 
 def some(seed: int, count: int = 12) -> Tensors:
-    """Tensors of odd sizes and several dtypes, an empty and a scalar one among them."""
+    """Make tensors of odd sizes and several dtypes, with an empty and a scalar one."""
     rng = random.Random(seed)
     made: Tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(float(seed)), "many": torch.arange(20_000)}
     for number in range(count):
@@ -65,15 +55,15 @@ def same(given: Tensors, expected: Tensors) -> None:
         assert torch.equal(given[name], tensor), name
 
 
-class SmallLane(Lane):
-    """Slots of a few KiB, so that a header, and most tensors, cross several."""
+class SmallLane(CopyLane):
+    """Slots of 4 KiB, so that headers and most tensors span several."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, slot_bytes=4096)
 
 
-class LateLane(Lane):
-    """A device that copies as late as it may: when the slot is wanted again, or all copies are waited for."""
+class LateLane(CopyLane):
+    """Copies as late as allowed: when the slot is reused, or when all copies are awaited."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, slot_bytes=4096)
@@ -96,9 +86,9 @@ class LateLane(Lane):
             self._copy_now((self._turn + 1 + turn) % SLOTS)
 
 
-@pytest.mark.parametrize("lane", [Lane, SmallLane, LateLane])
+@pytest.mark.parametrize("lane", [CopyLane, SmallLane, LateLane])
 @pytest.mark.parametrize("threads", [1, 3, None])
-def test_tensors_arrive_as_they_were_saved(store: LocalStore, lane: type[Lane], threads: int | None) -> None:
+def test_tensors_arrive_unchanged(store: WritableLocalStore, lane: type[CopyLane], threads: int | None) -> None:
     groups = [some(seed) for seed in range(5)]
     blobs = [keep(store, save(group)) for group in groups]
     arrived = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
@@ -106,41 +96,41 @@ def test_tensors_arrive_as_they_were_saved(store: LocalStore, lane: type[Lane], 
         same(arrived[blob.sha256], group)
 
 
-def test_a_tensor_without_bytes_is_on_the_device_too() -> None:
-    """`meta` stands for a device that is not the CPU."""
+def test_empty_tensor_is_on_the_device() -> None:
+    """`meta` represents any device other than the CPU."""
     for shape in ((0, 4), (3,)):
         data = torch.empty(4 * math.prod(shape), dtype=torch.uint8, device="meta")
-        made = view(data, Extent("F32", shape, 0, data.numel()))
+        made = tensor_view(data, Extent("F32", shape, 0, data.numel()))
         assert made.shape == shape and made.device.type == "meta" and made.dtype == torch.float32
 
 
-def test_each_tensor_begins_where_kernels_may_read_it_in_wide_pieces(store: LocalStore) -> None:
+def test_tensors_are_aligned_to_256_bytes(store: WritableLocalStore) -> None:
     blob = keep(store, save(some(1)))
     [tensors] = stream_weights(store, [blob], CPU).values()
     base = min(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
     assert all((tensor.data_ptr() - base) % 256 == 0 for tensor in tensors.values() if tensor.numel())
 
 
-def test_each_thread_has_a_lane_of_its_own_and_blobs_go_side_by_side(store: LocalStore) -> None:
+def test_each_thread_has_its_own_lane(store: WritableLocalStore) -> None:
     together = threading.Barrier(3, timeout=60)
 
-    class Meeting(LocalStore):
+    class Meeting(WritableLocalStore):
         def stream(self, digest: str, size: int, sink: Sink) -> None:
-            together.wait()  # passed only if three blobs are read at once
+            together.wait()  # passes only if three blobs are read concurrently
             super().stream(digest, size, sink)
 
     blobs = [keep(store, save(some(seed))) for seed in range(3)]
-    made: list[Lane] = []
+    made: list[CopyLane] = []
 
-    def lane(device: torch.device) -> Lane:
-        made.append(Lane(device))
+    def lane(device: torch.device) -> CopyLane:
+        made.append(CopyLane(device))
         return made[-1]
 
     assert len(stream_weights(Meeting(store.root), blobs, CPU, 3, lane)) == len(made) == 3
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_one_wrong_byte_anywhere_and_nothing_is_given(store: LocalStore, threads: int) -> None:
+def test_one_wrong_byte_returns_nothing(store: WritableLocalStore, threads: int) -> None:
     blobs = [keep(store, save(some(seed))) for seed in range(4)]
     path = store.root / "blobs" / "sha256" / blobs[2].sha256
     data = path.read_bytes()
@@ -152,15 +142,15 @@ def test_one_wrong_byte_anywhere_and_nothing_is_given(store: LocalStore, threads
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_what_came_damaged_and_comes_again_replaces_it(readable: bool, store: LocalStore) -> None:
-    """A store hands byte 0 over a second time, as one in a bucket does; the first try had another header, or none."""
+def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalStore) -> None:
+    """An S3 store may stream a blob twice. The first copy here has another header, or an invalid one."""
     good = save(some(2, 5))
     overhead = len(save({"x": torch.zeros(len(good), dtype=torch.uint8)})) - len(good)
     bad = save({"x": torch.ones(len(good) - overhead, dtype=torch.uint8)})
     assert len(bad) == len(good)
     bad = bad if readable else bytes([1]) * len(good)
 
-    class Twice(LocalStore):
+    class Twice(WritableLocalStore):
         def stream(self, digest: str, size: int, sink: Sink) -> None:
             for data in (bad, good):
                 at = 0
@@ -174,8 +164,8 @@ def test_what_came_damaged_and_comes_again_replaces_it(readable: bool, store: Lo
     same(tensors, some(2, 5))
 
 
-def test_a_release_is_loaded_through_the_slots(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: weights stream beside the fetching and checking of all else, and are the same."""
+def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: weights stream while other blobs are fetched and verified."""
     store.write_release(releases.draft(store, releases.toy()))
     monkeypatch.setattr(weights, "copies_to", lambda device: True)
     cold_start = ColdStart()
@@ -191,39 +181,37 @@ def test_a_release_is_loaded_through_the_slots(store: LocalStore, monkeypatch: p
         load_release(store, NAME, [cpu_target()], [], ColdStart())
 
 
-def test_a_load_that_fails_elsewhere_streams_no_further(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_load_stops_streaming(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write_release(releases.draft(store, releases.toy()))
     monkeypatch.setattr(weights, "copies_to", lambda device: True)
-    monkeypatch.setattr(staging, "MOST_THREADS", 1)
+    monkeypatch.setattr(streaming, "MAX_THREADS", 1)
     begun, failed = threading.Event(), threading.Event()
     streamed: list[str] = []
 
-    def stream(self: LocalStore, digest: str, size: int, sink: Sink) -> None:
+    def stream(self: WritableLocalStore, digest: str, size: int, sink: Sink) -> None:
         begun.set()
         assert failed.wait(60)
         streamed.append(digest)
 
-    def fetch(self: LocalStore, blobs: Iterable[Blob]) -> None:
+    def fetch(self: WritableLocalStore, blobs: Iterable[Blob]) -> None:
         assert begun.wait(60)
-        threading.Timer(0.2, failed.set).start()  # the load waits for this one
-        raise StoreError("The store is away.")
+        threading.Timer(0.2, failed.set).start()  # the load waits for the running blob
+        raise StoreError("The store is offline.")
 
-    monkeypatch.setattr(LocalStore, "stream", stream)
-    monkeypatch.setattr(LocalStore, "fetch", fetch)
-    with pytest.raises(StoreError, match="away"):
+    monkeypatch.setattr(WritableLocalStore, "stream", stream)
+    monkeypatch.setattr(WritableLocalStore, "fetch", fetch)
+    with pytest.raises(StoreError, match="offline"):
         load_release(store, NAME, [cpu_target()], [], ColdStart())
     assert len(streamed) == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
 
 
-def test_weights_that_two_components_share_are_streamed_once(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_weights_are_streamed_once(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = releases.draft(store)
     streamed: list[str] = []
-    stream = LocalStore.stream
+    stream = WritableLocalStore.stream
     monkeypatch.setattr(
-        LocalStore,
+        WritableLocalStore,
         "stream",
         lambda self, digest, size, sink: (streamed.append(digest), stream(self, digest, size, sink)),
     )

@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from model.api.request import GenerationSettings
-from model.cuda.streams import (
-    Laps,
-    SideStream,
-)
+from model.cuda import graphs
+from model.cuda.streams import SideStream, StageTimer
 from model.engines import components, graphed
-from model.engines.tensorrt.plans import turn_of
+from model.engines.graphed import GraphedEngine
+from model.engines.tensorrt.plans import stream_of as plan_stream_of
+from model.pipeline.decode import PendingImage
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
 from model.pipeline.preview import fit_preview_map
-from model.pipeline.text_to_image import (
-    Decoding,
-    LoadedModel,
-    draw,
-    generate,
-    request_tables,
-)
-from model.scheduling.job import Limits
+from model.pipeline.text_to_image import generate, generate_latents, request_schedules
 from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
 from tests.stand_ins.line_networks import WIDTHS, Stub, line_model, stub
 from tests.stand_ins.streams import Race, Stream, Streams
 from tests.test_graph_loop import graph_loop
@@ -94,7 +89,7 @@ def test_what_is_served_is_right_and_raceless(
     }
     sharing: dict[str, set[str]] = {}  # what shares the memory of TensorRT's plans runs on one stream
     for name, on in ran_on.items():
-        sharing.setdefault(turn_of(name), set()).update(on)
+        sharing.setdefault(plan_stream_of(name), set()).update(on)
     assert len(sharing) == 4 and all(len(on) == 1 for on in sharing.values())
     for request, images in zip(MIX, drawn, strict=True):
         for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
@@ -117,10 +112,10 @@ def stream_of(side: SideStream) -> Stream:
     return side._stream
 
 
-def queued(model: LoadedModel, request: GenerationSettings) -> Decoding:
+def queued(model: LoadedModel, request: GenerationParams) -> PendingImage:
     """All that `generate` gives the device for a request of one image. It then waits, on the host."""
-    [row] = draw(model, [request], [request_tables(model, request)], lambda stage: None)
-    return Decoding(model, row.latents)
+    [row] = generate_latents(model, [request], [request_schedules(model, request)], lambda stage: None)
+    return PendingImage(model, row.latents)
 
 
 @pytest.mark.parametrize("refiner", [False, True])
@@ -174,7 +169,7 @@ def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatc
             return 10.0 ** (later.number - self.number) * self.number
 
     monkeypatch.setattr(torch.cuda, "Event", Mark)
-    laps = Laps(torch.device("cuda"))
+    laps = StageTimer(torch.device("cuda"))
     laps.end("text")
     laps.end("denoise")
     assert not waited
@@ -184,8 +179,8 @@ def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatc
 
 def test_on_a_cpu_there_are_no_streams() -> None:
     side = SideStream(torch.device("cpu"))
-    with side.beside(torch.zeros(1)):
-        side.hand_over([torch.zeros(1)])
+    with side.run_after(torch.zeros(1)):
+        side.release_to_current([torch.zeros(1)])
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -226,10 +221,10 @@ def test_graphs_of_a_stream_share_a_pool_and_those_of_another_do_not(
 
     def captured(on: Stream) -> Callable[[], None]:
         with torch.cuda.stream(on):  # type: ignore[arg-type]
-            return graphed.capture(lambda: ran.append(streams.current))
+            return graphs.capture(lambda: ran.append(streams.current))
 
     replays = [captured(stream) for stream in (streams.main, side, streams.main, side)]
-    pools, on, graphs = zip(*captures, strict=True)
+    pools, on, made = zip(*captures, strict=True)
     assert pools[0] is pools[2] and pools[1] is pools[3] and pools[0] is not pools[1]
     assert on[0] is on[2] is not streams.main and on[1] is on[3] is side
     assert ran == [stream for stream in on for _ in range(3)]
@@ -238,7 +233,7 @@ def test_graphs_of_a_stream_share_a_pool_and_those_of_another_do_not(
         replays[1]()
         with pytest.raises(AssertionError, match="another stream"):
             replays[0]()
-    assert [graph.replays for graph in graphs] == [1, 1, 0, 0]
+    assert [graph.replays for graph in made] == [1, 1, 0, 0]
 
 
 def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
@@ -255,7 +250,7 @@ def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
     side = Stream("side")
     with torch.cuda.stream(side):  # type: ignore[arg-type]
         for workspace in (True, False, False):
-            graphed.capture(work, workspace)()
+            graphs.capture(work, workspace)()
     assert seen == 3 * [(":4096:8", None)] + 6 * [(":0:0", "0")]
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], "CUBLASLT_WORKSPACE_SIZE" in os.environ) == (":4096:8", False)
     (pool, on, _), (pool_2, on_2, _), (pool_3, on_3, _) = captures
@@ -275,17 +270,17 @@ def test_branches_leave_the_current_stream_and_join_it_again(streams: Streams, m
 
     home, other, made = streams.main, Stream("other"), 7
     home.count = made
-    assert graphed.beside([lambda: work(0), lambda: work(1), lambda: work(2)]) == [0, 1, 2]
+    assert graphs.run_concurrently([lambda: work(0), lambda: work(1), lambda: work(2)]) == [0, 1, 2]
     on = dict(ran)
     assert on[0] is home is streams.current and len({home, on[1], on[2]}) == 3
     assert (home.seen[on[1]], home.seen[on[2]]) == (1, 1)
     made = home.count
-    graphed.beside([lambda: work(3), lambda: work(4)])
+    graphs.run_concurrently([lambda: work(3), lambda: work(4)])
     home = other
     with torch.cuda.stream(other):  # type: ignore[arg-type]
         made = other.count
-        graphed.beside([lambda: work(5), lambda: work(6)])
-        assert graphed.beside([lambda: work(7)]) == [7]
+        graphs.run_concurrently([lambda: work(5), lambda: work(6)])
+        assert graphs.run_concurrently([lambda: work(7)]) == [7]
     on = dict(ran)
     assert on[4] is on[1] and on[6] not in (on[1], on[2]) and on[5] is on[7] is other
 
@@ -299,7 +294,7 @@ def test_a_graphed_engine_reads_each_run_s_own_inputs_and_gives_what_stays(monke
 
     monkeypatch.setattr(graphed, "capture", capture)
     plain, behind = (stub(line_model(), components.UNET_TEXT) for _ in range(2))
-    engine = graphed.GraphedEngine(behind)
+    engine = GraphedEngine(behind)
     width = [spec.shape[-1] for spec in plain.signature.inputs][0]
     given = [{"encoder_hidden_states": torch.randn(1, WIDTHS.tokens, int(width))} for _ in range(3)]
     found = [engine.run({name: tensor.clone() for name, tensor in inputs.items()}) for inputs in given]

@@ -11,13 +11,7 @@ import torch
 from pydantic import TypeAdapter
 
 from model.loading import target
-from model.loading.target import (
-    Target,
-    cpu_levels,
-    detect_targets,
-    gpu_product,
-    torch_tag,
-)
+from model.loading.target import Target, cpu_levels, detect_targets, gpu_product, torch_tag
 from model.store.manifest import Name
 
 V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split()

@@ -16,16 +16,8 @@ import torch
 
 from model.engines.engine import EngineSet
 from model.engines.tensorrt import api as tensorrt_api
-from model.engines.tensorrt.api import (
-    TensorRTUnavailable,
-    require,
-    version_tag,
-)
-from model.engines.tensorrt.engine import (
-    TensorRTEngine,
-    TensorRTPlan,
-    Workspace,
-)
+from model.engines.tensorrt.api import TensorRTUnavailable, require, version_tag
+from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
@@ -38,14 +30,14 @@ SIGNATURE = Signature(
 CONSTANTS = json.dumps({"w": {"tensor": "layer.weight", "dtype": "float32", "shape": [4]}}).encode()
 WEIGHTS = {"layer.weight": torch.tensor([1.0, 2.0, 3.0, 4.0])}
 LITERALS = {"b": torch.full((4,), 0.5)}
-ONE, FOUR = Bucket(rows=Span(min=1, max=1)), Bucket(rows=Span(min=2, max=4))
+ONE, FOUR = Bucket(batch=Span(min=1, max=1)), Bucket(batch=Span(min=2, max=4))
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     made = Fake()
     monkeypatch.setitem(sys.modules, "tensorrt", made.module)
-    monkeypatch.setattr(tensorrt_api, "require", lambda device: VERSION)
+    monkeypatch.setattr(tensorrt_api, "require", lambda *_: VERSION)
     return made
 
 
@@ -156,7 +148,7 @@ def test_components_that_take_turns_share_memory(fake: Fake) -> None:
     assert first == second and first % 256 == 0
     assert (small, large) == (64, 1024)
     fake.profiles = [4096, 4096]
-    with pytest.raises(EngineError, match="open all of a release's first"):
+    with pytest.raises(EngineError, match="Open all engines of a release first"):
         engines(workspace)
 
 
@@ -203,15 +195,15 @@ def test_a_plan_of_another_gpu_is_refused_with_tensorrt_s_words(fake: Fake) -> N
 @pytest.mark.parametrize(
     ("break_it", "words"),
     [
-        (lambda fake: fake.names.update(z="INPUT"), "takes and gives x, y, z"),
-        (lambda fake: fake.names.update(y="INPUT"), "takes and gives"),
+        (lambda fake: fake.names.update(z="INPUT"), "has the tensors x, y, z"),
+        (lambda fake: fake.names.update(y="INPUT"), "has the tensors"),
         (
             lambda fake: fake.weights.update({"tmp_weight_1": 3}),
-            "wants 1 weights that nothing here has, 'tmp_weight_1'",
+            "needs 1 weights that the release lacks, 'tmp_weight_1'",
         ),
-        (lambda fake: fake.weights.update(w=5), "wants w as 5 values"),
-        (lambda fake: fake.refuse.add("set_weights"), "does not take w"),
-        (lambda fake: fake.refuse.add("missing"), "wants 1 weights that nothing here has, 'w' first"),
+        (lambda fake: fake.weights.update(w=5), "needs w as 5 values"),
+        (lambda fake: fake.refuse.add("set_weights"), "refuses w"),
+        (lambda fake: fake.refuse.add("missing"), "needs 1 weights that the release lacks, 'w' first"),
         (lambda fake: fake.refuse.add("refit"), "cannot be refit"),
     ],
 )
@@ -238,7 +230,7 @@ def test_weights_that_do_not_fit_are_refused(fake: Fake, changed: dict[str, Any]
 
 
 def test_a_profile_that_is_not_there_or_has_no_room_is_refused(fake: Fake) -> None:
-    with pytest.raises(EngineError, match="2 profiles and no number 2"):
+    with pytest.raises(EngineError, match="2 profiles, and its record names number 2"):
         TensorRTEngine(plan(), 2, ONE, Workspace(CPU))
     for step in ("context", "profile"):
         fake.refuse = {step}
@@ -260,7 +252,7 @@ def test_what_tensorrt_refuses_to_run_is_an_error(fake: Fake, step: str, words: 
 def test_inputs_are_checked_before_tensorrt_sees_them(fake: Fake) -> None:
     one, _ = engines()
     for inputs, words in (
-        ({"x": torch.zeros(2, 4)}, "no bucket for 2 rows"),
+        ({"x": torch.zeros(2, 4)}, "no bucket for batch 2"),
         ({"x": torch.zeros(1, 5)}, "expected float32"),
         ({"y": torch.zeros(1, 4)}, "takes x"),
         ({"x": torch.zeros(1, 4, device="meta")}, "is on meta"),
@@ -282,7 +274,7 @@ def test_versions_that_are_served(version: str, tag: str) -> None:
 
 @pytest.mark.parametrize("version", ["10.15.9", "8.6.1", "12.0.0", "dev", ""])
 def test_versions_that_are_not_served_are_refused(version: str) -> None:
-    with pytest.raises(TensorRTUnavailable, match="is not supported: install 10.16"):
+    with pytest.raises(TensorRTUnavailable, match="is not supported. Install 10.16"):
         version_tag(version)
 
 
@@ -291,9 +283,9 @@ def test_without_tensorrt_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) 
     if tensorrt_api.installed_version() is not None:
         pytest.skip("TensorRT is installed here")
     with pytest.raises(
-        TensorRTUnavailable, match="TensorRT is not installed here: install it .docs/tensorrt.md."
+        TensorRTUnavailable, match="TensorRT is not installed here. Install TensorRT .docs/tensorrt.md."
     ) as caught:
-        require(torch.device("cuda"))
+        require()
     assert isinstance(caught.value, EngineError) and "aot_inductor" in str(caught.value)
 
 
@@ -302,12 +294,13 @@ def test_without_a_gpu_tensorrt_is_not_imported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tensorrt_api, "installed_version", lambda: VERSION)
     monkeypatch.setitem(sys.modules, "tensorrt", None)  # importing it would raise
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda", "cpu"):
-        with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU and PyTorch finds none"):
-            require(torch.device(device))
+    with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU, and PyTorch finds none"):
+        require()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(TensorRTUnavailable, match="does not import .*install it again"):
-        require(torch.device("cuda"))
+    with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU, and PyTorch finds none"):
+        require("cpu")
+    with pytest.raises(TensorRTUnavailable, match="cannot be imported .*Install TensorRT"):
+        require()
 
 
 def test_the_version_is_known_without_the_libraries(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from engine_builder.local_server.server import (
-    Layout,
-    build_context,
-    lay_out,
-)
-from model.scheduling.job import Limits
+from engine_builder.local_server.server import Layout, build_context, lay_out
+from model.settings import Limits, read_settings
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
     from truss.base.truss_config import TrussConfig
@@ -115,7 +111,7 @@ def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) ->
 def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
     preheat = settings(path)
     assert set(preheat) == {"store", "release", "public_key", "cache_dir", "buckets", "limits", "log_prompts"}
-    assert Limits.from_config(preheat["limits"]) == Limits()
+    assert read_settings(preheat).limits == Limits()
     assert preheat["log_prompts"] is False
     assert preheat["store"].startswith("s3://") or path.stem == "cpu-demo"
     assert Path(preheat["cache_dir"]).is_absolute()

@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from engine_builder.local_server.client import (
-    CallFailed,
-    generate,
-    save_images,
-    save_predicted,
-)
+from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
 from engine_builder.local_server.server import Server
 from tests.stand_ins import stub_truss
 from tests.stand_ins.platform import Platform
@@ -98,7 +93,7 @@ def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tm
         ('Calling...\n{"data": "abc', "cut off"),
         ('{"data": "not base64!"}', "not base64"),
         ('{"data": "' + base64.b64encode(b"#!/bin/sh").decode() + '"}', "not a PNG, JPEG or WebP"),
-        ('{"data": null}', "holds no picture"),
+        ('{"data": null}', "holds no image"),
         ('{"images": [], "error": {"message": "seed: -1 is too small"}}', "seed: -1 is too small"),
     ],
 )
@@ -123,7 +118,7 @@ def test_generate_says_why_it_was_refused(server: Server) -> None:
 
 @pytest.mark.parametrize("url", ["http://localhost:80a", "http://[x"])
 def test_generate_says_that_an_address_is_none(url: str) -> None:
-    with pytest.raises(CallFailed, match="is no URL of a server"):
+    with pytest.raises(CallFailed, match="is not the URL of a server"):
         generate(url, {"prompt": "x"}, timeout=5)
 
 
@@ -143,11 +138,11 @@ def test_generate_says_that_nothing_answers() -> None:
 @pytest.mark.parametrize(
     "body, says",
     [
-        (b"", "ended its answer before the picture was finished"),
-        (b'{"event": "accepted", "ahead": 0}\n', "ended its answer before the picture was finished"),
-        (b'{"event": "done"}\n', "no news of a picture: .*done"),
-        (b"<html>\n", "no news of a picture: '<html>'"),
-        (b"[1]\n", "no news of a picture"),
+        (b"", "ended its answer before the images were finished"),
+        (b'{"event": "accepted", "ahead": 0}\n', "ended its answer before the images were finished"),
+        (b'{"event": "done"}\n', "an invalid event: .*done"),
+        (b"<html>\n", "an invalid event: '<html>'"),
+        (b"[1]\n", "an invalid event"),
         (b'{"event": "error", "status": 500, "error": "it broke"}\n', "500: it broke"),
     ],
 )

@@ -7,25 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model.api.request import (
-    Defaults,
-    ServedModel,
-    SizeList,
-    SizeRange,
-)
-from model.denoising.loop import (
-    Row,
-    StepLoop,
-)
+from model.denoising.eager_loop import EagerLoop
+from model.denoising.loop import ImageState
 from model.engines import components
 from model.engines.engine import EngineSet
-from model.errors import NoEngineForTarget
+from model.errors import OutOfDeviceMemory
 from model.loading import warmup
 from model.loading.load import Loaded
-from model.loading.warmup import (
-    efficient_by_size,
-    warm_up,
-)
+from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
+from model.loading.warmup import efficient_by_size, warm_up
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import line_model, stub
 
@@ -57,13 +47,13 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
     `rising`; returns (width, images) of those it looks at."""
 
     def set_up(seconds: dict[int, float], rising: Sequence[float] = ()) -> list[tuple[int, int]]:
-        now, looked, seen, step = 0.0, 0, [], StepLoop.step
+        now, looked, seen, step = 0.0, 0, [], EagerLoop.step
 
-        def one_step(self: StepLoop) -> list[Row]:
+        def one_step(self: EagerLoop) -> list[ImageState]:
             nonlocal now, looked
-            now += seconds[len(self.rows)] * (rising[len(seen)] if len(seen) < len(rising) else 1)
+            now += seconds[len(self.images)] * (rising[len(seen)] if len(seen) < len(rising) else 1)
             if looked % 2:  # the clock was read before, and will be after
-                seen.append((self._width, len(self.rows)))
+                seen.append((self._width, len(self.images)))
             return step(self)
 
         def read() -> float:
@@ -71,7 +61,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
             looked += 1
             return now
 
-        monkeypatch.setattr(StepLoop, "step", one_step)
+        monkeypatch.setattr(EagerLoop, "step", one_step)
         monkeypatch.setattr(warmup, "time", SimpleNamespace(perf_counter=read))
         return seen
 
@@ -84,7 +74,7 @@ def test_every_loop_is_made_and_every_size_drawn(loaded: Loaded) -> None:
     assert preview_map.weight.shape == (4, 3)
     names = (components.UNET, components.REFINER_UNET)
     assert set(loaded.model.loops) == {(name, 64, width) for name in names for width in (64, 96)}
-    assert all(not loop.rows for loop in loaded.model.loops.values())
+    assert all(not loop.images for loop in loaded.model.loops.values())
     widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, components.VAE_DECODER).seen}
     assert widths == {64 // 8, 96 // 8}
 
@@ -134,7 +124,7 @@ def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
     seen = clocked({1: 0.1})
     for name in (components.UNET, components.REFINER_UNET):
         engines = loaded.model.engines[name].engines
-        loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.rows.max == 8])
+        loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.batch.max == 8])
     with torch.inference_mode():
         warm_up(loaded)
     assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not seen
@@ -144,14 +134,14 @@ def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clo
     model = line_model()
     for name in (components.UNET, components.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
-        stub(model, name).bucket = Bucket(rows=Span(min=1, max=16), height=side, width=side)
+        stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)
     served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
     clocked({1: 0.080, 2: 0.140, 4: 0.240, 8: 0.480})
     with torch.inference_mode():
         warm_up(replace(loaded, model=model, served=served))
     assert efficient_by_size(model) == {"64x64": 8}
     for (height, width), rows in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
-        assert model.loop(components.UNET, height, width).efficient == rows
+        assert model.loop(components.UNET, height, width).efficient_batch == rows
 
 
 @pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
@@ -179,9 +169,9 @@ def test_an_engine_that_finds_no_memory_is_told_from_one_that_fails(
     refused: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = iter([3, 4 if refused else 3])  # of which one, or none, in the warm-up
-    monkeypatch.setattr(warmup, "_refusals", lambda model: next(refusals))
+    monkeypatch.setattr(warmup, "_refused_allocations", lambda model: next(refusals))
     stub(loaded.model, components.VAE_DECODER).fails = EngineFailed("run_func_(...) API call failed")
-    expected = pytest.raises(NoEngineForTarget, match="does not fit") if refused else pytest.raises(EngineFailed)
+    expected = pytest.raises(OutOfDeviceMemory, match="does not fit") if refused else pytest.raises(EngineFailed)
     with expected, torch.inference_mode():
         warm_up(loaded)
 
@@ -191,5 +181,5 @@ def test_a_gpu_that_is_too_small_is_said_at_load(loaded: Loaded, monkeypatch: py
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(warmup, "generate", full)
-    with pytest.raises(NoEngineForTarget, match="line/1 does not fit .* configure fewer rows or sizes"):
+    with pytest.raises(OutOfDeviceMemory, match="line/1 does not fit .* Configure fewer rows or sizes"):
         warm_up(loaded)

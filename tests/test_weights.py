@@ -1,4 +1,4 @@
-"""Blobs become tensors once, are what was saved, and are refused where they are not what safetensors writes."""
+"""Blobs of weights become tensors once, unchanged; invalid files are refused."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from engine_builder.stores.local import WritableLocalStore
 from model.errors import CorruptBlob, StoreError
-from model.store.local import LocalStore
 from model.store.manifest import Blob, WeightsRecord
-from model.weights.cache import (
-    WeightsCache,
-    map_file,
-    tensors_in,
-)
+from model.weights.cache import WeightsCache
+from model.weights.mapped import map_file, tensors_in
 from tests.stand_ins.releases import keep
 
 CPU = torch.device("cpu")
@@ -23,23 +20,23 @@ TWO = {"c": torch.tensor(3.0, dtype=torch.bfloat16), "d": torch.zeros(0, 4)}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
+def store(tmp_path: Path) -> WritableLocalStore:
+    return WritableLocalStore(tmp_path / "store")
 
 
-def record(store: LocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
+def record(store: WritableLocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
     kept = tuple(keep(store, data) for data in blobs)
     return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=kept)
 
 
-def test_tensors_are_what_was_saved(store: LocalStore) -> None:
+def test_loads_tensors_unchanged(store: WritableLocalStore) -> None:
     loaded = WeightsCache(store, CPU).load(record(store, save(ONE), save(TWO)))
     assert loaded.keys() == ONE.keys() | TWO.keys()
     for name, tensor in (ONE | TWO).items():
         assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor)
 
 
-def test_equal_weights_are_held_once_whoever_names_them(store: LocalStore) -> None:
+def test_equal_weights_are_loaded_once(store: WritableLocalStore) -> None:
     cache = WeightsCache(store, CPU)
     first = cache.load(record(store, save(ONE)))
     second = cache.load(record(store, save(ONE), component="refiner_unet"))
@@ -49,7 +46,7 @@ def test_equal_weights_are_held_once_whoever_names_them(store: LocalStore) -> No
     assert cache.bytes == sum(tensor.nbytes for tensor in (ONE | TWO).values())
 
 
-def test_a_tensor_in_two_blobs_is_refused(store: LocalStore) -> None:
+def test_refuses_tensor_in_two_blobs(store: WritableLocalStore) -> None:
     other = save({"a": torch.ones(2, 3), "z": torch.ones(1)})
     with pytest.raises(CorruptBlob, match="weights of unet have a in two blobs.*`preheat build`"):
         WeightsCache(store, CPU).load(record(store, save(ONE), other))
@@ -62,12 +59,12 @@ def header(entries: object, data: bytes = b"") -> bytes:
 
 SOUND = save(ONE)
 NOT_SAFETENSORS = {
-    "nothing": b"",
-    "text": b"these are no weights at all",
+    "empty": b"",
+    "text": b"this text is not a weights file",
     "half": SOUND[: len(SOUND) // 2],
     "cut": SOUND[:-1],
     "longer": SOUND + b"\0",
-    "a header without end": (2**63).to_bytes(8, "little") + b"{}",
+    "a header of 2**63 bytes": (2**63).to_bytes(8, "little") + b"{}",
     "a header longer than the file": (2**20).to_bytes(8, "little") + b"{}",
     "past the end": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}),
     "shape and size disagree": header({"a": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}, bytes(16)),
@@ -84,35 +81,35 @@ NOT_SAFETENSORS = {
 
 
 @pytest.mark.parametrize("data", NOT_SAFETENSORS.values(), ids=NOT_SAFETENSORS)
-def test_what_is_no_safetensors_file_is_refused(store: LocalStore, data: bytes) -> None:
-    """Its digest is right: someone published it so."""
-    with pytest.raises(CorruptBlob, match="is no safetensors file.*`preheat build`, `preheat publish`"):
+def test_refuses_invalid_safetensors_file(store: WritableLocalStore, data: bytes) -> None:
+    """Its digest is correct, because it was published like this."""
+    with pytest.raises(CorruptBlob, match="is not a safetensors file.*`preheat build`, `preheat publish`"):
         WeightsCache(store, CPU).load(record(store, data))
 
 
-def test_a_damaged_blob_is_refused_and_nothing_is_held(store: LocalStore) -> None:
+def test_refuses_damaged_blob_and_keeps_nothing(store: WritableLocalStore) -> None:
     wanted = record(store, save(ONE), save(TWO))
     path = store.root / "blobs" / "sha256" / wanted.blobs[1].sha256
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    cache = WeightsCache(LocalStore(store.root), CPU)
+    cache = WeightsCache(WritableLocalStore(store.root), CPU)
     with pytest.raises(CorruptBlob, match=wanted.blobs[1].sha256[:12]):
         cache.load(wanted)
     assert cache.bytes == 0
     path.write_bytes(data)
-    assert cache.load(wanted).keys() == ONE.keys() | TWO.keys(), "loading again, as Truss does, works once mended"
+    assert cache.load(wanted).keys() == ONE.keys() | TWO.keys(), "a repeated load, as by Truss, works after the repair"
 
 
-def test_bytes_in_memory_are_read_as_files_are() -> None:
+def test_reads_bytes_in_memory() -> None:
     data = bytearray(save(ONE))
     blob = Blob(sha256="0" * 64, bytes=len(data))
     assert all(torch.equal(tensor, ONE[name]) for name, tensor in tensors_in(data, blob).items())
     for bad in (bytearray(data[:-1]), bytearray()):
-        with pytest.raises(CorruptBlob, match="is no safetensors file"):
+        with pytest.raises(CorruptBlob, match="is not a safetensors file"):
             tensors_in(bad, Blob(sha256="0" * 64, bytes=len(bad)))
 
 
-def test_a_file_that_goes_between_check_and_use_is_an_answer(store: LocalStore) -> None:
+def test_reports_file_that_cannot_be_mapped(store: WritableLocalStore) -> None:
     blob = record(store, save(ONE)).blobs[0]
     with pytest.raises(StoreError, match="cannot be mapped"):
         map_file(store.root / "gone", blob)

@@ -1,1 +1,0 @@
-"""What is measured, how it is kept, and the page that shows it."""

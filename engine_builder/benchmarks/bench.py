@@ -1,157 +1,149 @@
-"""Latency of a loaded release on this machine, by stage.
+"""Latency of a loaded release in this process, by stage.
 
-A benchmark draws the same request again and again: warm-ups first, then counted runs. What is compared draws it in one
-process, in turns: what drifts meanwhile, a host's or a GPU's clocks, meets all alike. A turn is a few runs, and its
-first is not counted, so that each is measured on a device as warm as its own work makes it.
+A benchmark generates the same request many times: warm-ups first, then counted runs. Candidates of a comparison take
+turns in one process, so that changing clocks of the host or the GPU affect all alike. Each turn has a few runs, and its
+first is not counted, so that each candidate is measured on a device as warm as its own work makes it.
 
-Imports model/, torch and the standard library: it runs where the server image runs.
+Imports model/, torch and the standard library, so it runs where the server image runs.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.engines import components
-from model.images.encode import (
-    Pixels,
-    broken_image,
-    encode_base64,
-)
-from model.loading.load import (
-    Loaded,
-    ServedBucket,
-    load_release,
-)
+from model.images.encode import Pixels, broken_image, encode_base64
+from model.loading.load import Loaded, load_release
 from model.loading.runtimes import targets_here
-from model.pipeline.text_to_image import (
-    Decoding,
-    draw,
-    generate,
-    request_tables,
-)
+from model.pipeline.decode import PendingImage
+from model.pipeline.params import GenerationParams
+from model.pipeline.text_to_image import generate, generate_latents, request_schedules
 from model.scheduling.output_workers import THREADS
-from model.store.signature import configured_keys
-from model.store.store import Store
+from model.settings import ServedBucket, read_settings
+from model.store.store import open_store
 
-_TURN = 4  # counted runs
+_RUNS_PER_TURN = 4  # counted ones
 Work = Callable[[], dict[str, float]]
-"""Draws one request, and gives the milliseconds of its stages."""
+"""Generates one request. Returns the milliseconds of its stages."""
 
 
-def load_here(store: Store, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
-    """A release as a server on this machine would load it: by the runtime and the public keys that the environment
-    names. Raises what `load_release` does."""
-    return load_release(store, release, targets_here({}), buckets, ColdStart(), configured_keys())
+def release_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the arguments `store` and `release` and the option `--out`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", help="folder, file:// or s3:// URL")
+    parser.add_argument("release", help="MODEL/VERSION")
+    parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
+    return parser
+
+
+def load_here(store: str, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
+    """Load a release as a server would, with the settings of the environment. Raises as `load_release` does."""
+    settings = read_settings()
+    opened = open_store(store, settings.store_options())
+    return load_release(opened, release, targets_here(settings.runtime), buckets, ColdStart(), settings.public_key)
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:
-    """Of each: milliseconds of its counted runs, and the median milliseconds of its stages. Each is warmed up, then
-    they take turns."""
+    """Warm up each of `works`, then let them take turns.
+
+    Returns for each the milliseconds of its counted runs, and the median milliseconds of its stages.
+    """
     for work in works:
         for _ in range(warm_ups):
             work()
-    totals: list[list[float]] = [[] for _ in works]
-    stages: list[list[dict[str, float]]] = [[] for _ in works]
-    for begin in range(0, runs, _TURN):
-        for work, its_totals, its_stages in zip(works, totals, stages, strict=True):
+    measured: list[tuple[list[float], list[dict[str, float]]]] = [([], []) for _ in works]
+    for begin in range(0, runs, _RUNS_PER_TURN):
+        for work, (totals, stages) in zip(works, measured, strict=True):
             if len(works) > 1:
                 work()
-            for _ in range(begin, min(runs, begin + _TURN)):
+            for _ in range(begin, min(runs, begin + _RUNS_PER_TURN)):
                 began = time.perf_counter()
-                its_stages.append(work())
-                its_totals.append((time.perf_counter() - began) * 1000)
-    return [(one, medians(of_it)) for one, of_it in zip(totals, stages, strict=True)]
+                stages.append(work())
+                totals.append((time.perf_counter() - began) * 1000)
+    return [(totals, medians(stages)) for totals, stages in measured]
 
 
 def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
-    """Request in to encoded picture out, in this process."""
-    settings = resolve(request, loaded.served)
-    [measured] = measure([release_work(loaded, settings)], warm_ups, runs)
-    return release_row(loaded, settings, *measured)
+    """Measure the release from the request to the encoded image, in this process."""
+    params = resolve(request, loaded.served)
+    [(totals, stages)] = measure([release_work(loaded, params)], warm_ups, runs)
+    return timed_row(loaded.release, params, precision_of(loaded), totals, stages)
 
 
-def release_work(loaded: Loaded, settings: GenerationSettings) -> Work:
-    """Drawing that request by the release."""
+def release_work(loaded: Loaded, params: GenerationParams) -> Work:
+    """Return the work of generating this request with the release."""
 
     def work() -> dict[str, float]:
-        pixels, timings, _ = generate(loaded.model, [settings])
+        images, timings, _ = generate(loaded.model, [params])
         began = time.perf_counter()
-        encode_all(pixels, settings)
+        encode_all(images, params)
         return timings | {"encode": (time.perf_counter() - began) * 1000}
 
     return work
 
 
 def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
-    """The request's images again and again, one request after the other; in milliseconds a request. See `offline`."""
-    settings = resolve(request, loaded.served)
+    """Measure the milliseconds of a request when the next one always waits. See `offline`."""
+    params = resolve(request, loaded.served)
     if warm_ups:
-        offline(loaded, [settings], 0, warm_ups)
-    return release_row(loaded, settings, offline(loaded, [settings], 0, runs), {})
+        offline(loaded, [params], 0, warm_ups)
+    return timed_row(loaded.release, params, precision_of(loaded), offline(loaded, [params], 0, runs), {})
 
 
-def offline(loaded: Loaded, batch: Sequence[GenerationSettings], seconds: float, least: int = 1) -> list[float]:
-    """Milliseconds of each batch where there is always a next one, for about `seconds` and at least `least` times.
+def offline(loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, min_runs: int = 1) -> list[float]:
+    """Generate `batch` repeatedly for about `seconds`, at least `min_runs` times. Returns the milliseconds of each.
 
-    As in the server, pictures are decoded and encoded while the next batch is drawn, by as many threads as it has, and
-    nothing waits for a stage to end. The time until the last ones are encoded counts as the last batch's.
+    As in the server, images are decoded and encoded while the next batch is generated, by as many threads, and nothing
+    waits for a stage to end. The last batch's time includes the end of all encoding.
     """
     totals: list[float] = []
-    requests = [settings for settings in batch for _ in range(settings.num_images)]
+    requests = [params for params in batch for _ in range(params.num_images)]
 
-    def encode(decoding: Decoding, settings: GenerationSettings) -> None:
-        pixels = decoding.wait()
+    def encode(image: PendingImage, params: GenerationParams) -> None:
+        pixels = image.wait()
         if pixels is None:
             raise broken_image([0], 1)
-        encode_base64(pixels, settings.output_format, settings.quality)
+        encode_all([pixels], params)
 
     with ThreadPoolExecutor(THREADS) as encoders, torch.inference_mode():
         began = before = time.perf_counter()
-        while len(totals) < least or before - began < seconds:
-            steps = [request_tables(loaded.model, settings) for settings in batch]
-            rows = draw(loaded.model, batch, steps, lambda stage: None)
+        while len(totals) < min_runs or before - began < seconds:
+            schedules = [request_schedules(loaded.model, params) for params in batch]
+            images = generate_latents(loaded.model, batch, schedules, lambda stage: None)
             encoding = [
-                encoders.submit(encode, Decoding(loaded.model, row.latents), settings)
-                for row, settings in zip(rows, requests, strict=True)
+                encoders.submit(encode, PendingImage(loaded.model, image.latents), params)
+                for image, params in zip(images, requests, strict=True)
             ]
             now = time.perf_counter()
             totals.append((now - before) * 1000)
             before = now
-        for one in encoding:
-            one.result()
+        for task in encoding:
+            task.result()
         totals[-1] += (time.perf_counter() - before) * 1000
     return totals
 
 
-def encode_all(pictures: Iterable[Pixels], settings: GenerationSettings) -> None:
-    """As the request's answer has them."""
-    for picture in pictures:
-        encode_base64(picture, settings.output_format, settings.quality)
+def encode_all(images: Iterable[Pixels], params: GenerationParams) -> None:
+    """Encode images as the request's response would hold them."""
+    for image in images:
+        encode_base64(image, params.output_format, params.quality)
 
 
 def precision_of(loaded: Loaded) -> str:
-    """The dtype that the base's UNet answers in, for a row."""
+    """Return the dtype of the base UNet's output, which a row states."""
     return loaded.model.engines[components.UNET].signature.outputs[0].dtype
 
 
-def release_row(loaded: Loaded, settings: GenerationSettings, totals: list[float], stages: dict[str, float]) -> Row:
-    """Of what `measure` gives of the release."""
-    case = f"{loaded.release} {settings.width}x{settings.height}"
-    return timed_row(case, settings, precision_of(loaded), totals, stages)
-
-
 def timed_row(
-    case: str, settings: GenerationSettings, precision: str, totals: list[float], stages: dict[str, float]
+    name: str, params: GenerationParams, precision: str, totals: Sequence[float], stages: dict[str, float]
 ) -> Row:
-    """Of what `measure` gives of anything that draws this request."""
-    steps, batch = settings.num_inference_steps, settings.num_images
-    return make_row(case, totals, "ms", precision, steps, batch, stages=stages)
+    """Return the row of what `measure` returned for this request and whatever `name` generated it."""
+    case, steps = f"{name} {params.width}x{params.height}", params.num_inference_steps
+    return make_row(case, totals, "ms", precision, steps, params.num_images, stages=stages)

@@ -1,17 +1,16 @@
-"""A cold start as a caller meets it: from the start of the real server's process to its first finished picture.
+"""Cold starts: from the start of the real server's process to its first finished image.
 
-Each run is a process of its own with a cache folder of its own. Files that earlier runs have read are in the page cache
-by then, so the first run is not counted. Beside a start from a bucket stands what reading the same bytes takes when
-nothing is done with them, for that is the network's part.
+Each run is a process with a cache folder of its own. The files of earlier runs are in the page cache, so the first run
+is not counted. A start from a bucket is compared with reading the same bytes without using them, which is the network's
+share.
 """
 
 import importlib.util
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
+from engine_builder.local_server.client import generate
 from engine_builder.local_server.demo import cold_start_phases
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-)
+from engine_builder.local_server.server import Layout, Server
 from model.errors import PreheatError
+from model.store.keys import blob_key
 from model.store.manifest import Blob
-from model.store.store import StoreOptions
+from model.store.options import StoreOptions
+from model.store.s3 import PART_BYTES, split_url
+from model.store.s3_client import connect
 
-FIRST_IMAGE = "first_image"
-_OVERLAPPING = ("stream",)  # phases that run beside others and so are no part of the sum
-_TIMEOUT = 600.0
+_CONCURRENT_PHASES = ("stream",)  # they overlap with others, so they do not count in the sum
+_CONNECTIONS = 16  # of `read_alone`
+_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Start:
     """One cold start. Seconds."""
 
     first_image: float
-    """From the process's start to its first finished picture, as the server itself measured it."""
+    """From the process's start to its first finished image, as the server measured it."""
     phases: dict[str, float]
-    """What of that went where, in order; what is left over is the server's own."""
+    """The parts of `first_image`, in order; "other" is the rest."""
     ready: float
-    """From the process's start to the answer that it is ready, as its caller saw it."""
+    """From the process's start to the answer that it is ready, as the client measured it."""
     stages: dict[str, float]
     """Milliseconds of the first request, by stage."""
     bytes: int
@@ -51,46 +51,33 @@ class Start:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a server finds its release."""
+    """A store to start from."""
 
     name: str
     store: str
-    environment: Mapping[str, str]
-    fetched: bool
-    """Whether blobs come over a network, into a cache folder that is empty at first."""
 
 
 def start_once(layout: Layout, place: Place, release: str, request: dict[str, Any], work: Path) -> Start:
-    """Start a server, ask it for a picture, end it. Raises ServerFailed or CallFailed."""
-    from engine_builder.local_server.client import generate
-
-    cache = Path(tempfile.mkdtemp(prefix="cache-", dir=work))
-    try:
-        environment = {
-            **place.environment,
-            "PREHEAT_STORE": place.store,
-            "PREHEAT_RELEASE": release,
-            "PREHEAT_CACHE_DIR": str(cache),
-        }
+    """Start a server, send it one request, and stop it. Raises ServerFailed or CallFailed."""
+    with tempfile.TemporaryDirectory(prefix="cache-", dir=work, ignore_cleanup_errors=True) as cache:
+        environment = {"PREHEAT_STORE": place.store, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
         with Server(layout, environment=environment) as server:
-            server.wait_ready(_TIMEOUT)
+            server.wait_ready(_TIMEOUT_SECONDS)
             ready = time.perf_counter() - began
-            answer = generate(server.url, request, _TIMEOUT)
+            response = generate(server.url, request, _TIMEOUT_SECONDS)
             measured = cold_start_phases(server.url)
-        size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-        return _start(measured, answer, ready, size)
-    finally:
-        shutil.rmtree(cache, ignore_errors=True)
+        size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
+        return _start(measured, response, ready, size)
 
 
-def _start(measured: dict[str, float], answer: dict[str, Any], ready: float, size: int) -> Start:
-    """Phases up to the first request, the request itself, and what is left: HTTP, Truss, waiting for the request."""
-    first = measured.pop(FIRST_IMAGE)
-    phases = {name: seconds for name, seconds in measured.items() if name not in _OVERLAPPING}
-    phases["first request"] = float(answer["time"])
-    phases["other"] = max(0.0, first - sum(phases.values()))
-    return Start(first, phases, ready, answer["timings"], size)
+def _start(measured: dict[str, float], response: dict[str, Any], ready: float, size: int) -> Start:
+    """Add the request to the phases before it, and the rest: HTTP, Truss, and waiting for the request."""
+    first_image = measured.pop("first_image")
+    phases = {name: seconds for name, seconds in measured.items() if name not in _CONCURRENT_PHASES}
+    phases["first request"] = float(response["time"])
+    phases["other"] = max(0.0, first_image - sum(phases.values()))
+    return Start(first_image, phases, ready, response["timings"], size)
 
 
 def bench_places(
@@ -102,8 +89,11 @@ def bench_places(
     work: Path,
     report: Callable[[Place, int, Start], None],
 ) -> list[list[Start]]:
-    """By place, the starts that count: `runs` of each, after one that does not. The places take turns, so that what
-    else the machine does meets them alike. `report` is told of each start as it ends (0: not counted)."""
+    """Start `runs` times from each place, after one start that is not counted. Returns the counted starts by place.
+
+    The places take turns, so other work on the machine affects all alike. `report` is called after each start, with 0
+    for the one that is not counted.
+    """
     starts: list[list[Start]] = [[] for _ in places]
     for number in range(runs + 1):
         for place, counted in zip(places, starts, strict=True):
@@ -115,7 +105,8 @@ def bench_places(
 
 
 def starts_row(place: Place, release: str, starts: Sequence[Start], precision: str, steps: int) -> Row:
-    """The row of one place: seconds to the first image, and medians of the phases."""
+    """Return the row of one place: seconds to the first image, and medians of the phases."""
+    size = max(start.bytes for start in starts)
     return make_row(
         f"cold start, {release}, {place.name}",
         [start.first_image for start in starts],
@@ -126,40 +117,29 @@ def starts_row(place: Place, release: str, starts: Sequence[Start], precision: s
         digits=3,
         stages=medians([start.stages for start in starts]),
         phases=medians([start.phases for start in starts], 3),
-        extra={
-            "best": round(min(start.first_image for start in starts), 3),
-            "ready": round(statistics.median(start.ready for start in starts), 3),
-        }
-        | _fetched(starts),
+        best=round(min(start.first_image for start in starts), 3),
+        ready=round(statistics.median(start.ready for start in starts), 3),
+        **({"bytes_fetched": size} if size else {}),
     )
 
 
-def _fetched(starts: Sequence[Start]) -> dict[str, int]:
-    size = max(start.bytes for start in starts)
-    return {"bytes_fetched": size} if size else {}
-
-
 def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
-    """Seconds that reading these blobs from a bucket takes when they are thrown away: not hashed, kept or looked at."""
-    from model.store.keys import blob_key
-    from model.store.s3 import PART, split_url
-    from model.store.s3_client import connect
-
-    connections = 16
+    """Read these blobs from a bucket and discard them unhashed. Returns the seconds that it took."""
     bucket, prefix = split_url(url)
-    client = connect(options, connections)
-    parts = [(blob, at) for blob in blobs for at in range(0, blob.bytes, PART)]
+    client = connect(options, _CONNECTIONS)
+    parts = [(blob, at) for blob in blobs for at in range(0, blob.bytes, PART_BYTES)]
 
     def read(part: tuple[Blob, int]) -> None:
         blob, at = part
         key = f"{prefix}/{blob_key(blob.sha256)}" if prefix else blob_key(blob.sha256)
-        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={at}-{min(at + PART, blob.bytes) - 1}")["Body"]
+        last = min(at + PART_BYTES, blob.bytes) - 1
+        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={at}-{last}")["Body"]
         while body.read(2**20):
             pass
 
-    client.list_objects_v2(Bucket=bucket, MaxKeys=1)  # as a server's reading of the manifest, it opens the connection
+    client.list_objects_v2(Bucket=bucket, MaxKeys=1)  # opens a connection, as reading the manifest does in a server
     began = time.perf_counter()
-    with ThreadPoolExecutor(connections) as pool:
+    with ThreadPoolExecutor(_CONNECTIONS) as pool:
         list(pool.map(read, parts))
     seconds = time.perf_counter() - began
     client.close()
@@ -167,28 +147,26 @@ def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
 
 
 @contextmanager
-def own_object_store(root: Path, work: Path) -> Iterator[dict[str, str]]:
-    """The tests' object store (Ceph's gateway, tests/stand_ins/object_store.py), with a bucket `preheat` in it.
+def own_object_store(root: Path, work: Path) -> Iterator[None]:
+    """Run the tests' object store (Ceph's gateway, tests/stand_ins/object_store.py) with an empty bucket `preheat`.
 
-    Gives the environment that leads there. Raises PreheatError where it is not installed.
+    This process's environment leads to it meanwhile. Raises PreheatError if it is not installed.
     """
     path = root / "tests" / "stand_ins" / "object_store.py"
     spec = importlib.util.spec_from_file_location("preheat_object_store", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise PreheatError(f"There is no {path}: name a bucket instead (--s3 s3://bucket).")
+        raise PreheatError(f"{path} was not found.", "Name a bucket instead (--s3 s3://bucket).")
     ceph = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ceph)
     if missing := ceph.missing_programs():
-        raise PreheatError(f"{', '.join(missing)} not installed: {ceph.INSTALL}, or name a bucket (--s3 s3://bucket).")
+        remedy = f"Install them ({ceph.INSTALL}), or name a bucket (--s3 s3://bucket)."
+        raise PreheatError(f"{', '.join(missing)} not installed.", remedy)
     with ceph.ObjectStore(work / "ceph") as running:
-        environment: dict[str, str] = running.environment
         before = dict(os.environ)
-        os.environ.update(environment)
+        os.environ.update(running.environment)
         try:
-            import boto3  # type: ignore[import-untyped]
-
-            boto3.client("s3", endpoint_url=running.url).create_bucket(Bucket="preheat")
-            yield environment
+            connect(StoreOptions(endpoint=running.url), 1).create_bucket(Bucket="preheat")
+            yield
         finally:
             os.environ.clear()
             os.environ.update(before)

@@ -1,6 +1,6 @@
-"""How busy a GPU was, by its own counters: NVIDIA's GPU performance monitoring (GPM), of Hopper and later.
+"""The utilization of a GPU by its own counters: NVIDIA's GPU performance monitoring (GPM), from Hopper on.
 
-They count whether anyone asks or not. A profiler marks the begin and end of each kernel, which takes the device time.
+Reading them costs the device nothing. A profiler marks the start and end of each kernel, which takes device time.
 """
 
 from collections.abc import Iterator
@@ -17,36 +17,35 @@ class Busy:
     """Percent of the time between two samples, 0 to 100."""
 
     device: float
-    """That the device had work. Its short way from one kernel of a queue or CUDA graph to the next counts as work: a
-    graph of kernels of a microsecond keeps it busy, a host that is waited for does not."""
+    """The device had work. The short time between two queued kernels counts as work; waiting for the host does not."""
     multiprocessors: float
-    """That a multiprocessor ran any thread, on the average over all of them."""
+    """A multiprocessor ran any thread, on average over all of them."""
 
 
 class GpuCounters:
-    """The counters of one GPU. Any thread may take a sample."""
+    """The counters of one GPU. Thread-safe."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     def sample(self) -> Any:
-        """What has been counted by now."""
+        """Return the state of the counters."""
         taken = pynvml.nvmlGpmSampleAlloc()
         pynvml.nvmlGpmSampleGet(self._handle, taken)
         return taken
 
     def busy(self, earlier: Any, later: Any) -> Busy:
-        """Between two samples; both are freed. The further apart, the better: half a second is still rough."""
-        asked = pynvml.c_nvmlGpmMetricsGet_t()
-        asked.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        asked.sample1, asked.sample2 = earlier, later
+        """Return the utilization between two samples, and free both. Half a second between them is still inexact."""
+        query = pynvml.c_nvmlGpmMetricsGet_t()
+        query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        query.sample1, query.sample2 = earlier, later
         kinds = (pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL, pynvml.NVML_GPM_METRIC_SM_UTIL)
-        asked.numMetrics = len(kinds)
+        query.numMetrics = len(kinds)
         for index, kind in enumerate(kinds):
-            asked.metrics[index].metricId = kind
+            query.metrics[index].metricId = kind
         try:
-            pynvml.nvmlGpmMetricsGet(asked)
-            return Busy(asked.metrics[0].value, asked.metrics[1].value)
+            pynvml.nvmlGpmMetricsGet(query)
+            return Busy(query.metrics[0].value, query.metrics[1].value)
         finally:
             for taken in (earlier, later):
                 pynvml.nvmlGpmSampleFree(taken)
@@ -54,7 +53,7 @@ class GpuCounters:
 
 @contextmanager
 def gpu_counters(device: torch.device) -> Iterator[GpuCounters | None]:
-    """The counters of a CUDA device; None where it has none, or they may not be read."""
+    """Yield the counters of a CUDA device, or None if it has none or they may not be read."""
     counters = None
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()

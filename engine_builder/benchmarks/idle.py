@@ -1,49 +1,37 @@
-"""How much of a denoising loop the GPU does nothing, by its profiler and by its own counters, and what it waits for.
+"""The share of a denoising loop in which the GPU is idle, by the profiler and by the GPU's own counters.
 
     python -m engine_builder.benchmarks.idle STORE NAME/1 --steps 100 --out docs/benchmarks/h200.json
 
-A step is one launch of a CUDA graph. Between two kernels of a launch the device is its own master: that gap is how long
-it takes from one kernel to the next. Between two launches it may be waiting for the host to queue the next one.
+A step is one launch of a CUDA graph. A gap between two kernels of one launch is the device's own: the time from one
+kernel to the next. Between two launches the device may be waiting for the host to queue the next one.
 
-A profiler that marks each kernel makes the way to the next one longer. So after each profiled loop the same one runs
-without it, and what the kernels that were profiled leave of that loop's time is said, too. The counters do not see what
-lies between two kernels of a launch, only whether the GPU is left without work, and are rough where the loop takes less
-than some seconds.
+The profiler marks each kernel, which lengthens these gaps. So the same loop runs again without the profiler, and a
+third row states the share of that loop's time which the profiled kernels leave. The counters do not see gaps within a
+launch, only a GPU without work, and are inexact for loops that take less than some seconds.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from engine_builder.benchmarks.bench import load_here, precision_of
+from engine_builder.benchmarks.bench import load_here, precision_of, release_parser
 from engine_builder.benchmarks.gpu_counters import Busy, GpuCounters, gpu_counters
-from engine_builder.benchmarks.rows import Row, append_rows, make_row
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
-from model.denoising.loop import Loop
-from model.denoising.loop import Row as LoopRow
+from engine_builder.benchmarks.rows import Row, finish, make_row
+from model.api.request import GenerationRequest, resolve
+from model.denoising.loop import ImageState, Loop
 from model.engines import components
 from model.loading.load import Loaded
-from model.pipeline.text_to_image import (
-    base_rows,
-    denoise,
-    request_tables,
-)
-from model.store.store import open_store
+from model.pipeline.params import GenerationParams
+from model.pipeline.text_to_image import denoise, prepare_images, request_schedules
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel or a copy: when it ran, in microseconds, and the launch (of a graph, or its own) that it is part of."""
+    """A kernel or a copy: its time in microseconds, and the launch (a graph's, or its own) that it belongs to."""
 
     start: float
     end: float
@@ -52,17 +40,21 @@ class Activity:
 
 @dataclass(frozen=True)
 class Gaps:
-    """Microseconds from the first activity to the end of the last, and how many of them nothing ran."""
+    """Microseconds from the start of the first activity to the end of the last, and how many of them were idle."""
 
     span: float
     within: float
-    """Between activities of one launch."""
+    """Idle between activities of one launch."""
     between: float
-    """Between the activities of two launches."""
+    """Idle between two launches."""
+
+    @property
+    def idle(self) -> float:
+        return self.within + self.between
 
 
 def gaps(activities: Iterable[Activity]) -> Gaps:
-    """What is left between `activities`, in any order, at least one; they may overlap."""
+    """Measure the gaps between activities, which may overlap. At least one, in any order."""
     first, *others = sorted(activities, key=lambda one: one.start)
     reached, launch = first.end, first.launch
     within = between = 0.0
@@ -77,14 +69,11 @@ def gaps(activities: Iterable[Activity]) -> Gaps:
     return Gaps(reached - first.start, within, between)
 
 
-def profile(loaded: Loaded, settings: GenerationSettings) -> list[Activity]:
-    """What the GPU did from the first step of one request to its last, as its profiler marks it."""
-    rows, loop = _prepared(loaded, settings)
-    with (
-        torch.inference_mode(),
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler,
-    ):
-        denoise(loop, rows)
+def profile(loaded: Loaded, params: GenerationParams) -> list[Activity]:
+    """Return what the GPU did in all steps of one request, as the profiler saw it."""
+    images, loop = _prepare(loaded, params)
+    with torch.inference_mode(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        denoise(loop, images)
         torch.cuda.synchronize()
     return [
         Activity(event.time_range.start, event.time_range.end, event.id)
@@ -93,18 +82,18 @@ def profile(loaded: Loaded, settings: GenerationSettings) -> list[Activity]:
     ]
 
 
-def count(loaded: Loaded, settings: GenerationSettings, counters: GpuCounters | None) -> tuple[float, Busy | None]:
-    """The same loop with no profiler: its milliseconds, and how busy the device was from its fifth part to its last.
+def count(loaded: Loaded, params: GenerationParams, counters: GpuCounters | None) -> tuple[float, Busy | None]:
+    """Run the same loop without the profiler. Returns its milliseconds, and how busy the device was.
 
-    Samples are taken by a thread of their own, so that no step waits for one.
+    The counters cover the steps after the first fifth. A thread of its own samples them, so no step waits for that.
     """
-    rows, loop = _prepared(loaded, settings)
-    steps = settings.num_inference_steps
+    images, loop = _prepare(loaded, params)
+    steps = params.num_inference_steps
     began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     samples = []
     with torch.inference_mode(), ThreadPoolExecutor(1) as sampler:
-        for row in rows:
-            loop.join(row)
+        for image in images:
+            loop.add(image)
         began.record()
         for step in range(steps):
             if counters is not None and step in (steps // 5, steps - 1):
@@ -116,78 +105,67 @@ def count(loaded: Loaded, settings: GenerationSettings, counters: GpuCounters | 
     return began.elapsed_time(ended), counters.busy(*taken) if counters is not None and len(taken) == 2 else None
 
 
-def _prepared(loaded: Loaded, settings: GenerationSettings) -> tuple[list[LoopRow], Loop]:
-    """One request's rows, all on the device, and the loop that is to run them."""
+def _prepare(loaded: Loaded, params: GenerationParams) -> tuple[list[ImageState], Loop]:
+    """Return the images of one request, on the device, and an empty loop for them."""
     with torch.inference_mode():
-        rows = base_rows(loaded.model, settings, request_tables(loaded.model, settings)[0])
-        loop = loaded.model.loop(components.UNET, settings.height, settings.width)
+        images = prepare_images(loaded.model, params, request_schedules(loaded.model, params)[0])
+        loop = loaded.model.loop(components.UNET, params.height, params.width)
         torch.cuda.synchronize()
-    return rows, loop
+    return images, loop
 
 
 def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
-    """Rows in percent of the loop. By the profiler: that no kernel ran, what of that lay between launches, and what its
-    kernels leave of a loop that is not profiled. By the GPU's counters, where it has them: that it had no work."""
-    settings = resolve(request, loaded.served)
-    profile(loaded, settings)  # captures the graphs, and sets the profiler up
+    """Return rows in percent of the loop's time: idle, idle between launches, and idle without the profiler.
+
+    If the GPU has counters, a fourth row has the idle share that they saw.
+    """
+    params = resolve(request, loaded.served)
+    profile(loaded, params)  # captures the graphs, and starts the profiler
     profiles, counts = [], []
     with gpu_counters(loaded.model.device) as counters:
         for _ in range(runs):
-            profiles.append(profile(loaded, settings))
-            counts.append(count(loaded, settings, counters))
+            profiles.append(profile(loaded, params))
+            counts.append(count(loaded, params, counters))
     found = [gaps(activities) for activities in profiles]
-    kernels = [(one.span - one.within - one.between) / 1000 for one in found]  # ms
-    alone = [milliseconds for milliseconds, _ in counts]
+    kernels = [(one.span - one.idle) / 1000 for one in found]  # ms
+    unprofiled = [milliseconds for milliseconds, _ in counts]
+    precision, steps = precision_of(loaded), params.num_inference_steps
+
+    def row(case: str, values: list[float], extra: dict[str, Any]) -> Row:
+        name = f"{loaded.release} {params.width}x{params.height}, {case}"
+        return make_row(name, values, "%", precision, steps, params.num_images, digits=2, **extra)
+
     extra = {
         "span_ms": round(statistics.median(one.span for one in found) / 1000, 2),
         "kernels_ms": round(statistics.median(kernels), 2),
-        "span_without_profiler_ms": round(statistics.median(alone), 2),
-        "activities_a_step": round(len(profiles[-1]) / settings.num_inference_steps, 1),
+        "span_without_profiler_ms": round(statistics.median(unprofiled), 2),
+        "activities_a_step": round(len(profiles[-1]) / steps, 1),
     }
-    precision = precision_of(loaded)
-    steps = settings.num_inference_steps
-
-    def row(case: str, values: list[float], more: dict[str, float]) -> Row:
-        name = f"{loaded.release} {settings.width}x{settings.height}, {case}"
-        return make_row(name, values, "%", precision, steps, settings.num_images, digits=2, extra=more)
-
+    left = [100 * (1 - kernel / loop) for kernel, loop in zip(kernels, unprofiled, strict=True)]
     rows = [
-        row(
-            "GPU idle in the loop, by the profiler",
-            [100 * (one.within + one.between) / one.span for one in found],
-            extra,
-        ),
+        row("GPU idle in the loop, by the profiler", [100 * one.idle / one.span for one in found], extra),
         row("GPU idle between steps, by the profiler", [100 * one.between / one.span for one in found], extra),
-        row(
-            "GPU idle in the loop, not profiled",
-            [100 * (1 - ran / of) for ran, of in zip(kernels, alone, strict=True)],
-            extra,
-        ),
+        row("GPU idle in the loop, not profiled", left, extra),
     ]
-    busy = [one for _, one in counts if one is not None]
-    if busy:
+    if busy := [one for _, one in counts if one is not None]:
         share = {"multiprocessors_busy": round(statistics.median(one.multiprocessors for one in busy), 2)}
         rows.append(row("GPU idle in the loop, by its counters", [100 - one.device for one in busy], share))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", help="folder, file:// or s3:// URL")
-    parser.add_argument("release", help="MODEL/VERSION")
+    parser = release_parser(__doc__)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--images", type=int, default=1, help="as many as the loop takes at once, or fewer")
+    parser.add_argument("--images", type=int, default=1, help="at most as many as the loop takes at once")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("no GPU here: this profiles one.")
-    loaded = load_here(open_store(given.store), given.release)
-    request = GenerationRequest(prompt="a red circle", seed=1, num_inference_steps=given.steps, num_images=given.images)
-    rows = measure(loaded, request, given.runs)
-    if given.out is not None:
-        append_rows(given.out, rows)
-    print(json.dumps([row.to_dict() for row in rows]))
+        parser.error("no GPU was found: this benchmark profiles one.")
+    loaded = load_here(arguments.store, arguments.release)
+    request = GenerationRequest(
+        prompt="a red circle", seed=1, num_inference_steps=arguments.steps, num_images=arguments.images
+    )
+    finish(measure(loaded, request, arguments.runs), arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""diffusers' own pipeline on the same weights: what a release is measured beside."""
+"""diffusers' own pipeline on the same weights, which a release is compared with."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,88 +6,73 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine_builder.benchmarks.bench import (
-    Work,
-    encode_all,
-    measure,
-    precision_of,
-    release_row,
-    release_work,
-    timed_row,
-)
+from engine_builder.benchmarks.bench import Work, encode_all, measure, precision_of, release_work, timed_row
 from engine_builder.benchmarks.rows import Row
-from engine_builder.checkpoints.find import find_folders
-from engine_builder.networks.network import (
-    ModelFolder,
-    variant_of,
-)
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    resolve,
-)
-from model.denoising.samplers import configured_sampler
+from engine_builder.checkpoints.find import find_checkpoints
+from engine_builder.checkpoints.folder import Checkpoint, variant_of
+from model.api.request import GenerationRequest, resolve
+from model.denoising.sampler_names import configured_sampler
 from model.errors import PreheatError, RequestRefused
 from model.images.encode import Pixels
 from model.loading.load import Loaded
+from model.pipeline.params import GenerationParams
 
-PEERS = ("eager", "compiled")  # how it is run
+PEERS = ("eager", "compiled")  # see `diffusers_pipeline`
 
 
 def bench_beside_diffusers(
     loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
 ) -> list[Row]:
-    """The release, then diffusers' pipeline on the weights of `model`, a folder or a Hub id, in each of `kinds` (some
-    of `PEERS`): the same request in turns, in to encoded picture out.
+    """Measure the release and diffusers' pipeline in turns, from the request to the encoded image.
 
-    Raises ModelFolderError or RequestRefused where it cannot be the same; PreheatError where a device has no room for
-    all of them.
+    `model` is a folder or a Hub id with the peer's weights; `kinds` are some of `PEERS`. The release's row comes first.
+    Raises CheckpointError or RequestRefused if the images would differ, PreheatError if device memory is too small.
     """
-    settings, precision = resolve(request, loaded.served), precision_of(loaded)
-    folder = find_peer(model, settings)
+    params, precision = resolve(request, loaded.served), precision_of(loaded)
+    folder = find_peer(model, params)
     try:
-        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), settings) for kind in kinds]
-        first, *others = measure([release_work(loaded, settings), *peers], warm_ups, runs)
+        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), params) for kind in kinds]
+        measured = measure([release_work(loaded, params), *peers], warm_ups, runs)
     except torch.OutOfMemoryError as error:
         raise PreheatError(
-            "This GPU has no room for the release and its peers at once, which take turns: measure without --compiled, "
-            "or on a larger one."
+            "This GPU's memory is too small for the release and its peers, which are loaded together.",
+            "Measure without --compiled, or on a larger GPU.",
         ) from error
-    rows = [release_row(loaded, settings, *first)]
-    for kind, measured in zip(kinds, others, strict=True):
-        case = f"diffusers {kind} {settings.width}x{settings.height}"
-        rows.append(timed_row(case, settings, precision, *measured))
-    return rows
+    names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
+    return [timed_row(name, params, precision, *found) for name, found in zip(names, measured, strict=True)]
 
 
-def find_peer(model: str, like: GenerationSettings) -> ModelFolder:
-    """The model's folder, or a download from the Hub, as a build finds it.
+def find_peer(model: str, params: GenerationParams) -> Checkpoint:
+    """Find the model's folder as a build does, downloading a Hub id.
 
-    Raises ModelFolderError, and RequestRefused for what diffusers would draw in another way than the release does.
+    Raises CheckpointError, and RequestRefused for a request of which diffusers would make other images.
     """
-    folder, _ = find_folders(model, None)
-    if like.use_refiner:
+    folder, _ = find_checkpoints(model, None)
+    if params.use_refiner:
         raise RequestRefused("use_refiner", "a peer has no refiner: leave out --refiner, or the peer.")
-    if like.guidance_scale > 1 and like.end_cfg_frac < 1:
+    if params.guidance_scale > 1 and params.end_cfg_frac < 1:
         raise RequestRefused(
             "end_cfg_frac",
-            f"this release ends its guidance after {like.end_cfg_frac:g} of the steps, and a peer does not: publish it "
-            "without that default (defaults.json) to measure it beside one.",
+            f"this release ends its guidance after {params.end_cfg_frac:g} of the steps, and a peer does not: publish "
+            "it without that default (defaults.json) to compare it with one.",
         )
     own = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
-    if like.scheduler != own:
+    if params.scheduler != own:
         raise RequestRefused(
             "scheduler",
-            f"this release draws with {like.scheduler} and {folder.root} with {own}: name a folder whose "
+            f"this release uses {params.scheduler} and {folder.root} uses {own}: name a folder whose "
             "scheduler/scheduler_config.json has the release's.",
         )
     return folder
 
 
-def diffusers_pipeline(folder: ModelFolder, precision: str, compiled: bool) -> Any:
-    """diffusers' pipeline in eager PyTorch, or `compiled`: channels_last, fused projections, torch.compile with CUDA
-    graphs on UNet and decoder. A decoder that diffusers would move to fp32 and back for each picture
-    (`force_upcast` in fp16), which a graph would have to be captured anew for, then stays in fp32."""
+def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> Any:
+    """Return diffusers' pipeline in eager PyTorch, or `compiled`.
+
+    Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
+    would convert an fp16 decoder with `force_upcast` to fp32 and back for each image. A graph would have to be captured
+    again each time, so a compiled decoder stays in fp32.
+    """
     from diffusers import StableDiffusionXLPipeline
     from diffusers.utils import logging
     from transformers.utils import logging as transformers_logging
@@ -103,7 +88,7 @@ def diffusers_pipeline(folder: ModelFolder, precision: str, compiled: bool) -> A
         return pipeline
     vae: Any = pipeline.vae
     if vae.dtype == torch.float16 and vae.config.force_upcast:
-        torch.nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns of what from_pretrained does
+        torch.nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns about what from_pretrained does
     for network in (pipeline.unet, vae):
         network.to(memory_format=torch.channels_last)
     pipeline.fuse_qkv_projections()
@@ -113,25 +98,25 @@ def diffusers_pipeline(folder: ModelFolder, precision: str, compiled: bool) -> A
     return pipeline
 
 
-def draw_by_diffusers(pipeline: Any, like: GenerationSettings) -> list[Pixels]:
-    """The pictures of that request."""
+def generate_by_diffusers(pipeline: Any, params: GenerationParams) -> list[Pixels]:
+    """Return the images of this request."""
     images = pipeline(
-        prompt=like.prompt,
-        width=like.width,
-        height=like.height,
-        num_inference_steps=like.num_inference_steps,
-        guidance_scale=like.guidance_scale,
-        num_images_per_prompt=like.num_images,
-        generator=torch.Generator().manual_seed(like.seed),
+        prompt=params.prompt,
+        width=params.width,
+        height=params.height,
+        num_inference_steps=params.num_inference_steps,
+        guidance_scale=params.guidance_scale,
+        num_images_per_prompt=params.num_images,
+        generator=torch.Generator().manual_seed(params.seed),
     ).images
     return [np.asarray(image.convert("RGB")) for image in images]
 
 
-def diffusers_work(pipeline: Any, like: GenerationSettings) -> Work:
-    """Drawing that request by diffusers' pipeline."""
+def diffusers_work(pipeline: Any, params: GenerationParams) -> Work:
+    """Return the work of generating this request with diffusers' pipeline."""
 
     def work() -> dict[str, float]:
-        encode_all(draw_by_diffusers(pipeline, like), like)
+        encode_all(generate_by_diffusers(pipeline, params), params)
         return {}
 
     return work

@@ -1,43 +1,45 @@
 """docs/benchmarks/*.json -> docs/benchmarks.md and its plots. Nothing in the page is written by hand.
 
-Each file is a section, named after it. A section has a table of its rows, and of these plots the ones that its rows
-have something for:
+Each file is a section, named after it. A section has a table of its rows, and those of these plots that its rows have
+values for:
 
     cold start by phase         rows with `phases`
     time by stage               rows with `stages`
     latency against steps       rows in ms or s that differ in steps only
     throughput against batch    rows in ms that differ in batch only, and rows in images/s
 
-A file of notes beside it (name.md) comes first. The page depends on these files alone, so a test can hold it to them;
-plots need matplotlib, which is imported only to draw.
+A section begins with the notes in name.md, if that file exists. The page depends on these files alone, so a test
+compares them. Plots need matplotlib, which is imported only to draw.
 """
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from engine_builder.benchmarks.rows import BadRows, read_rows
+from engine_builder.benchmarks.rows import BadRows, Row, read_rows
 from model.errors import PreheatError
 
-Entries = dict[str, Any]
-_LETTERS = {"cpu", "gpu", "sdxl", "http", "s3", "l4", "a10g", "a100", "h100", "h200", "fp8", "fp16", "bf16", "vae"}
+_ACRONYMS = {"cpu", "gpu", "sdxl", "http", "s3", "l4", "a10g", "a100", "h100", "h200", "fp8", "fp16", "bf16", "vae"}
 _PER_SECOND = "images/s"
 _TO_MS = {"ms": 1.0, "s": 1000.0}
 _HEAD = """\
 # Benchmarks
 
-Made by `preheat report` from the rows in [benchmarks/](benchmarks/); mend those, not this page. p50, p90 and p99 are by
-nearest rank over all runs, counted from the best (of images/s the highest). What a row was measured with stands under
-its table, by commit.
+Made by `preheat report` from the rows in [benchmarks/](benchmarks/); edit those, not this page. p50, p90 and p99 are by
+nearest rank over all runs, counted from the best (of images/s the highest). Device, versions and command of the rows
+stand under each table, by commit, at which the command exists.
 """
+_Series = dict[str, list[tuple[int, float]]]
+"""Points (x, y) of each line, by its name."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture of a section: file name, title, and how it is drawn on axes."""
+    """A picture of a section: file name, title, and a function that draws it on axes."""
 
     name: str
     title: str
@@ -45,29 +47,29 @@ class Plot:
 
 
 def write_report(folder: Path, page: Path) -> list[Path]:
-    """Write the page and its plots (SVG, into `folder`); plots that no row asks for any more are deleted.
+    """Write the page and its plots (SVG, into `folder`), and delete all other SVG files there. Returns the plots.
 
-    Returns the plots. Raises BadRows, also where there are none, or PreheatError where matplotlib is not installed.
+    Raises BadRows, also for a folder without rows, or PreheatError if matplotlib is not installed.
     """
     sections = read_sections(folder)
     if not sections:
-        raise BadRows(f"{folder} has no JSON file of rows: name the folder that `--out` of a benchmark wrote into.")
-    wanted = {plot.name: plot for name, rows in sections.items() for plot in plots_of(name, rows)}
-    drawn = [_draw(folder / f"{name}.svg", plot) for name, plot in wanted.items()]
+        raise BadRows(f"{folder} has no JSON file of rows.", "Name the folder that `--out` of a benchmark wrote into.")
+    plots = {plot.name: plot for name, rows in sections.items() for plot in plots_of(name, rows)}
+    paths = [_draw(folder / f"{name}.svg", plot) for name, plot in plots.items()]
     for path in folder.glob("*.svg"):
-        if path.stem not in wanted:
+        if path not in paths:
             path.unlink()
     page.write_text(render(folder, page))
-    return drawn
+    return paths
 
 
-def read_sections(folder: Path) -> dict[str, list[Entries]]:
-    """The rows of each file, by its name without the suffix."""
+def read_sections(folder: Path) -> dict[str, list[Row]]:
+    """Return the rows of each file by its name without the suffix."""
     return {path.stem: rows for path in sorted(folder.glob("*.json")) if (rows := read_rows(path))}
 
 
 def render(folder: Path, page: Path) -> str:
-    """The page's text."""
+    """Return the page's text."""
     where = Path(os.path.relpath(folder, page.parent)).as_posix()
     parts = [_HEAD]
     for name, rows in read_sections(folder).items():
@@ -83,111 +85,93 @@ def render(folder: Path, page: Path) -> str:
 
 def title_of(name: str) -> str:
     """ "full-size-sdxl" -> "Full size SDXL"."""
-    words = [word.upper() if word in _LETTERS else word for word in name.replace("_", "-").split("-")]
+    words = [word.upper() if word in _ACRONYMS else word for word in name.replace("_", "-").split("-")]
     return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
 
-def plots_of(name: str, rows: Sequence[Entries]) -> list[Plot]:
-    """The plots that a section's rows have something for."""
+def plots_of(name: str, rows: Sequence[Row]) -> list[Plot]:
+    """Return the plots that a section's rows have values for."""
     plots = []
-    if phased := [row for row in rows if row.get("phases")]:
-        plots.append(
-            Plot(f"{name}-cold-start", "Cold start by phase", lambda axes: _stack(axes, phased, "phases", "seconds"))
-        )
-    if staged := [row for row in rows if row.get("stages")]:
-        plots.append(
-            Plot(f"{name}-stages", "Time by stage", lambda axes: _stack(axes, staged, "stages", "milliseconds"))
-        )
+    if phased := [row for row in rows if row.phases]:
+        draw = partial(_stack, rows=phased, parts="phases", unit="seconds")
+        plots.append(Plot(f"{name}-cold-start", "Cold start by phase", draw))
+    if staged := [row for row in rows if row.stages]:
+        draw = partial(_stack, rows=staged, parts="stages", unit="milliseconds")
+        plots.append(Plot(f"{name}-stages", "Time by stage", draw))
     if by_steps := _series(rows, "steps", _latency):
-        plots.append(
-            Plot(
-                f"{name}-steps",
-                "Latency against steps",
-                lambda axes: _lines(axes, by_steps, "steps", "milliseconds (p50)"),
-            )
-        )
+        draw = partial(_lines, series=by_steps, x_label="steps", y_label="milliseconds (p50)")
+        plots.append(Plot(f"{name}-steps", "Latency against steps", draw))
     if by_batch := _series(rows, "batch", _throughput):
-        plots.append(
-            Plot(
-                f"{name}-batch",
-                "Throughput against batch",
-                lambda axes: _lines(axes, by_batch, "images a batch", "images a second"),
-            )
-        )
+        draw = partial(_lines, series=by_batch, x_label="images a batch", y_label="images a second")
+        plots.append(Plot(f"{name}-batch", "Throughput against batch", draw))
     return plots
 
 
-def _latency(row: Entries) -> float | None:
-    return row["p50"] * _TO_MS[row["unit"]] if row["unit"] in _TO_MS and not row.get("phases") else None
+def _latency(row: Row) -> float | None:
+    return row.p50 * _TO_MS[row.unit] if row.unit in _TO_MS and not row.phases else None
 
 
-def _throughput(row: Entries) -> float | None:
-    if row["unit"] == _PER_SECOND:
-        return float(row["p50"])
+def _throughput(row: Row) -> float | None:
+    if row.unit == _PER_SECOND:
+        return row.p50
     milliseconds = _latency(row)
-    return row["batch"] * 1000 / milliseconds if milliseconds else None
+    return row.batch * 1000 / milliseconds if milliseconds else None
 
 
-def _series(
-    rows: Sequence[Entries], along: str, value: Callable[[Entries], float | None]
-) -> dict[str, list[tuple[int, float]]]:
-    """Rows that differ in `along` only, as points in order; one point is no line."""
-    others = [key for key in ("family", "unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
+def _series(rows: Sequence[Row], along: str, value: Callable[[Row], float | None]) -> _Series:
+    """Return the rows that differ in `along` only as lines of two points or more, in order."""
+    others = [key for key in ("unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
     found: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
-        measured = value(row)
-        if measured is not None and row[along] > 0:
-            # The newest counts where a point was measured again.
-            described = row | {"family": _family(row)}
-            found.setdefault(tuple(described[key] for key in others), {})[row[along]] = measured
+        measured, x = value(row), getattr(row, along)
+        if measured is not None and x > 0:
+            # The newest row counts if a point was measured again.
+            found.setdefault((_family(row), *(getattr(row, key) for key in others)), {})[x] = measured
     lines = {key: sorted(points.items()) for key, points in found.items() if len(points) > 1}
-    varying = [at for at in range(len(others)) if at == 0 or len({key[at] for key in lines}) > 1]
+    varying = [at for at in range(len(others)) if len({facts[at] for _, *facts in lines}) > 1]
     return {
-        ", ".join(f"{key[at]}" if at == 0 else _named(others[at], key[at]) for at in varying): points
-        for key, points in lines.items()
+        ", ".join([family, *(_labelled(others[at], facts[at]) for at in varying)]): points
+        for (family, *facts), points in lines.items()
     }
 
 
-def _family(row: Entries) -> str:
-    """The case without the steps and the batch in its name: "sdxl-20-steps-batch-4" -> "sdxl"."""
-    text = re.sub(rf"\b{row['steps']}[- ]steps?\b|\bbatch[- ]?{row['batch']}\b", "", row["case"])
+def _family(row: Row) -> str:
+    """Return the case without its steps and batch: "sdxl-20-steps-batch-4" -> "sdxl"."""
+    text = re.sub(rf"\b{row.steps}[- ]steps?\b|\bbatch[- ]?{row.batch}\b", "", row.case)
     return re.sub(r"([-, ])[-, ]+", r"\1", text).strip("-, ")
 
 
-def _named(key: str, value: Any) -> str:
+def _labelled(key: str, value: Any) -> str:
     return f"{value} {key}" if key == "steps" else f"{key} {value}" if key == "batch" else str(value)
 
 
 # -- the page -----------------------------------------------------------------------------------------------------
 
 
-def _table(rows: Sequence[Entries]) -> str:
+def _table(rows: Sequence[Row]) -> str:
     lines = [
         "| case | precision | steps | batch | p50 | p90 | p99 | runs | commit |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
     ]
     for row in rows:
-        unit = row["unit"]
-        numbers = " | ".join(f"{_number(row[key])} {unit}" for key in ("p50", "p90", "p99"))
-        counted = f"{row['precision']} | {row['steps'] or ''} | {row['batch'] or ''}"
-        lines.append(f"| {_cell(row['case'])} | {counted} | {numbers} | {row['runs']} | {row['commit']} |")
+        numbers = " | ".join(f"{_number(value)} {row.unit}" for value in (row.p50, row.p90, row.p99))
+        facts = f"{row.precision} | {row.steps or ''} | {row.batch or ''}"
+        lines.append(f"| {_cell(row.case)} | {facts} | {numbers} | {row.runs} | {row.commit} |")
     return "\n".join(lines) + "\n"
 
 
-def _provenance(rows: Sequence[Entries]) -> str:
-    """Device, versions, commit and command; once for all rows that share them."""
-    seen: dict[tuple[str, ...], None] = {}
-    for row in rows:
-        seen[tuple(row[key] for key in ("gpu", "driver", "torch", "commit", "command"))] = None
+def _provenance(rows: Sequence[Row]) -> str:
+    """List device, versions, commit and command, once for all rows that share them."""
+    seen = dict.fromkeys((row.gpu, row.driver, row.torch, row.commit, row.command) for row in rows)
     lines = []
     for gpu, driver, torch, commit, command in seen:
-        driven = f", driver {driver}" if driver else ""
-        lines.append(f"- {_cell(gpu)}{driven}, torch {torch}, commit {commit}: `{command.replace('`', chr(39))}`")
+        with_driver = f", driver {driver}" if driver else ""
+        lines.append(f"- {_cell(gpu)}{with_driver}, torch {torch}, commit {commit}: `{command.replace('`', chr(39))}`")
     return "\n".join(lines) + "\n"
 
 
 def _number(value: float) -> str:
-    """Three digits that count, and no exponent."""
+    """Format with three significant digits and no exponent."""
     if value and abs(value) < 100:
         return f"{value:.3g}"
     return f"{value:,.0f}"
@@ -205,8 +189,8 @@ def _draw(path: Path, plot: Plot) -> Path:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PreheatError("Plots need matplotlib: install it (`pip install matplotlib`).") from error
-    # The same rows give the same file, and words stay words.
+        raise PreheatError("Plots need matplotlib.", "Install it with `pip install matplotlib`.") from error
+    # The same rows give the same file, and text is kept as text.
     with matplotlib.rc_context({"svg.hashsalt": plot.name, "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
@@ -217,14 +201,14 @@ def _draw(path: Path, plot: Plot) -> Path:
     return path
 
 
-def _stack(axes: Any, rows: Sequence[Entries], parts: str, unit: str) -> None:
-    """A bar for each row, the first on top, cut into its parts in their order."""
-    names = list(dict.fromkeys(name for row in rows for name in row[parts]))
+def _stack(axes: Any, rows: Sequence[Row], parts: str, unit: str) -> None:
+    """Draw a bar for each row, the first on top, divided into its parts in their order."""
+    names = list(dict.fromkeys(name for row in rows for name in getattr(row, parts)))
     labels = _labels(rows)
     axes.figure.set_figheight(max(4.5, 1.5 + 0.5 * len(rows)))
     left = [0.0] * len(rows)
     for number, name in enumerate(names):
-        widths = [float(row[parts].get(name, 0.0)) for row in rows]
+        widths = [getattr(row, parts).get(name, 0.0) for row in rows]
         axes.barh(labels, widths, left=left, label=name.replace("_", " "), color=_color(number), height=0.6)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     for label, end in zip(labels, left, strict=True):
@@ -235,25 +219,24 @@ def _stack(axes: Any, rows: Sequence[Entries], parts: str, unit: str) -> None:
     axes.figure.legend(ncols=min(5, len(names)), loc="outside lower center", frameon=False)
 
 
-def _lines(axes: Any, series: Mapping[str, Sequence[tuple[int, float]]], across: str, up: str) -> None:
+def _lines(axes: Any, series: _Series, x_label: str, y_label: str) -> None:
     for number, (name, points) in enumerate(series.items()):
         xs, ys = zip(*points, strict=True)
         axes.plot(xs, ys, marker="o", markersize=4, label=name, color=_color(number))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
 
 
-def _labels(rows: Sequence[Entries]) -> list[str]:
-    """What tells the bars apart: the case, and steps, batch and commit where cases repeat."""
+def _labels(rows: Sequence[Row]) -> list[str]:
+    """Return unique labels of the bars: the case, with steps, batch, precision and commit if cases repeat."""
     labels: list[str] = []
     for row in rows:
-        label = str(row["case"])
-        for more in (f"{row['steps']} steps, batch {row['batch']}", str(row["precision"]), str(row["commit"])):
-            if sum(other["case"] == row["case"] for other in rows) > 1 or label in labels:
-                label += f"\n{more}" if more.endswith(str(row["batch"])) else f", {more}"
+        label = row.case
+        if sum(other.case == row.case for other in rows) > 1:
+            label += f"\n{row.steps} steps, batch {row.batch}, {row.precision}, {row.commit}"
         while label in labels:
             label += "'"
         labels.append(label)

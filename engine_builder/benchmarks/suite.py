@@ -1,36 +1,28 @@
-"""The cases that docs/benchmarks.md shows of full-size SDXL on a GPU: steps, batches, few-step models, and the peers.
+"""The cases of full-size SDXL in docs/benchmarks.md: numbers of steps, batches, few-step models, and diffusers.
 
     python -m engine_builder.benchmarks.suite STORE NAME/1 --peer MODEL_FOLDER --out docs/benchmarks/h200.json
 
-Request in to encoded JPEG out, in this process. A case whose size or refiner the release does not serve is left out
-and said. The peers are diffusers' pipelines on the same weights, in turns with the release: eager, and compiled as
-PyTorch's "diffusion-fast" does it (github.com/huggingface/diffusion-fast), without coordinate descent, which had not
-ended after 500 s, and with the compiler's defaults for matrix products, whose search takes minutes more.
+Measures in this process, from the request to the encoded JPEG. A case that the release does not serve is skipped with a
+message. The peers are diffusers' pipelines on the same weights, in turns with the release: eager, and compiled as in
+PyTorch's "diffusion-fast" (github.com/huggingface/diffusion-fast). Two of its options are left out: coordinate descent,
+which had not ended after 500 s, and the search for matrix products, which takes minutes more.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here
+from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here, release_parser
 from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
+from model.api.request import GenerationRequest, resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
-from model.store.store import open_store
-
-_PROMPT = "a photograph of an astronaut riding a horse"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request drawn again and again; `throughput`: in images/s, where there is always a next one."""
+    """A request that is generated `runs` times. With `throughput`, the next one always waits: the row has images/s."""
 
     name: str
     runs: int
@@ -43,18 +35,16 @@ class Case:
     throughput: bool = False
 
     def request(self) -> GenerationRequest:
-        side = {"width": self.side, "height": self.side} if self.side else {}
-        return GenerationRequest.model_validate(
-            {
-                "prompt": _PROMPT,
-                "seed": 1,
-                "num_inference_steps": self.steps,
-                "scheduler": self.scheduler,
-                "guidance_scale": self.guidance,
-                "num_images": self.images,
-                "use_refiner": self.refiner,
-            }
-            | side
+        return GenerationRequest(
+            prompt="a photograph of an astronaut riding a horse",
+            seed=1,
+            width=self.side,
+            height=self.side,
+            num_inference_steps=self.steps,
+            scheduler=self.scheduler,
+            guidance_scale=self.guidance,
+            num_images=self.images,
+            use_refiner=self.refiner,
         )
 
 
@@ -74,52 +64,50 @@ CASES = (
 )
 
 
-def run(loaded: Loaded, peer: str | None, tell: Callable[[str], None]) -> Iterator[Row]:
-    """Each case's row as soon as it is measured, then the peers'; `tell` is given a line for each, and for what is
-    left out. `peer`: a model's folder or Hub id."""
+def run(loaded: Loaded, peer: str | None, report: Callable[[str], None]) -> Iterator[Row]:
+    """Yield the row of each case as soon as it is measured, then the rows of the peers.
+
+    `peer` is a model's folder or Hub id. `report` is called with a line for each row and for each skipped case.
+    """
+    first = CASES[0]
     if peer is not None:
-        find_peer(peer, resolve(CASES[0].request(), loaded.served))  # before anything is measured
+        find_peer(peer, resolve(first.request(), loaded.served))  # fails before anything is measured
     for case in CASES:
+        bench = bench_offline if case.throughput else bench_release
         try:
-            bench = bench_offline if case.throughput else bench_release
             row = bench(loaded, case.request(), 3 if case.images == 1 else 1, case.runs)
         except RequestRefused as error:
-            tell(f"{case.name}: left out. {error}")
+            report(f"{case.name}: left out. {error}")
             continue
-        row = replace(row, case=case.name)
-        yield _told(_per_second(row) if case.throughput else row, tell)
+        yield _named(case.name, _per_second(row) if case.throughput else row, report)
     if peer is not None:
-        case = CASES[0]
-        names = [f"{case.name}, in turns with diffusers"] + [f"{case.name}, diffusers {kind}" for kind in PEERS]
-        rows = bench_beside_diffusers(loaded, case.request(), peer, PEERS, 3, 10)
+        names = [f"{first.name}, in turns with diffusers"] + [f"{first.name}, diffusers {kind}" for kind in PEERS]
+        rows = bench_beside_diffusers(loaded, first.request(), peer, PEERS, 3, 10)
         for name, row in zip(names, rows, strict=True):
-            yield _told(replace(row, case=name), tell)
+            yield _named(name, row, report)
 
 
 def _per_second(row: Row) -> Row:
-    """A row in ms as images a second: its slowest runs become its lowest rates."""
+    """Convert milliseconds to images/s: the slowest runs become the lowest rates."""
     rates = {name: round(1000 * row.batch / getattr(row, name), 3) for name in ("value", "p50", "p90", "p99")}
-    return replace(row, unit="images/s", **rates)
+    return row.model_copy(update={"unit": "images/s", **rates})
 
 
-def _told(row: Row, tell: Callable[[str], None]) -> Row:
-    tell(f"{row.case}: p50 {row.p50} {row.unit}, p99 {row.p99}, stages {dict(row.stages)}")
-    return row
+def _named(name: str, row: Row, report: Callable[[str], None]) -> Row:
+    report(f"{name}: p50 {row.p50} {row.unit}, p99 {row.p99}, stages {row.stages}")
+    return row.model_copy(update={"case": name})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", help="folder, file:// or s3:// URL")
-    parser.add_argument("release", help="MODEL/VERSION")
+    parser = release_parser(__doc__)
     parser.add_argument("--peer", help="the model's folder or Hub id: measure diffusers on it, too")
-    parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
-    given = parser.parse_args()
-    loaded = load_here(open_store(given.store), given.release)
+    arguments = parser.parse_args()
+    loaded = load_here(arguments.store, arguments.release)
     rows = []
-    for row in run(loaded, given.peer, lambda line: print(line, flush=True)):
+    for row in run(loaded, arguments.peer, lambda line: print(line, flush=True)):
         rows.append(row.to_dict())
-        if given.out is not None:
-            append_rows(given.out, [row])
+        if arguments.out is not None:
+            append_rows(arguments.out, [row])
     print(json.dumps(rows))
 
 

@@ -1,1 +1,0 @@
-"""From a model folder to engines and weights in a store: compile, check, keep."""

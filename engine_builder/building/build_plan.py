@@ -1,149 +1,157 @@
-"""What a build is asked for: a model, a device, precisions and buckets."""
+"""What a build makes: the model, the target, precisions and buckets."""
 
 import math
 from dataclasses import dataclass
 
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.tensorrt.options import Choices
-from engine_builder.checkpoints.release_settings import read_settings
-from engine_builder.networks.network import (
-    ModelFolder,
-    Network,
-)
-from model.api.request import (
-    LARGEST_SIDE,
-    SMALLEST_SIDE,
-)
-from model.denoising.noise_schedule import MAX_STEPS
+from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.release_settings import read_model_facts
+from engine_builder.networks.network import Network
 from model.engines import components
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-)
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.store.manifest import Bucket, Precision
+from model.store.manifest import Bucket
+from model.store.precision import FP16, FP32, Precision
+from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
 
-_STEPS = 32  # that a GPU embeds the times of at once; more take several calls
+_TIMESTEPS_PER_CALL = 32  # batch of a GPU's time network; requests with more steps take several calls
+
+Size = tuple[int, int, int]
+"""Batch, height and width in pixels."""
 
 
 class SizesRefused(PreheatError):
-    """Sizes that the model cannot draw, or without the one that its release draws unless asked otherwise."""
+    """The model cannot generate a requested size, or the release's default size is not among them."""
 
 
-def default_sizes(base: ModelFolder, target: Target) -> tuple[tuple[int, int, int], ...]:
-    """The sizes of a build that names none: on a GPU one image of the model's own size, without guidance and with it;
-    on a CPU none, for its engines take any."""
+def default_sizes(base: Checkpoint, target: Target) -> tuple[Size, ...]:
+    """Return the sizes of a build that names none.
+
+    On a GPU: one image of the model's native size, without and with guidance. On a CPU: none, its engines are dynamic.
+    """
     if target.device != "cuda":
         return ()
-    settings = read_settings(base, None)
-    return tuple((rows, settings.native_height, settings.native_width) for rows in (1, 2))
+    facts = read_model_facts(base, None)
+    return tuple((batch, facts.native_height, facts.native_width) for batch in (1, 2))
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What to build: a model folder (and its refiner's), for which device, in which precision and buckets.
+    """The model and its refiner, and the target, precisions and buckets to build them for.
 
-    The VAE has a precision of its own, `vae_precision`; None: see `precision_of`.
-    No `sizes` means dynamic engines (CPU); else one engine per (rows, height, width) and component. With `tensorrt` its
-    runtime's engines are built, for a target of its own; else AOTInductor's.
+    `sizes` gives one engine for each size and component; without sizes engines are dynamic (CPU). `tensorrt` selects
+    TensorRT engines, for a target of their own, in place of AOTInductor's. `vae_precision` None: see `precision_of`.
     """
 
     model: str
-    base: ModelFolder
-    refiner: ModelFolder | None
+    base: Checkpoint
+    refiner: Checkpoint | None
     target: Target
     precision: Precision
-    sizes: tuple[tuple[int, int, int], ...] = ()
-    tensorrt: Choices | None = None
+    sizes: tuple[Size, ...] = ()
+    tensorrt: PlanOptions | None = None
     vae_precision: Precision | None = None
 
     @property
     def components(self) -> tuple[str, ...]:
-        guided = tuple(name for name, sizes in self.guided_sizes.items() if sizes)
-        return BASE_COMPONENTS + guided + (REFINER_COMPONENTS if self.refiner else ())
+        """The components to build, with the CFG variants that have sizes."""
+        variants = tuple(name for name, sizes in self.cfg_variant_sizes.items() if sizes)
+        return BASE_COMPONENTS + variants + (REFINER_COMPONENTS if self.refiner else ())
 
     @property
-    def guided_sizes(self) -> dict[str, tuple[tuple[int, int, int], ...]]:
-        """The sizes of the base's engines for guidance against zeros: one row that is told no text, where there is an
-        engine for one that is told one and a bucket for both; else an even number of rows in one call. For the loops of
-        CUDA graphs; plans of TensorRT hold weights of their own."""
-        if (
-            self.target.device != "cuda"
-            or self.tensorrt
-            or not read_settings(self.base, None).force_zeros_for_empty_prompt
-        ):
+    def cfg_variant_sizes(self) -> dict[str, tuple[Size, ...]]:
+        """The sizes of the UNet's variants for guidance against zeros (CFG_VARIANTS); empty if none are built.
+
+        Where batches of one and two are built, one image runs its halves concurrently: UNet and unconditional UNet.
+        Other even batches run both halves in one call. CUDA graphs use the variants, so CPU engines have none.
+        TensorRT has none either: each plan holds a copy of the weights.
+        """
+        if self.target.device != "cuda" or self.tensorrt:
+            return {}
+        if not read_model_facts(self.base, None).force_zeros_for_empty_prompt:
             return {}
         alone = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
-        together = (size for size in self.sizes if size[0] % 2 == 0)
+        even = (size for size in self.sizes if size[0] % 2 == 0)
         return {
             components.UNET_UNCONDITIONAL: alone,
-            components.UNET_GUIDED: tuple(size for size in together if size[0] > 2 or (1, *size[1:]) not in alone),
+            components.UNET_GUIDED: tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in alone),
         }
 
-    def folder_of(self, component: str) -> ModelFolder:
+    def checkpoint_of(self, component: str) -> Checkpoint:
+        """Return the checkpoint that a component is read from."""
         if component not in REFINER_COMPONENTS:
             return self.base
         assert self.refiner is not None
         return self.refiner
 
     def precision_of(self, component: str) -> Precision:
-        """The plan's precision; unless it was chosen, fp32 for the VAE of an fp16 model whose config has force_upcast,
-        which overflows in fp16 (as diffusers has it, whose default is true)."""
+        """Return a component's precision.
+
+        The VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
+        `vae_precision` replaces that.
+        """
         if component != components.VAE_DECODER:
             return self.precision
         if self.vae_precision is not None:
             return self.vae_precision
-        return "fp32" if self.precision == "fp16" and self.upcasts_vae else self.precision
+        return FP32 if self.precision == FP16 and self.upcasts_vae else self.precision
 
     @property
     def upcasts_vae(self) -> bool:
-        """Whether the VAE's config says that it does not bear fp16."""
+        """True if the VAE's config has force_upcast, as diffusers defaults to."""
         return bool(self.base.config("vae").get("force_upcast", True))
 
     def buckets_of(self, network: Network) -> list[Bucket]:
-        """The buckets one component is compiled for. What reads text takes one row a text, what embeds the time one a
-        step, decoders one an image."""
+        """Return the buckets that one component is compiled for.
+
+        The batch is the number of texts for text networks, of timesteps for time networks, one for the VAE.
+        """
         if network.component in (components.UNET_TIME, components.REFINER_UNET_TIME):
-            return [
-                compiler.static_bucket(_STEPS, None, None) if self.sizes else compiler.dynamic_bucket(None, MAX_STEPS)
-            ]
+            if self.sizes:
+                return [compiler.static_bucket(_TIMESTEPS_PER_CALL, None, None)]
+            return [compiler.dynamic_bucket(None, MAX_STEPS)]
         if not self.sizes:
             return [compiler.dynamic_bucket(network.multiple)]
         if network.multiple is None:
-            return [compiler.static_bucket(rows, None, None) for rows in (1, 2)]
+            return [compiler.static_bucket(batch, None, None) for batch in (1, 2)]
         if network.component == components.VAE_DECODER:
             return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
-        sizes = self.guided_sizes.get(network.component, self.sizes)
+        sizes = self.cfg_variant_sizes.get(network.component, self.sizes)
         return [compiler.static_bucket(*size) for size in sizes]
 
     @property
     def draft_name(self) -> str:
-        return f"{self.model}.{self.target.key}.{self.precision}"
+        """The name of the draft's record."""
+        return f"{self.model}.{self.target.key}.{self.precision.name}"
 
     def check_sizes(self) -> None:
-        """Raises SizesRefused for what would fail after everything was compiled, or when the release is loaded."""
-        folders = [self.base] + ([self.refiner] if self.refiner else [])
-        step = math.lcm(*(folder.size_step() for folder in folders))
-        for rows, height, width in self.sizes:
-            sides = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (height, width))
-            if rows < 1 or not sides:
+        """Raise SizesRefused for sizes that would fail after compiling, or when the release is loaded."""
+        checkpoints = [self.base] + ([self.refiner] if self.refiner else [])
+        step = math.lcm(*(checkpoint.size_step() for checkpoint in checkpoints))
+        for batch, height, width in self.sizes:
+            valid = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (height, width))
+            if batch < 1 or not valid:
                 raise SizesRefused(
-                    f"There can be no engine for {width}x{height}@{rows}: give sides that are multiples of {step} from "
-                    f"{SMALLEST_SIDE} to {LARGEST_SIDE}, and one row or more."
+                    f"{width}x{height}@{batch} is not a possible size.",
+                    f"Give sides that are multiples of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}, and a batch of "
+                    "at least one.",
                 )
-        settings = read_settings(self.base, None)
-        height, width = settings.native_height, settings.native_width
+        facts = read_model_facts(self.base, None)
+        height, width = facts.native_height, facts.native_width
+        default = f"{self.model} generates {width}x{height} by default"
         if not self.sizes and max(height, width) > compiler.LARGEST_DYNAMIC_SIDE:
             raise SizesRefused(
-                f"{self.model} draws {width}x{height} unless a request asks otherwise, and a CPU's engines take sides "
-                f"of up to {compiler.LARGEST_DYNAMIC_SIDE}: give it a smaller size of its own, for example "
-                f'{{"width": 1024, "height": 1024}} in {self.base.root}/defaults.json.'
+                f"{default}, and engines for a CPU take sides up to {compiler.LARGEST_DYNAMIC_SIDE}.",
+                f"Set a smaller default: {self._default_size_entry(1024, 1024)}.",
             )
         if self.sizes and (height, width) not in [size[1:] for size in self.sizes]:
             _, other_height, other_width = self.sizes[0]
             raise SizesRefused(
-                f"{self.model} draws {width}x{height} unless a request asks otherwise, and no size here is that: add "
-                f"{width}x{height}, or make another the model's own, for example "
-                f'{{"width": {other_width}, "height": {other_height}}} in {self.base.root}/defaults.json.'
+                f"{default}, and that size is not built.",
+                f"Add {width}x{height}, or set another default: {self._default_size_entry(other_width, other_height)}.",
             )
+
+    def _default_size_entry(self, width: int, height: int) -> str:
+        return f'{{"width": {width}, "height": {height}}} in {self.base.root}/defaults.json'

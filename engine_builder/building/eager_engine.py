@@ -1,23 +1,20 @@
-"""A PyTorch module behind the engine protocol: the reference that compiled engines are held against.
-
-It is handed a module and imports no model library itself; nothing on the serving path uses it unasked.
-"""
+"""A PyTorch module behind the engine protocol. It imports no model library, and the server does not use it."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from model.engines.components import solve
+from model.engines.shapes import bind_shapes
 from model.store.manifest import Bucket, Signature, Span
 
-ANY_BUCKET = Bucket(rows=Span(min=1, max=2**16))  # any size, too
+ANY_BUCKET = Bucket(batch=Span(min=1, max=2**16))  # of any height and width
 
 
 class EagerEngine:
-    """Runs `module(*inputs)` op by op, at any rows and size. Remembers its inputs in `seen` while `recording`."""
+    """Runs `module(*inputs)` for any batch and size. Copies its inputs to `seen` while `recording`."""
 
-    overlaps = True
+    concurrent = True
 
     def __init__(self, component: str, module: nn.Module, signature: Signature, recording: bool = False) -> None:
         self.component = component
@@ -28,7 +25,7 @@ class EagerEngine:
         self._module = module
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        solve(self.signature, inputs, self.component)
+        bind_shapes(self.signature, inputs, self.component)
         if self.recording:
             self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
         outputs = self._module(*(inputs[spec.name] for spec in self.signature.inputs))

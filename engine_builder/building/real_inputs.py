@@ -1,4 +1,4 @@
-"""What each network is given while a short picture is drawn: real inputs, to hold engines against eager PyTorch on."""
+"""Record each network's inputs while a short image is generated, to compare engines with eager PyTorch on them."""
 
 from collections.abc import Collection
 
@@ -6,88 +6,81 @@ import torch
 
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.networks.network import Network
-from model.api.request import (
-    GenerationRequest,
-    ServedModel,
-    SizeRange,
-    read_defaults,
-    resolve,
-)
+from model.api.request import GenerationRequest, resolve
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines import components
 from model.engines.engine import EngineSet
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    generate,
-)
-from model.pipeline.tokenizer import (
-    ClipTokenizer,
-    TokenizerSettings,
-)
-from model.store.manifest import Bucket, Settings, TokenizerRecord
+from model.engines.shapes import bind_shapes
+from model.loading.served import ServedModel, SizeRange, read_defaults
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import generate
+from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
+from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
 from model.store.store import Store
 
-_REAL_PROMPT = "a large red circle on a blue background"
-_REAL_SIDE_LIMIT = 512  # pixels; real inputs of a CPU build are taken no larger, or a full SDXL would take an hour
+_PROMPT = "a large red circle on a blue background"
+_MAX_DEFAULT_SIDE = 512  # pixels; limits a CPU build of a full SDXL, which would otherwise take an hour
+
+Inputs = dict[str, torch.Tensor]
+"""The inputs of one call of a network, by name."""
 
 
 def real_inputs(
     networks: dict[str, Network],
-    settings: Settings,
+    facts: ModelFacts,
     tokenizers: dict[str, TokenizerRecord],
     schedulers: dict[str, NoiseSchedule],
     store: Store,
     device: str,
     sizes: Collection[tuple[int, int]],
-) -> dict[str, list[dict[str, torch.Tensor]]]:
-    """What each component is given while a short picture is drawn, refiner included, in eager PyTorch.
+) -> dict[str, list[Inputs]]:
+    """Generate an image of each size in eager PyTorch, with the refiner, and return each component's inputs.
 
-    `sizes`: heights and widths in pixels; none: the native one, or smaller. Raises BrokenImage where a picture is not
-    all numbers.
+    `sizes`: heights and widths in pixels; if empty, the native size or a smaller one. Raises BrokenImage if an image
+    holds NaN or infinity.
     """
     eager = {
         name: EagerEngine(name, network.module, network.signature, recording=True) for name, network in networks.items()
     }
     model = LoadedModel(
         engines={name: EngineSet([engine]) for name, engine in eager.items()},
-        tokenizers={name: _tokenizer(store, record) for name, record in tokenizers.items()},
+        tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
         noise_schedules=schedulers,
-        settings=settings,
+        settings=facts,
         device=torch.device(device),
     )
-    native = (min(settings.native_height, _REAL_SIDE_LIMIT), min(settings.native_width, _REAL_SIDE_LIMIT))
+    native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
     for height, width in sorted(sizes or [native]):
         request = GenerationRequest(
-            prompt=_REAL_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
-            use_refiner=settings.refiner is not None, denoising_frac=0.5,
+            prompt=_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
+            use_refiner=facts.refiner is not None, denoising_frac=0.5,
         )  # fmt: skip
         served = ServedModel(
             native_width=width,
             native_height=height,
             sizes=SizeRange(1, 2**16, 1),
-            has_refiner=settings.refiner is not None,
+            has_refiner=facts.refiner is not None,
             defaults=read_defaults({}),
         )
         generate(model, [resolve(request, served)])
     seen = {name: engine.seen for name, engine in eager.items()}
-    for name in seen.keys() & set(components.GUIDED):  # the request's negative prompt was not none
+    for name in seen.keys() & set(components.CFG_VARIANTS):  # not used with a negative prompt, which the request has
         seen[name] = seen[components.UNET]
     return seen
 
 
-def fit(real: list[dict[str, torch.Tensor]], network: Network, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-    """Real inputs of a bucket's size, at its rows: rows are repeated or dropped, which a row does not notice."""
+def fit(real: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:
+    """Return the inputs of a bucket's size, with entries repeated or dropped to fit its batch."""
     fitted = []
     for inputs in real:
-        sizes = components.solve(network.signature, inputs, network.component)
-        rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
-        if bucket.holds(bucket.rows.min, height, width):
-            wanted = min(max(rows, bucket.rows.min), bucket.rows.max)
-            index = torch.arange(wanted) % rows
+        sizes = bind_shapes(network.signature, inputs, network.component)
+        batch, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
+        if bucket.holds(bucket.batch.min, height, width):
+            index = torch.arange(min(max(batch, bucket.batch.min), bucket.batch.max)) % batch
             fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
     return fitted
 
 
-def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
+def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
     settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
     return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)

@@ -1,7 +1,6 @@
-"""Hold an engine against eager PyTorch, on random inputs and on those of a real denoising run.
+"""Compare an engine with eager PyTorch, on random inputs and on those of a real denoising run.
 
-Our kernels are part of a GPU's engines and not of what these are held against: PyTorch's own operations with the same
-weights.
+The reference runs PyTorch's own operations with the same weights, not the Triton kernels that a GPU's engines contain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,34 +8,38 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from engine_builder.backends.aot_inductor.compile import example_inputs
+from engine_builder.backends.aot_inductor.compile import example_inputs, sizes_of
 from engine_builder.networks.blocks import plain_operations
 from engine_builder.networks.network import Network
 from model.engines.engine import Engine
 from model.errors import PreheatError
 from model.store.manifest import Accuracy, Bucket
 
-_TOLERANCE = {"fp32": 1e-4, "fp16": 5e-3, "bf16": 3e-2}
+# Largest relative error (norm of the difference over norm of the reference) by the type of matrix products.
+_MAX_RELATIVE_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 class InaccurateEngine(PreheatError):
-    """An engine's outputs are too far from eager PyTorch's; it is not kept."""
+    """An engine's outputs are too far from eager PyTorch's. It is not stored."""
+
+    remedy = "Build with another --precision or --vae-precision."
 
 
 def tolerance(network: Network, device: str) -> float:
-    """Largest relative error (norm of the difference over the norm of the reference) of an engine of `network` that may
-    be published. A GPU's convolutions take fp32 in TF32, as PyTorch lets them, which has fp16's mantissa."""
+    """Return the largest relative error that a published engine of `network` may have.
+
+    On a GPU PyTorch computes fp32 convolutions in TF32, which has fp16's mantissa.
+    """
     modules = network.module.modules()
     convolves = any(isinstance(module, nn.Conv2d) and module.weight is not None for module in modules)
-    if network.precision == "fp32" and device == "cuda" and convolves:
-        return _TOLERANCE["fp16"]
-    return _TOLERANCE[network.precision]
+    compute = network.precision.compute
+    return _MAX_RELATIVE_ERROR["float16" if compute == "float32" and device == "cuda" and convolves else compute]
 
 
 def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch.Tensor]]) -> Accuracy:
     """Compare on random inputs of a few small sizes of the bucket and on `real` inputs. Raises InaccurateEngine.
 
-    A reference or an output that holds no finite number fails, too: NaN is never within a tolerance.
+    NaN or infinity in the reference or an output is also inaccurate: NaN is never within a tolerance.
     """
     device = next(iter(network.tensors().values())).device.type
     allowed = tolerance(network, device)
@@ -47,16 +50,15 @@ def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch
         with torch.inference_mode():
             with plain_operations():
                 expected = network.module(*(case[spec.name] for spec in network.signature.inputs))
-            got = engine.run(case).values()
-        for reference, output in zip(expected, got, strict=True):
+            outputs = engine.run(case).values()
+        for reference, output in zip(expected, outputs, strict=True):
             difference = (output.double() - reference.double()).abs()
             norm = float(reference.double().norm())
             error = float(difference.norm()) / norm if norm else float(difference.norm())
             if not error <= allowed:
                 raise InaccurateEngine(
-                    f"The {network.component} engine is off by {error:.2e} (relative, by norm) from eager PyTorch, "
-                    f"more than {allowed:.0e} for {network.precision}: it was not kept. Build with another --precision "
-                    "or --vae-precision."
+                    f"The {network.component} engine differs by {error:.2e} (relative, by norm) from eager PyTorch; "
+                    f"{network.precision} allows {allowed:.0e}. It was not stored."
                 )
             worst, relative = max(worst, float(difference.max())), max(relative, error)
             total += float(difference.sum())
@@ -65,15 +67,10 @@ def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch
 
 
 def _random_cases(network: Network, bucket: Bucket, device: str) -> list[dict[str, torch.Tensor]]:
-    if bucket.rows.min == bucket.rows.max:
-        height = bucket.height.min if bucket.height else 0
-        width = bucket.width.min if bucket.width else 0
-        shapes = [(bucket.rows.min, height, width)] * 3
+    if bucket.batch.min == bucket.batch.max:
+        shapes = [sizes_of(bucket, "min")] * 3
     else:
         low = bucket.height.min if bucket.height else 64
         step = network.multiple or 8
         shapes = [(1, low + 4 * step, low + 4 * step), (2, low, low + 2 * step), (5, low + 3 * step, low)]
-    return [
-        example_inputs(network.signature, rows, height, width, device, seed)
-        for seed, (rows, height, width) in enumerate(shapes, start=1)
-    ]
+    return [example_inputs(network.signature, *shape, device, seed) for seed, shape in enumerate(shapes, start=1)]

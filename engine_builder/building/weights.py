@@ -1,39 +1,40 @@
-"""A network's tensors -> ordered safetensors blobs in the store."""
+"""Write a network's tensors to the store as ordered safetensors blobs."""
 
 from collections.abc import Iterator
 
 import torch
 from safetensors.torch import save
 
+from engine_builder.backends.built import put_blob
 from engine_builder.networks.network import Network
+from engine_builder.stores.store import WritableStore
 from model.errors import PreheatError
-from model.store.manifest import BLOB_LIMIT, Blob, WeightsRecord
-from model.store.store import Store
+from model.store.manifest import BLOB_LIMIT, WeightsRecord
 from model.weights.layout import to_stored
 
-_HEADER_ALLOWANCE = 2**20  # bytes left for a blob's safetensors header
-_LIMIT = BLOB_LIMIT - _HEADER_ALLOWANCE
+_HEADER_BYTES = 2**20  # left in a blob for its safetensors header
+_LIMIT = BLOB_LIMIT - _HEADER_BYTES
 
 
-def write_weights(network: Network, store: Store, limit: int = _LIMIT) -> WeightsRecord:
-    """Keep all of a network's tensors, cut into blobs of `limit` bytes of them; equal tensors give equal digests."""
+def write_weights(network: Network, store: WritableStore, limit: int = _LIMIT) -> WeightsRecord:
+    """Store all tensors of a network, at most `limit` bytes of them in a blob. Equal tensors have equal digests."""
     blobs = []
-    for tensors in cut(network.tensors(), limit):
+    for tensors in group_tensors(network.tensors(), limit):
         data = save({name: to_stored(tensor, network.layout).cpu() for name, tensor in tensors.items()})
-        blobs.append(Blob(sha256=store.put_bytes(data), bytes=len(data)))
+        blobs.append(put_blob(store, data))
     return WeightsRecord(
         component=network.component, precision=network.precision, layout=network.layout, blobs=tuple(blobs)
     )
 
 
-def cut(tensors: dict[str, torch.Tensor], limit: int = _LIMIT) -> Iterator[dict[str, torch.Tensor]]:
-    """Groups of tensors, in order of their names, of at most `limit` bytes each. A larger single tensor is refused."""
+def group_tensors(tensors: dict[str, torch.Tensor], limit: int = _LIMIT) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield groups of at most `limit` bytes, in the order of names. Raises PreheatError for a larger tensor."""
     group: dict[str, torch.Tensor] = {}
     size = 0
     for name in sorted(tensors):
         tensor = tensors[name]
         if tensor.nbytes > limit:
-            raise PreheatError(f"{name} alone has {tensor.nbytes} bytes; a weight blob holds at most {limit}.")
+            raise PreheatError(f"{name} has {tensor.nbytes} bytes; a blob of weights holds at most {limit}.")
         if group and size + tensor.nbytes > limit:
             yield group
             group, size = {}, 0

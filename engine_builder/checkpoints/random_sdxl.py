@@ -1,9 +1,10 @@
-"""SDXL's real architecture with seeded random weights, in diffusers' layout: what speed is measured on where the
-public weights cannot be had. `python -m engine_builder.checkpoints.random_sdxl OUT [--refiner]`
+"""Write SDXL's real architecture with seeded random weights, for benchmarks without the public weights.
+
+`python -m engine_builder.checkpoints.random_sdxl OUT [--refiner]`
 
 The settings are those of stabilityai/stable-diffusion-xl-base-1.0 and -refiner-1.0 on the Hugging Face Hub. Tokenizers
-are copied from a small model: which tokens a prompt has does not change how long it takes. Pictures are noise. The VAE
-stands for one made for fp16 (madebyollin/sdxl-vae-fp16-fix): it has no force_upcast, so a build in fp16 keeps it so.
+are copied from a small model, because a prompt's tokens do not change the time that it takes. Images are noise. The VAE
+stands for one made for fp16 (madebyollin/sdxl-vae-fp16-fix): it has no force_upcast, so an fp16 build has it in fp16.
 """
 
 import argparse
@@ -68,17 +69,17 @@ TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
 
 
 def unet(refiner: bool = False) -> Any:
-    """SDXL's UNet (2,567,463,684 parameters) or the refiner's, on the current default device and dtype."""
+    """Make SDXL's UNet (2,567,463,684 parameters) or the refiner's, on the current default device and dtype."""
     return _diffusers("UNet2DConditionModel")(**(REFINER_UNET if refiner else UNET))
 
 
 def vae() -> Any:
-    """SDXL's AutoencoderKL."""
+    """Make SDXL's AutoencoderKL."""
     return _diffusers("AutoencoderKL")(**VAE)
 
 
 def text_encoder(second: bool = False) -> Any:
-    """CLIP ViT-L's text encoder, or OpenCLIP bigG's with its projection."""
+    """Make CLIP ViT-L's text encoder, or OpenCLIP bigG's with its projection."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(**(TEXT_ENCODER_2 if second else TEXT_ENCODER))
@@ -90,7 +91,7 @@ def _diffusers(name: str) -> Any:
 
 
 def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) -> None:
-    """Write the base (and `folder/refiner`) in fp16. `tokenizers`: a model folder whose tokenizers are copied."""
+    """Write the base (and `folder/refiner`) in fp16. `tokenizers`: a model folder to copy tokenizers from."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     default = torch.get_default_dtype()
@@ -105,14 +106,14 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) 
                 _save(unet(refiner=True), folder / "refiner" / "unet")
     finally:
         torch.set_default_dtype(default)
-    for part in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
-        _copy(tokenizers / part, folder / part)
+    for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
+        _copy(tokenizers / name, folder / name)
     if refiner:
-        for part in ("scheduler", "tokenizer_2", "model_index.json"):
-            _copy(tokenizers / "refiner" / part, folder / "refiner" / part)
-        for part in ("vae", "text_encoder_2"):
-            (folder / "refiner" / part).unlink(missing_ok=True)
-            (folder / "refiner" / part).symlink_to(folder.resolve() / part, target_is_directory=True)
+        for name in ("scheduler", "tokenizer_2", "model_index.json"):
+            _copy(tokenizers / "refiner" / name, folder / "refiner" / name)
+        for name in ("vae", "text_encoder_2"):
+            (folder / "refiner" / name).unlink(missing_ok=True)
+            (folder / "refiner" / name).symlink_to(folder.resolve() / name, target_is_directory=True)
 
 
 def _save(network: Any, folder: Path) -> None:
@@ -130,8 +131,10 @@ def _copy(source: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--refiner", action="store_true", help="the refiner too, in OUT/refiner")
-    parser.add_argument("--tokenizers", type=Path, default=Path("data/tiny-sdxl"), help="a model folder to copy from")
+    parser.add_argument("--refiner", action="store_true", help="also write the refiner, to OUT/refiner")
+    parser.add_argument(
+        "--tokenizers", type=Path, default=Path("data/tiny-sdxl"), help="a model folder to copy tokenizers from"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     write(arguments.out, arguments.tokenizers, arguments.refiner, arguments.seed)

@@ -1,100 +1,115 @@
-"""A model folder's JSON and tokenizers -> what a release says beside its networks. Nothing is compiled or loaded."""
+"""Read from a checkpoint what a release states besides its networks. Compiles nothing and loads no weights."""
 
 import math
 from typing import Any
 
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.tokenizers import export_tokenizer
-from engine_builder.networks.network import (
-    ModelFolder,
-    ModelFolderError,
-)
-from model.api.request import (
-    LARGEST_SIDE,
-    SMALLEST_SIDE,
-    read_defaults,
-)
+from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.samplers import configured_sampler
-from model.store.manifest import Blob, RefinerSettings, Settings, TokenizerRecord
-from model.store.store import Store
+from model.denoising.sampler_names import configured_sampler
+from model.errors import ManifestError
+from model.loading.served import read_defaults
+from model.store.manifest import Blob, ModelFacts, RefinerFacts, TokenizerRecord
+from model.validation import LARGEST_SIDE, SMALLEST_SIDE
 
 
-def read_settings(base: ModelFolder, refiner: ModelFolder | None) -> Settings:
-    """What the pipeline must know, from the folders' JSON. Raises ModelFolderError for what is not served."""
+def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
+    """Return the facts that the pipeline needs. Raises CheckpointError for a model that cannot be served."""
     widths, vae = base.widths(), base.config("vae")
     if vae.get("latents_mean") or vae.get("latents_std"):
-        raise ModelFolderError(f"{base.root}/vae normalises latents (latents_mean), which is not served.")
+        raise CheckpointError(f"{base.root}/vae normalizes latents (latents_mean), which is not supported.")
     scaling = vae["scaling_factor"]
     if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
-        raise ModelFolderError(f"{base.root}/vae/config.json: scaling_factor is {scaling!r}; SDXL's is 0.13025.")
+        raise CheckpointError(
+            f"{base.root}/vae/config.json: scaling_factor is {scaling!r}.", "Set a positive number; SDXL's is 0.13025."
+        )
     native_height, native_width = _native_size(base, widths.vae_scale)
-    refined = None
+    refiner_facts = None
     if refiner is not None:
         index = refiner.index
-        refined = RefinerSettings(
+        refiner_facts = RefinerFacts(
             force_zeros_for_empty_prompt=index.get("force_zeros_for_empty_prompt", True),
             requires_aesthetics_score=index.get("requires_aesthetics_score", False),
         )
-    return Settings(
+    return ModelFacts(
         native_height=native_height,
         native_width=native_width,
         vae_scale_factor=widths.vae_scale,
         vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
         force_zeros_for_empty_prompt=base.index.get("force_zeros_for_empty_prompt", True),
-        refiner=refined,
+        refiner=refiner_facts,
     )
 
 
-def _native_size(base: ModelFolder, vae_scale: int) -> tuple[int, int]:
-    """Height and width (pixels) of a request that asks for none: defaults.json's, else the UNet's sample_size."""
-    own = _own_defaults(base)
+def _native_size(base: Checkpoint, vae_scale: int) -> tuple[int, int]:
+    """Return the default height and width (pixels) of requests: defaults.json's, else the UNet's sample_size."""
+    defaults = _defaults_json(base)
     latent, step = base.config("unet").get("sample_size"), base.size_step()
     side = latent * vae_scale if type(latent) is int else 0
     for name in ("height", "width"):
-        value = own.get(name, side)
+        value = defaults.get(name, side)
         if type(value) is not int or not SMALLEST_SIDE <= value <= LARGEST_SIDE or value % step:
-            found = f"{name} is {value!r}" if name in own else f"it has none, and the UNet's sample_size is {latent!r}"
-            raise ModelFolderError(
-                f"{base.root}/defaults.json: {found}; give a {name} that is a multiple of {step} from {SMALLEST_SIDE} "
-                f"to {LARGEST_SIDE}."
+            cause = f"is {value!r}" if name in defaults else f"is missing, and the UNet's sample_size is {latent!r}"
+            raise CheckpointError(
+                f"{base.root}/defaults.json: {name} {cause}.",
+                f"Give a {name} that is a multiple of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}.",
             )
-    return own.get("height", side), own.get("width", side)
+    return defaults.get("height", side), defaults.get("width", side)
 
 
-def _own_defaults(base: ModelFolder) -> dict[str, Any]:
+def _defaults_json(base: Checkpoint) -> dict[str, Any]:
     return base.config(".", "defaults.json") if (base.root / "defaults.json").is_file() else {}
 
 
-def read_schedulers(base: ModelFolder, refiner: ModelFolder | None) -> dict[str, NoiseSchedule]:
-    """The noise schedule each pipeline was trained with. Raises ManifestError for settings that are not served."""
-    read = {"base": NoiseSchedule.from_config(base.config("scheduler", "scheduler_config.json"))}
+def read_schedulers(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, NoiseSchedule]:
+    """Return the noise schedules that the networks were trained with.
+
+    Raises CheckpointError for unsupported settings, or if the refiner's schedule differs.
+    """
+    schedules = {"base": _read_noise_schedule(base)}
     if refiner is not None:
-        read["refiner"] = NoiseSchedule.from_config(refiner.config("scheduler", "scheduler_config.json"))
-        if read["refiner"] != read["base"]:
-            raise ModelFolderError(
-                f"{refiner.root} was trained with another noise schedule than {base.root}: it cannot take "
-                "over half-way through."
+        schedules["refiner"] = _read_noise_schedule(refiner)
+        if schedules["refiner"] != schedules["base"]:
+            raise CheckpointError(
+                f"{refiner.root} was trained with another noise schedule than {base.root}, so it cannot continue its "
+                "images.",
+                "Use a refiner of the same model family.",
             )
-    return read
+    return schedules
 
 
-def read_release_defaults(base: ModelFolder, refiner: ModelFolder | None) -> dict[str, object]:
-    """Default request values: the scheduler the folder asks for, and what its optional defaults.json says, but for
-    the size, which is the release's native one. Raises ManifestError or ModelFolderError for what cannot be served."""
+def _read_noise_schedule(checkpoint: Checkpoint) -> NoiseSchedule:
+    try:
+        return NoiseSchedule.from_config(checkpoint.config("scheduler", "scheduler_config.json"))
+    except ManifestError as error:
+        raise CheckpointError(f"{checkpoint.root}/scheduler: {error.args[0]}", "Fix that file.") from error
+
+
+def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, object]:
+    """Return the default request values: the checkpoint's scheduler and the entries of its optional defaults.json.
+
+    The size is left out, because it is the release's native one. Raises CheckpointError for values that cannot be
+    served.
+    """
     sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
-    own = {key: value for key, value in _own_defaults(base).items() if key not in ("height", "width")}
-    defaults: dict[str, object] = {"scheduler": sampler} | own
-    if read_defaults(defaults).use_refiner and refiner is None:
-        raise ModelFolderError(
-            f"{base.root}/defaults.json: use_refiner is true, and there is no refiner: give one (--refiner), or take "
-            "that out."
+    entries = {key: value for key, value in _defaults_json(base).items() if key not in ("height", "width")}
+    defaults: dict[str, object] = {"scheduler": sampler} | entries
+    try:
+        checked = read_defaults(defaults)
+    except ManifestError as error:
+        raise CheckpointError(f"{base.root}/defaults.json: {error.args[0]}", "Fix that file.") from error
+    if checked.use_refiner and refiner is None:
+        raise CheckpointError(
+            f"{base.root}/defaults.json: use_refiner is true, but there is no refiner.",
+            "Name one with --refiner, or remove that entry.",
         )
     return defaults
 
 
-def write_tokenizers(base: ModelFolder, store: Store) -> dict[str, TokenizerRecord]:
-    """Both tokenizers as blobs."""
+def write_tokenizers(base: Checkpoint, store: WritableStore) -> dict[str, TokenizerRecord]:
+    """Store both tokenizers. Raises MissingComponent."""
     records = {}
     for name in ("tokenizer", "tokenizer_2"):
         data, settings = export_tokenizer(base.root / name)

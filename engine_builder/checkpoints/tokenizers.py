@@ -1,40 +1,41 @@
-"""A model folder's CLIP tokenizer -> the one file and four numbers that `model.pipeline.tokenizer` serves it from."""
+"""Export a checkpoint's CLIP tokenizer as the one file and four numbers that `model.pipeline.tokenizer` loads."""
 
 from pathlib import Path
 
+from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN
 from model.errors import MissingComponent
 from model.pipeline.tokenizer import TokenizerSettings
 
-# Transformers stands a number like 1e30 where a tokenizer's configuration gives no length.
-_LONGEST = 4096
+# Transformers returns a number like 1e30 if a tokenizer's configuration has no length.
+_MAX_TOKENS = 4096
 
 
 def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
-    """The bytes of tokenizer.json and the settings that go with it, from a diffusers `tokenizer` folder.
+    """Return the bytes of tokenizer.json and the settings that complete it, from a diffusers `tokenizer` folder.
 
-    Read through `transformers.CLIPTokenizer`, the class diffusers' SDXL pipelines load, so that what its
-    configuration adds (SDXL's second tokenizer makes `!` a special token to pad with) is in the file too.
+    The tokenizer is read through `transformers.CLIPTokenizer`, as diffusers' SDXL pipelines do. So the file includes
+    what the configuration adds: SDXL's second tokenizer makes `!` a special token and pads with it.
 
-    Raises MissingComponent if the folder holds no CLIP tokenizer or does not say how long a prompt may be.
+    Raises MissingComponent if the folder has no CLIP tokenizer, or does not limit the length of a prompt.
     """
-    from transformers import CLIPTokenizer  # seconds of import, wanted by this function alone
+    from transformers import CLIPTokenizer  # imports for seconds, so only here
 
-    # Transformers makes up a tokenizer that knows nothing where these are missing, and says not a word.
+    # Without these files transformers silently returns a tokenizer with an empty vocabulary.
     if not (folder / "tokenizer.json").is_file():
         if absent := [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]:
             raise MissingComponent(
-                f"no CLIP tokenizer can be read from {folder}: it has no {' and no '.join(absent)}; "
-                "download the model again, with its tokenizer folders"
+                f"{folder} has no CLIP tokenizer: it has no {' and no '.join(absent)}.", DOWNLOAD_AGAIN
             )
     try:
-        # Local only: a path with a typing error must not turn into a download of that name.
+        # Local files only: otherwise a misspelled path is downloaded as a Hub id.
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # a damaged file raises whatever its parser raises, down to plain Exception
-        raise MissingComponent(f"no CLIP tokenizer can be read from {folder}: {error}") from error
-    if tokenizer.model_max_length > _LONGEST:
+    except Exception as error:  # the parser raises many types for a damaged file, also plain Exception
+        reason = str(error).rstrip(".")
+        raise MissingComponent(f"The CLIP tokenizer in {folder} cannot be read: {reason}.", DOWNLOAD_AGAIN) from error
+    if tokenizer.model_max_length > _MAX_TOKENS:
         raise MissingComponent(
-            f"{folder} does not say how many tokens a prompt may have; "
-            'set "model_max_length" (77 for CLIP) in its tokenizer_config.json'
+            f"{folder} does not limit the number of tokens of a prompt.",
+            'Set "model_max_length" (77 for CLIP) in its tokenizer_config.json.',
         )
     settings = TokenizerSettings(
         max_length=tokenizer.model_max_length,

@@ -1,9 +1,7 @@
 """`preheat bench` and `preheat report`: measure on this machine, keep the rows, write docs/benchmarks.md from them."""
 
-import json
-import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,24 +11,29 @@ from pydantic import ValidationError
 from rich.table import Table
 from typer.core import TyperGroup
 
-from engine_builder.benchmarks.rows import Row, append_rows
+from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.commands.console import (
+    DEFAULT_PROMPT,
     DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
     CacheOption,
     ConfigOption,
+    ReleaseArgument,
+    SizeOption,
+    StepsOption,
     StoreOption,
     bucket_of,
     console,
     opened,
     sides,
 )
+from engine_builder.stores.store import WritableStore
 from model.errors import RequestRefused
 
 
-class _LatencyUnlessNamed(TyperGroup):
-    """`preheat bench NAME/1` is `preheat bench latency NAME/1`."""
+class _LatencyByDefault(TyperGroup):
+    """`preheat bench NAME/1` means `preheat bench latency NAME/1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -39,11 +42,10 @@ class _LatencyUnlessNamed(TyperGroup):
 
 
 bench_app = typer.Typer(
-    name="bench", cls=_LatencyUnlessNamed, no_args_is_help=True, help="Measure on this machine: latency, cold-start."
+    name="bench", cls=_LatencyByDefault, no_args_is_help=True, help="Measure on this machine: latency, cold-start."
 )
 
-ReleaseArgument = Annotated[str, typer.Argument(help="MODEL/VERSION.")]
-RunsOption = Annotated[int, typer.Option(min=1, help="Counted ones.")]
+RunsOption = Annotated[int, typer.Option(min=1, help="Counted runs.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
 
 
@@ -51,10 +53,10 @@ OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JS
 def latency(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,
-    prompt: str = "a large red circle on a blue background",
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the release's own.")] = None,
-    steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
-    guidance_scale: Annotated[float | None, typer.Option(help="1: none; default: the release's own.")] = None,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: StepsOption = 20,
+    guidance_scale: Annotated[float | None, typer.Option(help="1: no guidance; default: the release's own.")] = None,
     images: Annotated[int, typer.Option(help="Images a request.")] = 1,
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
     warm_ups: Annotated[int, typer.Option(min=0)] = 3,
@@ -66,18 +68,18 @@ def latency(
         ),
     ] = None,
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="And the peer under torch.compile, which takes minutes to compile.")
+        bool, typer.Option("--compiled", help="Also measure the peer under torch.compile, which takes minutes.")
     ] = False,
     out: OutOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Request to picture in this process, by stage. The last line is JSON."""
+    """Request to image in this process, by stage. The last line is JSON."""
     if compiled and peer is None:
-        raise typer.BadParameter("is of the peer: name its model folder with --peer", param_hint="--compiled")
+        raise typer.BadParameter("needs a peer: name its model folder with --peer", param_hint="--compiled")
     width, height = sides(size) if size else (None, None)
     with console.status("Loading"):
-        from engine_builder.benchmarks import bench as measuring
-        from engine_builder.benchmarks import peers
+        from engine_builder.benchmarks.bench import bench_release, load_here
+        from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers
         from model.api.request import GenerationRequest
 
         try:
@@ -88,15 +90,15 @@ def latency(
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
-        holder = opened(store, cache_dir)
-        loaded = measuring.load_here(holder, release)
+        loaded = load_here(opened(store, cache_dir).url, release)
     with console.status(f"Measuring {release}{' in turns with diffusers' if peer else ''}"):
         if peer is None:
-            rows = [measuring.bench_release(loaded, request, warm_ups, runs)]
+            rows = [bench_release(loaded, request, warm_ups, runs)]
         else:
-            kinds = peers.PEERS if compiled else peers.PEERS[:1]
-            rows = peers.bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
-    _finish(rows, "stages", "ms", out)
+            kinds = PEERS if compiled else PEERS[:1]
+            rows = bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
+    _print_table(rows, "stages", "ms")
+    finish(rows, out)
 
 
 @bench_app.command(name="cold-start")
@@ -110,131 +112,105 @@ def cold_start(
         ),
     ] = None,
     config: ConfigOption = DEMO_CONFIG,
-    prompt: str = "a large red circle on a blue background",
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of it; default: the release's own.")] = None,
-    steps: Annotated[int, typer.Option(help="Denoising steps of the first picture.")] = 30,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
     bucket: Annotated[
         list[str] | None,
-        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: served in place of the config's buckets."),
+        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: replaces the config's buckets."),
     ] = None,
     runs: RunsOption = 5,
     out: OutOption = None,
 ) -> None:
-    """Start of the real server's process to its first picture, by phase. The last line is JSON."""
-    from engine_builder.benchmarks import cold_start as cold
-    from engine_builder.local_server.server import (
-        build_context,
-        lay_out,
-        with_metadata,
-    )
-    from model.engines.components import PRECISIONS
-    from model.loading.prefetch import guess
-    from model.loading.target import detect_targets
-    from model.store.store import StoreOptions
+    """Start of the real server's process to its first image, by phase. The last line is JSON."""
+    from engine_builder.benchmarks.cold_start import Place, Start, bench_places, read_alone, starts_row
+    from engine_builder.local_server.server import build_context, lay_out, with_metadata
+    from model.loading.runtimes import targets_here
+    from model.loading.select import select
+    from model.settings import read_settings
 
-    holder = opened(store)
-    manifest = holder.read_release(release)
-    served = next(engine.precision for engine in manifest.engines if engine.component == "unet")
-    precision = PRECISIONS.get(served, served)  # as the latency's rows have it
+    local = opened(store)
+    manifest = local.read_release(release)
+    # The dtype of the UNet's outputs, as in the rows of `latency`.
+    precision = next(engine.precision.io for engine in manifest.engines if engine.component == "unet")
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
         request["width"], request["height"] = sides(size)
-    served_buckets = [_bucket_entry(text) for text in bucket or []]
+    buckets = [bucket_of(text, "--bucket") for text in bucket or []]
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
         with console.status("Laying out the server image"):
             layout = lay_out(build_context(ROOT, config, work / "build"), work / "image")
-        settings = dict(layout.config["model_metadata"]["preheat"])
-        if served_buckets:
-            settings["buckets"] = served_buckets
-            layout = with_metadata(layout, {**layout.config["model_metadata"], "preheat": settings})
-        buckets = settings.get("buckets") or []
+        metadata = layout.config["model_metadata"]
+        if buckets:
+            entries = [{"height": height, "width": width, "rows": batch} for batch, height, width in buckets]
+            metadata = {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}}
+            layout = with_metadata(layout, metadata)
 
-        def say(place: cold.Place, number: int, start: cold.Start) -> None:
+        def report(place: Place, number: int, start: Start) -> None:
             counted = f"run {number} of {runs}" if number else "not counted"
             console.print(f"{place.name}: ready {start.ready:.2f} s, first image {start.first_image:.2f} s ({counted})")
 
-        def measure(*places: cold.Place) -> list[Row]:
-            measured = cold.bench_places(layout, places, release, request, runs, work, say)
+        def measure(*places: Place) -> list[Row]:
+            measured = bench_places(layout, places, release, request, runs, work, report)
             each = zip(places, measured, strict=True)
-            return [cold.starts_row(place, release, starts, precision, steps) for place, starts in each]
+            return [starts_row(place, release, starts, precision, steps) for place, starts in each]
 
-        here = cold.Place("local store", holder.url, {}, fetched=False)
+        here = Place("local store", local.url)
         if s3 is None:
             rows = measure(here)
         else:
-            with _bucket(s3, work) as (url, environment):
-                _copy(holder, url, release, s3)
-                blobs = guess(manifest, [target.key for target in detect_targets()], buckets)
-                alone = [cold.read_alone(url, StoreOptions.from_deployment(), blobs) for _ in range(runs + 1)][1:]
-                there = cold.Place("S3 on this machine" if s3 == "own" else "S3", url, environment, fetched=True)
-                rows = measure(here, there)
-                rows.insert(1, _alone(release, alone, sum(blob.bytes for blob in blobs), precision, steps))
-    _finish(rows, "phases", "s", out)
-
-
-def _bucket_entry(text: str) -> dict[str, int]:
-    """ "1024x768@2" as the config has it."""
-    rows, height, width = bucket_of(text, "--bucket")
-    return {"height": height, "width": width, "rows": rows}
+            with _bucket(s3, local, release, work) as url:
+                settings = read_settings(metadata["preheat"])
+                blobs = select(manifest, targets_here(settings.runtime), settings.buckets).blobs()
+                seconds = [read_alone(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
+                rows = measure(here, Place("S3 on this machine" if s3 == "own" else "S3", url))
+            alone = make_row(
+                f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3,
+                best=round(min(seconds), 3), bytes_fetched=sum(blob.bytes for blob in blobs),
+            )  # fmt: skip
+            rows.insert(1, alone)
+    _print_table(rows, "phases", "s")
+    finish(rows, out)
 
 
 @contextmanager
-def _bucket(s3: str, work: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """URL of the bucket and the environment that leads to it."""
+def _bucket(s3: str, source: WritableStore, release: str, work: Path) -> Iterator[str]:
+    """Yield the URL of a bucket that has the release: the given one, or for `own` an object store with a copy."""
     from engine_builder.benchmarks.cold_start import own_object_store
-
-    if s3 != "own":
-        yield s3, {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-        return
-    with console.status("Starting an object store"):
-        store = own_object_store(ROOT, work)
-        environment = store.__enter__()
-    try:
-        yield "s3://preheat", environment
-    finally:
-        store.__exit__(None, None, None)
-
-
-def _copy(holder: Any, url: str, release: str, s3: str) -> None:
-    """Bring the release into an object store of our own; a bucket that was named is expected to have it."""
     from engine_builder.releases.mirror import copy_release
 
-    if s3 == "own":
+    if s3 != "own":
+        yield s3
+        return
+    console.print("Starting an object store")
+    with own_object_store(ROOT, work):
+        url = "s3://preheat"
         with console.status(f"Copying {release} to {url}"):
-            copy_release(holder, opened(url), release)
+            copy_release(source, opened(url), release)
+        yield url
 
 
-def _alone(release: str, seconds: list[float], size: int, precision: str, steps: int) -> Row:
-    from engine_builder.benchmarks.rows import make_row
-
-    extra = {"best": round(min(seconds), 3), "bytes_fetched": size}
-    return make_row(f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3, extra=extra)
-
-
-def _finish(rows: list[Row], parts: str, unit: str, out: Path | None) -> None:
-    """A table for people, the file, and one line of JSON for programs."""
+def _print_table(rows: list[Row], parts: str, unit: str) -> None:
+    """Print a table of the rows, and what they were measured with."""
     table = Table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs", f"{parts} (median {unit})")
     for row in rows:
-        entries = row.to_dict()
-        told = ", ".join(f"{name} {value:g}" for name, value in entries.get(parts, {}).items())
-        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), told)
+        medians: Mapping[str, float] = getattr(row, parts)
+        shown = ", ".join(f"{name} {value:g}" for name, value in medians.items())
+        table.add_row(row.case, f"{row.p50:g}", f"{row.p90:g}", f"{row.p99:g}", str(row.runs), shown)
     console.print(table)
     first = rows[0]
     console.print(f"{first.gpu}, torch {first.torch}, {first.precision}, {first.steps} steps, batch {first.batch}")
-    if out is not None:
-        append_rows(out, rows)
-    print(json.dumps([row.to_dict() for row in rows]))
 
 
 def report(
     folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="Where the JSON files with rows are.")
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder of JSON files with rows.")
     ] = ROOT / "docs" / "benchmarks",
-    out: Annotated[Path | None, typer.Option(help="The page; default: FOLDER with .md in place.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page; default: FOLDER.md.")] = None,
 ) -> None:
-    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json. Other SVG files there are
-    deleted."""
+    """Write docs/benchmarks.md and its plots from the rows in docs/benchmarks/*.json, and delete other SVG files
+    there."""
     from engine_builder.benchmarks.report import write_report
 
     page = out or folder.with_suffix(".md")

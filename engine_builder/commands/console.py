@@ -1,4 +1,4 @@
-"""What the commands of `preheat` share: the console, the options that name a store, and how one is opened."""
+"""The console, options and helpers that the commands of `preheat` share."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,11 +20,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from model.store.store import (
-    Store,
-    StoreOptions,
-    open_store,
-)
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.settings import STORE_SETTINGS, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 console = Console(highlight=False)
@@ -34,27 +31,31 @@ StoreOption = Annotated[
     typer.Option("--store", envvar="PREHEAT_STORE", help="Folder, file:// or s3:// URL that holds blobs and releases."),
 ]
 CacheOption = Annotated[
-    Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Where what is fetched from s3:// is kept.")
+    Path | None, typer.Option(envvar="PREHEAT_CACHE_DIR", help="Cache folder of blobs fetched from s3://.")
 ]
 ConfigOption = Annotated[Path, typer.Option(exists=True, dir_okay=False, help="The deployment's config.yaml.")]
+ReleaseArgument = Annotated[str, typer.Argument(help="MODEL/VERSION.")]
+SizeOption = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the release's native size.")]
+StepsOption = Annotated[int, typer.Option(help="Denoising steps.")]
+DEFAULT_PROMPT = "a large red circle on a blue background"
 DEFAULT_STORE = str(ROOT / ".preheat" / "store")
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 
 class Meter:
-    """What moves between this machine and a bucket, on a bar while `show` lasts and nowhere else."""
+    """Shows the bytes moved to and from a bucket on a progress bar, while `show` is active."""
 
     def __init__(self) -> None:
         self._task: tuple[Progress, TaskID] | None = None
 
     def moved(self, count: int) -> None:
-        """StoreOptions.report."""
+        """Advance the bar; passed as `StoreOptions.report`."""
         if (task := self._task) is not None:
             task[0].advance(task[1], count)
 
     @contextmanager
     def show(self, doing: str) -> Iterator[Callable[[int], None]]:
-        """Gives a function that sets how many bytes there are to move."""
+        """Show the bar. Yields a function that sets the total number of bytes."""
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task(doing, total=None)
@@ -69,7 +70,7 @@ meter = Meter()
 
 
 def steps_bar(**options: Any) -> Progress:
-    """A bar of steps done of all, on the console; `options` are Progress's own."""
+    """Return a progress bar that counts steps; `options` are those of Progress."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
@@ -77,11 +78,13 @@ def steps_bar(**options: Any) -> Progress:
     return Progress(*columns, console=console, **options)
 
 
-def opened(store: str, cache_dir: Path | None = None) -> Store:
-    """Open a store whose transfers the meter shows. `cache_dir` holds for whatever is started, too."""
+def opened(store: str, cache_dir: Path | None = None) -> WritableStore:
+    """Open a store whose transfers the meter shows. `cache_dir` is also set for child processes."""
     if cache_dir is not None:
         os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
-    return open_store(store, replace(StoreOptions.from_deployment(), report=meter.moved))
+    return open_writable_store(
+        store, replace(read_settings(variables=STORE_SETTINGS).store_options(), report=meter.moved)
+    )
 
 
 def sides(size: str, option: str = "--size") -> tuple[int, int]:
@@ -102,5 +105,5 @@ def bucket_of(text: str, option: str = "--size") -> tuple[int, int, int]:
 
 
 def plain(text: str) -> str:
-    """Text that rich must not read as markup."""
+    """Escape text so that rich does not parse it as markup."""
     return text.replace("[", "\\[")

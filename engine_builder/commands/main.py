@@ -1,4 +1,4 @@
-"""The `preheat` command: every job of the offline half, and a client for the online one."""
+"""The `preheat` command: builds, releases, benchmarks, a local server and its client."""
 
 import os
 import sys
@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
-from engine_builder.commands.build import build, export_onnx, run_build
+from engine_builder.commands.build import build, export_onnx, parse_plan, run_build
 from engine_builder.commands.console import (
+    DEFAULT_PROMPT,
     DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
@@ -30,30 +31,17 @@ from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import copy, gc, keygen, publish, releases, run_publish, verify
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import generate as call
-from engine_builder.local_server.client import (
-    save_images,
-    save_predicted,
-)
+from engine_builder.local_server.client import save_images, save_predicted
 from model.errors import PreheatError
-from model.store.store import open_store
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app)
-app.command()(build)
-app.command("export-onnx")(export_onnx)
-app.command()(report)
-app.command()(load)
-app.command()(plan_replicas)
-app.command()(keygen)
-app.command()(publish)
-app.command()(releases)
-app.command()(verify)
-app.command()(copy)
-app.command()(gc)
+for command in (build, export_onnx, report, load, plan_replicas, keygen, publish, releases, verify, copy, gc):
+    app.command()(command)
 
 
 def main() -> None:
-    """Entry point: errors written for people end with status 1 and no traceback."""
+    """Run the command. A PreheatError ends it with status 1 and no traceback."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; see truss/configs/cpu-demo.yaml
     try:
         app()
@@ -85,14 +73,14 @@ def serve(
         except KeyboardInterrupt:
             console.print("Stopping")
             return
-    raise PreheatError(f"The server ended by itself (exit code {code}).")
+    raise PreheatError(f"The server ended unexpectedly (exit code {code}).")
 
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the picture shows.")],
+    prompt: Annotated[str, typer.Argument(help="What the image shows.")],
     url: Annotated[str, typer.Option(help="The server, without a path.")] = "http://127.0.0.1:8080",
-    out: Annotated[Path, typer.Option(help="Where to write; several images get numbers.")] = Path("image.png"),
+    out: Annotated[Path, typer.Option(help="Output file; several images get numbers.")] = Path("image.png"),
     negative_prompt: str | None = None,
     width: int | None = None,
     height: int | None = None,
@@ -104,7 +92,7 @@ def generate(
     images: Annotated[int, typer.Option(help="How many.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
-    """Ask a running server for a picture and save it."""
+    """Request images from a running server and save them."""
     given = {
         "negative_prompt": negative_prompt,
         "width": width,
@@ -117,39 +105,40 @@ def generate(
     }
     request = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
     request |= {key: value for key, value in given.items() if value is not None}
-    with _drawing() as progress:
+    with _progress() as progress:
         response = call(url, request, timeout, progress)
     _print_response(response, save_images(response, out))
 
 
 @app.command()
-def save(out: Annotated[Path, typer.Option(help="Where to write.")] = Path("image.png")) -> None:
-    """Write the pictures in what `truss predict` prints, read from standard input."""
+def save(out: Annotated[Path, typer.Option(help="Output file.")] = Path("image.png")) -> None:
+    """Save the images in the output of `truss predict`, read from standard input."""
     for path in save_predicted(sys.stdin, out):
         console.print(str(path))
 
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Option(envvar="PROMPT")] = "a large red circle on a blue background",
+    prompt: Annotated[str, typer.Option(envvar="PROMPT")] = DEFAULT_PROMPT,
     seed: Annotated[int, typer.Option(envvar="SEED")] = 7,
     out: Annotated[Path, typer.Option(envvar="OUT")] = Path("demo.png"),
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
 ) -> None:
-    """Build, publish, start the real server, draw one picture over HTTP, and say what took how long."""
-    store = open_store(DEFAULT_STORE)
-    draft = run_build(store, str(model), None, None, None, [])
+    """Build, publish, start the real server, request one image over HTTP, and print the times."""
+    store = opened(DEFAULT_STORE)
+    draft = run_build(store, parse_plan(str(model)))
     manifest = run_publish(store, draft.model)
     work = ROOT / ".preheat" / "demo"
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
     with demo_run.serving(ROOT, DEMO_CONFIG, work, store.url, manifest.name, log=work / "server.log") as server:
         with console.status("Starting the Truss server"):
             server.wait_ready(300)
-        with _drawing() as progress:
-            picture = demo_run.draw_once(server, request, out, timeout=300, progress=progress)
-    _print_cold_start(picture.cold_start)
-    _print_response(picture.response, picture.paths)
+        with _progress() as progress:
+            response = call(server.url, request, 300, progress)
+        cold_start = demo_run.cold_start_phases(server.url)
+    _print_cold_start(cold_start)
+    _print_response(response, save_images(response, out))
 
 
 def _print_cold_start(phases: dict[str, float]) -> None:
@@ -173,18 +162,18 @@ def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
 
 
 @contextmanager
-def _drawing() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar of the steps of one request, from the lines that the server streams."""
+def _progress() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Show a bar of one request's steps. Yields the function that receives the server's events."""
     with steps_bar(transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("Asking", total=None)
+        task = progress.add_task("Sending the request", total=None)
 
-        def show(line: dict[str, Any]) -> None:
-            if line["event"] in ("accepted", "heartbeat"):
-                ahead = f" behind {line['ahead']} images" if line["ahead"] else ""
-                progress.update(task, description=f"Waiting{ahead}", total=line.get("steps"))
-            elif line["event"] == "step":
-                done = max(line["step"], int(progress.tasks[0].completed))
-                progress.update(task, description="Drawing", completed=done, total=line["steps"])
+        def show(event: dict[str, Any]) -> None:
+            if event["event"] in ("accepted", "heartbeat"):
+                ahead = f" behind {event['ahead']} images" if event["ahead"] else ""
+                progress.update(task, description=f"Waiting{ahead}", total=event.get("steps"))
+            elif event["event"] == "step":
+                done = max(event["step"], int(progress.tasks[0].completed))
+                progress.update(task, description="Denoising", completed=done, total=event["steps"])
 
         yield show
 

@@ -1,4 +1,4 @@
-"""The `preheat` commands that work on releases and their stores: keygen, publish, releases, verify, copy, gc."""
+"""The `preheat` commands for releases and stores: keygen, publish, releases, verify, copy, gc."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,20 +9,19 @@ import typer
 from rich.progress import Progress
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
+from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
 from model.store.manifest import Blob, Manifest
-from model.store.signature import check_signature, parse_keys
+from model.store.signature import check_signature, parse_public_keys
 from model.store.store import Store
 
 
-def keygen(
-    file: Annotated[Path, typer.Argument(help="Where to write the private key; a file that is there is left alone.")],
-) -> None:
-    """Make a key to sign releases with. Prints the public half, the line for a deployment's config."""
+def keygen(file: Annotated[Path, typer.Argument(help="New file for the private key.")]) -> None:
+    """Make a key to sign releases with. Prints the public key, the line for a deployment's config."""
     from engine_builder.releases.signing import write_key
 
     key = write_key(file)
-    console.print(f"Wrote the private key {key.key_id} to {file}: keep it secret, and keep a copy.", soft_wrap=True)
+    console.print(f"Wrote the private key {key.key_id} to {file}. Keep it secret, and keep a copy.", soft_wrap=True)
     console.print("For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:", soft_wrap=True)
     console.print(f"public_key: {key}", soft_wrap=True)
 
@@ -30,22 +29,22 @@ def keygen(
 def publish(
     name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
     store: StoreOption = DEFAULT_STORE,
-    sign: Annotated[Path | None, typer.Option(help="Private key file, of `preheat keygen`.")] = None,
+    sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
 ) -> None:
-    """Make a release of what was built: one manifest, written once."""
+    """Publish the builds of a model as one release, which is written once."""
     run_publish(opened(store), name, sign)
 
 
-def run_publish(store: Store, name: str, key_file: Path | None = None) -> Manifest:
-    """Publish and say what happened."""
+def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -> Manifest:
+    """Publish, and print the result."""
     from engine_builder.releases.publish import publish as publish_drafts
     from engine_builder.releases.signing import read_key
 
     manifest, new = publish_drafts(store, name, read_key(key_file) if key_file else None)
     size = total_bytes(manifest)
-    said = "Published" if new else "Unchanged since"
+    result = "Published" if new else "Unchanged since"
     console.print(
-        f"{said} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
+        f"{result} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
         f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}",
         soft_wrap=True,
     )
@@ -57,24 +56,24 @@ def _signer(manifest: Manifest) -> str:
 
 
 def releases(store: StoreOption = DEFAULT_STORE) -> None:
-    """List the releases of a store. Exit status 1 where one of them cannot be read."""
+    """List the releases of a store. Exit status 1 if one of them cannot be read."""
     holder = opened(store)
     names = holder.releases()
     manifests = _read(holder, names)
     for manifest in manifests:
-        # In lines that a terminal wraps, and nothing is cut off: names are there to be copied.
+        # Wrapped by the terminal and never cut off, because names are copied from here.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
         lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
         console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
         console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, highlight=False)
     if not names:
-        console.print(f"No release in {holder.url}: run preheat build and preheat publish.", soft_wrap=True)
+        console.print(f"{holder.url} has no release. Run preheat build and preheat publish.", soft_wrap=True)
     if len(manifests) < len(names):
         raise typer.Exit(1)
 
 
 def _read(holder: Store, names: list[str]) -> list[Manifest]:
-    """The manifests of these releases, but for those that cannot be read: what is wrong with them is printed."""
+    """Return the manifests of these releases. For those that cannot be read the error is printed."""
     manifests = []
     for name in names:
         try:
@@ -85,9 +84,9 @@ def _read(holder: Store, names: list[str]) -> list[Manifest]:
 
 
 def _precisions(manifest: Manifest) -> str:
-    """ "fp16, VAE fp32": of the engines of the UNet and, where it differs, of the VAE decoder."""
+    """Return the UNet's precisions and, if they differ, the VAE decoder's: "fp16, VAE fp32"."""
     unet, vae = (
-        " ".join(sorted({engine.precision for engine in manifest.engines if engine.component == component}))
+        " ".join(sorted({engine.precision.name for engine in manifest.engines if engine.component == component}))
         for component in ("unet", "vae_decoder")
     )
     return unet if vae == unet else f"{unet}, VAE {vae}"
@@ -98,12 +97,12 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     public_key: Annotated[
         str | None,
-        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Check signatures, too; several keys with commas between them."),
+        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Check signatures, too; separate several keys by commas."),
     ] = None,
 ) -> None:
-    """Hash every blob that a release names, where it lies, and check who signed it. Exit status 1 where anything is
-    damaged or cannot be read, or is not signed by --public-key where that is given."""
-    keys = parse_keys(public_key)
+    """Hash every blob that a release names, in the store itself, and check its signature. Exit status 1 if anything is
+    damaged, unreadable, or not signed by --public-key."""
+    keys = parse_public_keys(public_key)
     holder = opened(store)
     names = [release] if release else holder.releases()
     manifests = _read(holder, names)
@@ -112,7 +111,7 @@ def verify(
     for manifest in manifests:
         try:
             check_signature(manifest, keys)
-            unchecked = ", which --public-key would check" if manifest.signature and not keys else ""
+            unchecked = " (not checked: give --public-key)" if manifest.signature and not keys else ""
             console.print(f"{manifest.name} is {_signer(manifest)}{unchecked}", soft_wrap=True)
         except UntrustedRelease as error:
             untrusted += 1
@@ -157,33 +156,33 @@ def copy(
         size = total_bytes(manifest) / 2**20
         console.print(f"Copied [bold]{release}[/] to {stores[1].url}: {size:.0f} MiB in {seconds:.1f} s")
     else:
-        console.print(f"[bold]{release}[/] is in {stores[1].url} already.")
+        console.print(f"[bold]{release}[/] already exists in {stores[1].url}.")
 
 
 def total_bytes(manifest: Manifest) -> int:
-    """Of all blobs that a release names."""
+    """Return the bytes of all blobs that a release names."""
     return sum(blob.bytes for blob in manifest.blobs().values())
 
 
 def gc(
     store: StoreOption = DEFAULT_STORE,
     older_than: Annotated[
-        str, typer.Option(help="Keep what was put since, for it may be of a publish that is going on: 24h, 7d.")
+        str, typer.Option(help="Keep younger blobs, which may belong to a running publish: 24h, 7d.")
     ] = "24h",
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it nothing is changed.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it nothing changes.")] = False,
 ) -> None:
-    """Delete the blobs that no release, draft or engine record names. Shows them unless --delete is given."""
+    """Find the blobs that no release or record names, and delete them with --delete."""
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
     holder = opened(store)
-    with console.status(f"Looking through {holder.url}"):
+    with console.status(f"Reading {holder.url}"):
         garbage = find_garbage(holder, read_age(older_than))
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
         console.print(f"{digest}  {size / 2**20:10.2f} MiB")
-    said = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are named by nothing"
-    left = f"{garbage.kept} are in use and {garbage.young} younger than {older_than}"
+    found = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are unnamed"
+    others = f"{garbage.named} are named and {garbage.young} are younger than {older_than}"
     if not delete:
-        console.print(f"{said} ({left}). Nothing was deleted: add --delete.")
+        console.print(f"{found} ({others}). Nothing was deleted: add --delete.")
         return
     freed = delete_garbage(holder, garbage)
-    console.print(f"{said} ({left}); {freed / 2**20:.1f} MiB freed in {holder.url}.")
+    console.print(f"{found} ({others}); {freed / 2**20:.1f} MiB freed in {holder.url}.")

@@ -1,11 +1,11 @@
-"""Run the image's main.py as the image would: see server.py, which starts this file in a process of its own.
+"""Run the image's main.py as the image runs it. server.py starts this file in a process of its own.
 
-Started with `-S -P`, so that neither this file's folder nor what a .pth file names (an editable install of
-this very repository, say) is on the import path: the path is what is given, and an import that would fail in
-the image fails here. Two things differ from the image: the server listens on the loopback address only, and
-it ends with the process that started it. Imports the standard library and what the server imports anyway.
+With `-S -P` neither this file's folder nor the entries of .pth files (an editable install, say) are on the import path.
+The path is the argument, so an import that fails in the image fails here. Two things differ from the image: the server
+listens on the loopback address only, and it ends with the process that started it. Imports only the standard library
+and what the server imports anyway.
 
-    python -S -P launcher.py IMPORT_PATH    # os.pathsep-joined, the image's /app first and current
+    python -S -P launcher.py IMPORT_PATH    # os.pathsep-joined; the image's /app is first, and the current folder
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def _end_with_parent() -> None:
-    """Kill this process group once the parent has closed its end of our stdin, which its death does too."""
+    """Kill this process group when the parent closes its end of stdin, or dies."""
     while os.read(0, 1):
         pass
     os.killpg(0, signal.SIGKILL)
@@ -37,5 +37,5 @@ if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.path[:] = sys.argv[1].split(os.pathsep)
     _listen_on_loopback_only()
-    # As __main__, so that processes which the model spawns find the server's main module, not this one.
+    # As __main__, so that the model's child processes find the server's main module, not this one.
     runpy.run_path("main.py", run_name="__main__")

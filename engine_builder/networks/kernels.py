@@ -1,10 +1,9 @@
-"""Triton kernels, where one of our own is faster than what the compiler finds. For GPUs only: imported where a network
-lies on one.
+"""Triton kernels that are faster than what the compiler generates. For GPUs only: imported once a network is on one.
 
-They become part of the compiled engine; a server needs neither this module nor Triton.
+They become part of the compiled engine. A server needs neither this module nor Triton.
 
-What a kernel is given when it runs are tensors and whole numbers; a fraction is a tl.constexpr. The compiler passes
-Python's floats as doubles, and all that is computed with one is computed in fp64.
+Kernels take tensors and integers at run time; a fraction is a tl.constexpr. The compiler passes Python floats as
+doubles, and everything computed with a double is computed in fp64.
 """
 
 import math
@@ -14,9 +13,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, library
 
-# Of the attention to a text: as measured on an H200.
+# Cross-attention, as measured on an H200.
 _TEXT_BLOCK, _TEXT_WARPS, _TEXT_STAGES = 64, 4, 2
-_TEXT_PROGRAMS = 528  # with more blocks of tokens than this, a program takes several
+_TEXT_PROGRAMS = 528  # with more blocks of tokens than this, a program runs several
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -25,8 +24,8 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MORE: tl.constexpr, WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    # All keys fit beside each other: one softmax, and nothing to carry along. They and the values are kept for several
-    # blocks of tokens, and lie in two parts, for 77 are far from a power of two.
+    # All keys fit into registers at once, so one softmax is enough. Keys and values are loaded once for several blocks
+    # of tokens, in two parts, because 77 is far from a power of two.
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k = head * WIDTH + tl.arange(0, WIDTH)
     some, more = tl.arange(0, 64), 64 + tl.arange(0, MORE)
@@ -52,14 +51,14 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Cross-attention to a text of at most 128 tokens: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
-    queries: [rows, tokens, heads * 64], contiguous; keys and values: [rows, texts, heads * 64] with any stride of
-    their rows and tokens as long as one follows from the other. Returns [rows, tokens, heads * 64].
+    queries: [batch, tokens, heads * 64], contiguous; keys and values: [batch, texts, heads * 64], with any token stride
+    and a batch stride of `texts` token strides. Returns [batch, tokens, heads * 64].
     """
     rows, tokens, channels = queries.shape
     texts = keys.shape[1]
     out = torch.empty_like(queries)
     across = -(-tokens // _TEXT_BLOCK)
-    blocks = 1  # of one program, so that it loads keys and values for all of them at once
+    blocks = 1  # per program, which loads keys and values once for all of them
     while 2 * blocks <= min(across, 16) and across // (2 * blocks) * rows * heads >= _TEXT_PROGRAMS:
         blocks *= 2
     library.wrap_triton(_attend_kernel)[(-(-across // blocks), rows * heads)](
@@ -72,12 +71,12 @@ def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) ->
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _tanh(x):  # type: ignore[no-untyped-def]
-    # The GPU's own: one instruction instead of an exponential and a division, within 2^-11 of it (NVIDIA's PTX ISA),
-    # which is half a step of fp16.
+    # The GPU's own tanh: one instruction instead of an exponential and a division. Its error is at most 2^-11
+    # (NVIDIA's PTX ISA), half a step of fp16.
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-# Of a product with GEGLU: as measured on an H200.
+# The product with GEGLU, as measured on an H200.
 _TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH = 128, 128, 64
 _WARPS, _STAGES, _GROUP = 8, 3, 8
 
@@ -91,22 +90,22 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
     x_tiles = tl.make_tensor_descriptor(x, [ROWS, INNER], [INNER, 1], [TILE_ROWS, TILE_DEPTH])
     weight_tiles = tl.make_tensor_descriptor(weight, [2 * WIDTH, INNER], [INNER, 1], [2 * TILE_WIDTH, TILE_DEPTH])
     out_tiles = tl.make_tensor_descriptor(out, [ROWS, WIDTH], [WIDTH, 1], [TILE_ROWS, TILE_WIDTH])
-    # Of tiles that reach beyond the tensors, what lies there is read as zeros and not written.
+    # Elements of a tile beyond the tensors are read as zeros and not written.
     down: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     across: tl.constexpr = WIDTH // TILE_WIDTH
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
-        # Programs that run at the same time share GROUP tiles' rows of x, so that weights are read from the cache.
+        # Concurrent programs share the rows of x of GROUP tiles, so that weights are read from the cache.
         first = tile // (GROUP * across) * GROUP
         size = tl.minimum(down - first, GROUP)
         row = (first + tile % (GROUP * across) % size) * TILE_ROWS
         column = tile % (GROUP * across) // size * TILE_WIDTH
-        # Value and gate lie side by side in one accumulator, in the same thread: the split moves nothing.
+        # Value and gate are adjacent in one accumulator, in the same thread: the split moves no data.
         both = tl.zeros((TILE_ROWS, 2 * TILE_WIDTH), tl.float32)
         for depth in range(0, INNER, TILE_DEPTH):
             both = tl.dot(x_tiles.load([row, depth]), weight_tiles.load([2 * column, depth]).T, both)
         both += tl.load(bias + 2 * column + tl.arange(0, 2 * TILE_WIDTH))[None, :].to(tl.float32)
         values, gates = tl.split(tl.reshape(both, (TILE_ROWS, TILE_WIDTH, 2)))
-        # The normal distribution as a logistic one of an odd polynomial: but for its tanh, gelu within 3e-6.
+        # The normal distribution as a logistic function of an odd polynomial: within 3e-6 of gelu, apart from tanh.
         square = gates * gates
         slope = ((1.11908260e-06 * square - 3.05810267e-05) * square - 1.24861593e-04) * square + 3.64687906e-02
         half = 0.5 * values * gates
@@ -118,15 +117,15 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
 def geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """values * gelu(gates), where values and gates alternate in x weight^T + bias, in one kernel.
 
-    x: [rows, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. width is a multiple of 128,
-    inner one of 64. Returns [rows, tokens, width]. For GPUs with tensor memory accelerators.
+    x: [batch, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. width is a multiple of 128,
+    inner of 64. Returns [batch, tokens, width]. For GPUs with tensor memory accelerators.
     """
     rows, tokens, inner = x.shape
     width = weight.shape[0] // 2
     out = x.new_empty(rows, tokens, width)
     tiles = -(-rows * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
-    # Its descriptors lie in memory that Triton asks for here; a compiled engine has its own.
+    # Triton allocates memory for the descriptors through this; a compiled engine has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
     library.wrap_triton(_geglu_kernel)[(programs,)](
         x, weight, bias, out, ROWS=rows * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
@@ -169,8 +168,8 @@ def _attend_self_kernel(  # type: ignore[no-untyped-def]
 def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
     """Self-attention: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
-    fused: queries, keys and values beside each other, [rows, tokens, 3 * heads * 64], contiguous; tokens are a
-    multiple of 128. Returns [rows, tokens, heads * 64].
+    fused: concatenated queries, keys and values, [batch, tokens, 3 * heads * 64], contiguous; tokens are a multiple of
+    128. Returns [batch, tokens, heads * 64].
     """
     rows, tokens, channels = fused.shape[0], fused.shape[1], fused.shape[2] // 3
     out = fused.new_empty(rows, tokens, channels)

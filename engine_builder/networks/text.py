@@ -1,4 +1,4 @@
-"""CLIP's text encoders: tokens in, what SDXL's UNets read of them out."""
+"""CLIP's text encoders: token ids in, the outputs that SDXL's UNets use out."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import beside
+from engine_builder.networks.blocks import concat_linears
 
 
 class TextNetwork(nn.Module):
-    """CLIP without projection: input_ids [rows, tokens] -> penultimate hidden states [rows, tokens, width]."""
+    """CLIP without projection: input_ids [batch, tokens] -> penultimate hidden states [batch, tokens, width]."""
 
     def __init__(self, network: nn.Module) -> None:
         from transformers.models.clip.modeling_clip import CLIPAttention
@@ -28,7 +28,7 @@ class TextNetwork(nn.Module):
 
 
 class PooledTextNetwork(TextNetwork):
-    """CLIP with projection: also the pooled projection of the first end-of-text token, [rows, pooled width]."""
+    """CLIP with projection: also the projection of the first end-of-text token, [batch, pooled width]."""
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         output = self.network(input_ids, output_hidden_states=True, return_dict=True)
@@ -36,25 +36,24 @@ class PooledTextNetwork(TextNetwork):
 
 
 class _SelfAttention(nn.Module):
-    """A CLIPAttention of tokens to those before them, with one product for queries, keys and values.
+    """Causal CLIPAttention with one product for queries, keys and values.
 
-    A text's tokens are few: on a GPU each product takes longer to start than to compute.
+    A text has few tokens, so that on a GPU a product takes longer to launch than to compute.
     """
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
         self.heads = attention.num_heads
-        self.to_qkv = beside([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.to_qkv = concat_linears([attention.q_proj, attention.k_proj, attention.v_proj])
         self.out_proj = attention.out_proj
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """`hidden_states` [rows, tokens, width] -> the same shape, and no weights. A mask of which tokens count, which
-        SDXL has none of, is not read."""
+        """[batch, tokens, width] -> (the same shape, None). Attention masks are ignored: SDXL passes none."""
         fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
-        queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [rows, heads, tokens, width of a head]
+        queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [batch, heads, tokens, head width]
         if hidden_states.is_cuda:
             mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        else:  # and in ONNX, where a mask that is a constant needs no operator that TensorRT's parser may lack
-            place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-            mixed = F.scaled_dot_product_attention(queries, keys, values, place[:, None] >= place)
+        else:  # also in ONNX: a constant mask needs no operator that TensorRT's parser may lack
+            position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            mixed = F.scaled_dot_product_attention(queries, keys, values, position[:, None] >= position)
         return self.out_proj(mixed.transpose(1, 2).flatten(2)), None

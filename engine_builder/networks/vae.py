@@ -1,15 +1,15 @@
-"""SDXL's VAE decoder as one network: latents in, pixels out, with the arithmetic of diffusers' `AutoencoderKL`."""
+"""SDXL's VAE decoder as one network, with the arithmetic of diffusers' `AutoencoderKL`."""
 
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import group_norm, resnet, split_into_phases, upsample
+from engine_builder.networks.blocks import group_norm, resnet, subpixel_upsample, upsample
 
 
 class VaeDecoderNetwork(nn.Module):
-    """Latents already divided by the scaling factor -> pixels in [-1, 1], [rows, 3, height, width]."""
+    """Latents already divided by the scaling factor -> pixels in [-1, 1], [batch, 3, height, width]."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class VaeDecoderNetwork(nn.Module):
         self.post_quant_conv: nn.Module = getattr(vae, "post_quant_conv", None) or nn.Identity()
         for block in self.decoder.up_blocks:
             for upsampler in block.upsamplers or ():
-                split_into_phases(upsampler)
+                subpixel_upsample(upsampler)
 
     def forward(self, latents: Tensor) -> tuple[Tensor, ...]:
         decoder = self.decoder
@@ -35,16 +35,16 @@ class VaeDecoderNetwork(nn.Module):
 
 
 def _attention(attention: Any, hidden: Tensor) -> Tensor:
-    """Every pixel of the latent attends to every other, in one head as wide as the channels (512).
+    """Attention between all pixels of a latent, in one head as wide as the channels (512).
 
-    On a GPU no fused attention takes so wide a head well: two plain products with a softmax between them are faster.
+    On a GPU no fused attention is fast for so wide a head. Two plain products with a softmax between them are faster.
     """
-    rows, channels, height, width = hidden.shape
-    tokens = group_norm(attention.group_norm, hidden).permute(0, 2, 3, 1).reshape(rows, height * width, channels)
+    batch, channels, height, width = hidden.shape
+    tokens = group_norm(attention.group_norm, hidden).permute(0, 2, 3, 1).reshape(batch, height * width, channels)
     queries, keys, values = attention.to_q(tokens), attention.to_k(tokens), attention.to_v(tokens)
     if hidden.device.type == "cuda":
         mixed = ((queries * channels**-0.5) @ keys.transpose(1, 2)).softmax(-1) @ values
     else:
         mixed = F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None])[:, 0]
     out: Tensor = attention.to_out[0](mixed)
-    return out.reshape(rows, height, width, channels).permute(0, 3, 1, 2) + hidden
+    return out.reshape(batch, height, width, channels).permute(0, 3, 1, 2) + hidden

@@ -1,8 +1,8 @@
-"""3x3 convolutions by Winograd's minimal filtering: 16 products for four pixels where there were 36.
+"""3x3 convolutions by Winograd's minimal filtering: 16 products for four pixels instead of 36.
 
-Each tile of 2x2 pixels is worked out from the 4x4 pixels around it, in a basis in which the convolution is a product of
-numbers: F(2x2, 3x3) of Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016. For each of that
-basis' 16 places one matrix takes all tiles' channels in to their channels out. Weights are stored in that basis.
+Each tile of 2x2 pixels is computed from the 4x4 pixels around it, in a basis where convolution is an elementwise
+product: F(2x2, 3x3) of Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016. For each of the 16
+places of that basis one matrix maps all tiles' input channels to their output channels. Weights are stored in it.
 """
 
 from typing import Any
@@ -11,48 +11,49 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# As measured on an H200: from 320 channels to 320, moving tiles takes as long as what is saved.
-_CHANNELS, _FEWEST = 640, 320
-_BLOCK = 64  # channels a kernel takes at once, at least
+# As measured on an H200: with 320 channels on both sides, moving tiles costs as much time as the products save.
+_MIN_WIDER_SIDE, _MIN_NARROWER_SIDE = 640, 320  # channels
+_CHANNEL_BLOCK = 64  # the least number of channels that a kernel works on at once
 
 
 class WinogradConv(nn.Module):
-    """A 3x3 convolution with a border of one pixel, in the form that `winograd_kernels` works with.
+    """A 3x3 convolution with a border of one pixel, in the form that `winograd_kernels` computes with.
 
-    weight: [16, channels out, channels in]; bias: [channels out]. Called, it is PyTorch's own convolution, which tiles
-    are held against.
+    weight: [16, channels out, channels in]; bias: [channels out]. Calling it runs PyTorch's own convolution, which the
+    kernels are validated against.
     """
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         assert conv.bias is not None
-        self.weight = nn.Parameter(transformed(conv.weight), requires_grad=False)
+        self.weight = nn.Parameter(transform_weight(conv.weight), requires_grad=False)
         self.bias = nn.Parameter(conv.bias.detach(), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[rows, channels in, height, width] -> [rows, channels out, height, width]."""
-        return F.conv2d(hidden, direct(self.weight), self.bias, padding=1)
+        """[batch, channels in, height, width] -> [batch, channels out, height, width]."""
+        return F.conv2d(hidden, restore_weight(self.weight), self.bias, padding=1)
 
 
-def transform_wide(block: Any) -> None:
-    """The convolutions of a ResNet block become `WinogradConv` where they are wide enough."""
+def replace_wide_convs(block: Any) -> None:
+    """Replace the convolutions of a ResNet block that are wide enough by `WinogradConv`."""
     for name in ("conv1", "conv2"):
         conv = getattr(block, name)
         sides = conv.in_channels, conv.out_channels
-        if max(sides) >= _CHANNELS and min(sides) >= _FEWEST and not any(side % _BLOCK for side in sides):
+        wide = max(sides) >= _MIN_WIDER_SIDE and min(sides) >= _MIN_NARROWER_SIDE
+        if wide and not any(side % _CHANNEL_BLOCK for side in sides):
             setattr(block, name, WinogradConv(conv))
 
 
-def transformed(weight: Tensor) -> Tensor:
-    """A convolution's weight [out, in, 3, 3] -> G weight G^T, [16, out, in], in fp32 or what is wider, rounded once."""
+def transform_weight(weight: Tensor) -> Tensor:
+    """Convolution weight [out, in, 3, 3] -> G weight G^T, [16, out, in]. Computed in fp32 or wider, rounded once."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     axis = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=exact, device=weight.device)
     places = torch.kron(axis, axis) @ weight.to(exact).flatten(2).flatten(0, 1).T
     return places.to(weight.dtype).reshape(-1, *weight.shape[:2])
 
 
-def direct(weight: Tensor) -> Tensor:
-    """`transformed` undone: [16, out, in] -> [out, in, 3, 3], but for what was rounded on the way."""
+def restore_weight(weight: Tensor) -> Tensor:
+    """Invert `transform_weight` up to rounding: [16, out, in] -> [out, in, 3, 3]."""
     exact = torch.promote_types(weight.dtype, torch.float32)
     axis = torch.tensor([[1, 0, 0, 0], [0, 1, -1, 0], [0, 0, 0, 1]], dtype=exact, device=weight.device)
     taps = torch.kron(axis, axis) @ weight.to(exact).flatten(1)

@@ -1,6 +1,6 @@
-"""Triton kernels for the two transforms of `winograd`, with what stands before and behind a convolution in them.
+"""Triton kernels for the two transforms of `winograd`, fused with the operations before and after a convolution.
 
-Like `kernels`, for GPUs only and part of the compiled engine.
+Like `kernels`, they are for GPUs only and become part of the compiled engine.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -8,16 +8,16 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor, library
 
 # As measured on an H200.
-_TILES, _TILES_WARPS = 4, 4  # of one program, and their warps
-_TILES_CHANNELS = 128  # of one program, where that divides them; else half as many and twice the tiles
+_TILES, _TILES_WARPS = 4, 4  # tiles and warps of one program
+_TILES_CHANNELS = 128  # of one program if it divides them; otherwise half as many, with twice the tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_places(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    # What this program works on: its tiles and whether there are such, its channels, and each tile's row of the batch
-    # and first pixel of the 2x2.
+    # The program's tiles, whether each exists, the program's channels, and each tile's batch entry and first pixel of
+    # its 2x2.
     down: tl.constexpr = (HEIGHT + 1) // 2
     across: tl.constexpr = (WIDTH + 1) // 2
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def _normed_silu(  # type: ignore[no-untyped-def]
     hidden, scale, shift, row, y, x, known, channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    # One pixel of each tile. The border is of what is convolved: it is zero, not normed.
+    # One pixel of each tile. The border belongs to the convolution's input: it is zero, not normalized.
     inside = (known & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
     at = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
     normed = tl.load(hidden + at, inside, 0.0).to(tl.float32) * scale + shift
@@ -76,10 +76,10 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
 
 @library.triton_op("preheat::winograd_tiles", mutates_args={})
 def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """silu(group norm of hidden), by tiles and in the basis of `winograd`: B^T pixels B.
+    """silu(group norm of hidden) in tiles, in the basis of `winograd`: B^T pixels B.
 
-    hidden: [rows, height, width, channels], contiguous; mean and deviation: [rows, groups], fp32, contiguous; weight
-    and bias of the norm: [channels], which are a multiple of 64. Returns [16, rows * tiles, channels], with
+    hidden: [batch, height, width, channels], contiguous; mean and deviation: [batch, groups], fp32, contiguous; weight
+    and bias of the norm: [channels]. channels is a multiple of 64. Returns [16, batch * tiles, channels], with
     ceil(height / 2) * ceil(width / 2) tiles.
     """
     rows, height, width, channels = hidden.shape
@@ -95,7 +95,7 @@ def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tens
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_row(at, known, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-    # A row of products A: what goes into the left pixels, and into the right ones.
+    # A row of products A: the left pixels' terms and the right pixels'.
     first = tl.load(at, known[:, None], 0.0).to(tl.float32)
     second = tl.load(at + PLACE, known[:, None], 0.0).to(tl.float32)
     third = tl.load(at + 2 * PLACE, known[:, None], 0.0).to(tl.float32)
@@ -134,11 +134,11 @@ def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
 def winograd_pixels(
     products: Tensor, bias: Tensor, height: int, width: int, more: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """The convolution from its products in the basis of `winograd`: A^T products A, and what is added to it.
+    """The convolution from its products in the basis of `winograd`: A^T products A + bias + more + residual.
 
-    products: [16, rows * tiles, channels], contiguous, of tiles as `winograd_tiles` gives them; bias: [channels];
-    more: [rows, channels], each row contiguous; residual: [rows, height, width, channels], contiguous. Channels are a
-    multiple of 64. Returns [rows, height, width, channels].
+    products: [16, batch * tiles, channels], contiguous, with the tiles of `winograd_tiles`; bias: [channels]; more:
+    [batch, channels], contiguous in channels; residual: [batch, height, width, channels], contiguous. channels is a
+    multiple of 64. Returns [batch, height, width, channels].
     """
     count, channels = products.shape[1:]
     rows = count // (((height + 1) // 2) * ((width + 1) // 2))
@@ -154,7 +154,7 @@ def winograd_pixels(
 
 
 def _winograd_block(channels: int) -> tuple[int, int]:
-    """Tiles and channels of one program."""
+    """Return the tiles and channels of one program."""
     if channels % _TILES_CHANNELS == 0:
         return _TILES, _TILES_CHANNELS
     return 2 * _TILES, _TILES_CHANNELS // 2

@@ -1,1 +1,0 @@
-"""What is done with releases: publish, sign, copy, collect what nothing names."""

@@ -1,61 +1,62 @@
-"""Delete the blobs of a store that nothing names any more. Promises never to delete what a release names.
+"""Delete the blobs of a store that nothing names. A blob that a release names is never deleted.
 
-A publish that is going on has blobs in the store that nothing names yet. They are younger than the age limit: a blob
-that a build puts is new, and one that it finds already there is made to look new. What cannot be read (a damaged
-manifest, a newer schema) may name anything, so then nothing is deleted at all.
+The blobs of a running build may be unnamed. They are younger than the age limit, because `put` refreshes the blobs that
+it finds. If a manifest cannot be read (damaged, or of a newer schema), it may name any blob, so nothing is deleted.
 """
 
 import re
 import time
 from dataclasses import dataclass
 
+from engine_builder.stores.store import WritableStore
+from engine_builder.stores.writing import REFRESH_AGE_SECONDS
 from model.errors import PreheatError
-from model.store.local import REFRESH_AGE
-from model.store.store import Store
 
-DAY = 24 * 3600
-_KINDS = ("engines", "drafts", "onnx", "timing")
-_LEAST_AGE = 2 * REFRESH_AGE
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": DAY, "w": 7 * DAY}
+DAY_SECONDS = 24 * 3600
+_RECORD_KINDS = ("engines", "drafts", "onnx", "timing")
+_MIN_AGE_SECONDS = 2 * REFRESH_AGE_SECONDS
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_SECONDS, "w": 7 * DAY_SECONDS}
 
 
 class BadAge(PreheatError):
-    """An age that cannot be read, or is too short to be safe."""
+    """An age is invalid, or too short to be safe."""
+
+    remedy = "Write a number and s, m, h, d or w, at least 2h: for example 24h or 7d."
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """What nothing names: bytes by digest."""
+    """Unnamed blobs that are old enough to be deleted: bytes by digest."""
 
     blobs: dict[str, int]
-    kept: int
-    """How many blobs are named."""
+    named: int
+    """Number of blobs that are named."""
     young: int
-    """How many are not, and are too young to be deleted."""
+    """Number of unnamed blobs that are too young."""
     limit: float
-    """Nothing put after this time (seconds since 1970) is deleted."""
+    """Blobs put after this time (seconds since 1970) are kept."""
 
     @property
     def bytes(self) -> int:
         return sum(self.blobs.values())
 
 
-def find_garbage(store: Store, older_than: float = DAY, now: float | None = None) -> Garbage:
-    """What no release, draft or engine record names and nobody has put for `older_than` seconds.
+def find_garbage(store: WritableStore, older_than: float = DAY_SECONDS, now: float | None = None) -> Garbage:
+    """Find the blobs that no release or record names and that were not put for `older_than` seconds.
 
-    Raises ManifestError or StoreError where it cannot be known what is named.
+    Raises ManifestError or StoreError if a release or a record cannot be read.
     """
     limit = (time.time() if now is None else now) - older_than
-    # First what is there, then what is named: what is published in between is found among the names.
-    there = list(store.blobs())
+    # Blobs are listed before names are read, so a release published meanwhile counts.
+    blobs = list(store.blobs())
     named = named_blobs(store)
-    unnamed = [(digest, size, put) for digest, size, put in there if digest not in named]
-    old = {digest: size for digest, size, put in unnamed if put <= limit}
-    return Garbage(old, len(there) - len(unnamed), len(unnamed) - len(old), limit)
+    unnamed = [(digest, size, put_at) for digest, size, put_at in blobs if digest not in named]
+    old = {digest: size for digest, size, put_at in unnamed if put_at <= limit}
+    return Garbage(old, len(blobs) - len(unnamed), len(unnamed) - len(old), limit)
 
 
-def delete_garbage(store: Store, garbage: Garbage) -> int:
-    """Delete it; returns the bytes that are free now. What was put again, or named, in the meantime stays."""
+def delete_garbage(store: WritableStore, garbage: Garbage) -> int:
+    """Delete garbage, except blobs put again or named meanwhile. Returns the bytes freed."""
     named = named_blobs(store)
     freed = 0
     for digest, size in garbage.blobs.items():
@@ -65,22 +66,22 @@ def delete_garbage(store: Store, garbage: Garbage) -> int:
     return freed
 
 
-def named_blobs(store: Store) -> set[str]:
-    """Every digest that a release, a draft or an engine record names."""
+def named_blobs(store: WritableStore) -> set[str]:
+    """Return every digest that a release or a record names."""
     named = {digest for name in store.releases() for digest in store.read_release(name).blobs()}
-    for kind in _KINDS:
+    for kind in _RECORD_KINDS:
         for record in store.records(kind):
-            # Whatever looks like a digest: a note of another version's is not parsed, and still counts.
+            # All text that looks like a digest counts, because records of other versions may not parse.
             named.update(re.findall(r"[0-9a-f]{64}", (store.read_record(kind, record) or b"").decode(errors="replace")))
     return named
 
 
 def read_age(text: str) -> float:
-    """ "36h" -> seconds. Raises BadAge, also for less than a running build may leave a blob untouched."""
+    """ "36h" -> seconds. Raises BadAge, also for an age that a running build's blobs may reach."""
     found = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
     if found is None:
-        raise BadAge(f"{text!r} is no age: write a number and s, m, h, d or w, for example 24h or 7d.")
-    seconds = float(int(found[1]) * _UNITS[found[2]])
-    if seconds < _LEAST_AGE:
-        raise BadAge(f"{text} is too short: what is younger than 2h may belong to a build that is running.")
+        raise BadAge(f"{text!r} is not an age.")
+    seconds = float(int(found[1]) * _UNIT_SECONDS[found[2]])
+    if seconds < _MIN_AGE_SECONDS:
+        raise BadAge(f"{text} is too short: younger blobs may belong to a running build.")
     return seconds

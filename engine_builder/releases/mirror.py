@@ -1,9 +1,11 @@
-"""Copy a release from one store to another: from the folder it was built in to the bucket that it is served from."""
+"""Copy a release between stores, for example from the build's folder to the bucket that servers load from."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from model.errors import ReleaseExists, StoreError
+from engine_builder.stores.store import WritableStore
+from engine_builder.stores.writing import source_changed
+from model.errors import ReleaseExists
 from model.store.manifest import Blob, Manifest
 from model.store.store import Store
 
@@ -11,12 +13,12 @@ _BLOBS_AT_ONCE = 4
 
 
 def copy_release(
-    source: Store, destination: Store, name: str, report: Callable[[Manifest], None] = lambda manifest: None
+    source: Store, destination: WritableStore, name: str, report: Callable[[Manifest], None] = lambda manifest: None
 ) -> tuple[Manifest, bool]:
-    """Copy `name`: its blobs, verified on the way, and then its manifest. Returns that, and whether it is new there.
+    """Copy the blobs of `name`, verified, and then its manifest. Returns the manifest and whether it is new.
 
-    `report` is told what is about to be copied. Doing it again goes on where it stopped. Raises ReleaseNotFound,
-    ReleaseExists (another release has that name there), CorruptBlob or StoreError.
+    `report` receives the manifest before the copy begins. A repeated call continues where the last one stopped. Raises
+    ReleaseNotFound, ReleaseExists (another release of that name), CorruptBlob or StoreError.
     """
     manifest = source.read_release(name)
     report(manifest)
@@ -25,7 +27,7 @@ def copy_release(
 
     def copy(blob: Blob) -> None:
         if destination.put(source.get(blob.sha256, blob.bytes)) != blob.sha256:
-            raise StoreError(f"Blob {blob.sha256[:12]} changed while it was copied: do it again.")
+            raise source_changed(f"Blob {blob.sha256[:12]}")
 
     with ThreadPoolExecutor(_BLOBS_AT_ONCE, thread_name_prefix="preheat-copy") as pool:
         tasks = [pool.submit(copy, blob) for blob in manifest.blobs().values()]
@@ -45,7 +47,7 @@ def copy_release(
 def _same(store: Store, manifest: Manifest) -> Manifest:
     if store.read_release(manifest.name) != manifest:
         raise ReleaseExists(
-            f"{store.url} has another release {manifest.name} and releases are written once: publish this one under a "
-            "version that is free in both stores."
+            f"{store.url} has another release {manifest.name}, and releases are written once.",
+            "Publish this one under a version that is free in both stores.",
         )
     return manifest

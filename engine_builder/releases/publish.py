@@ -1,27 +1,28 @@
-"""Drafts of one model, of any number of targets -> one release. Nothing is compiled or changed here."""
+"""Merge the drafts of one model, for any number of targets, into one release. Compiles and changes nothing."""
 
 from datetime import UTC, datetime
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases.signing import public_key, sign
+from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, UntrustedRelease
 from model.store.manifest import Manifest
 from model.store.manifest_json import split_name
 from model.store.signature import check_signature
-from model.store.store import Store
 
 
 class NothingToPublish(PreheatError):
-    """No draft of the model is in the store, or the drafts do not belong together."""
+    """The store has no draft of the model."""
+
+    remedy = "Run `preheat build` first."
 
 
-def publish(store: Store, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
-    """Publish the drafts of `name` ("model/version", or "model": the next whole number), signed where there is a `key`.
+def publish(store: WritableStore, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
+    """Publish the drafts of `name` ("model/version", or "model" for the next whole number), signed with `key`.
 
-    Returns the manifest and whether it is new: with no version given, drafts equal to the newest release make none,
-    unless that lacks the signature asked for.
-    Raises NothingToPublish, ReleaseExists, CorruptBlob.
+    Returns the manifest and whether it is new. Without a version, drafts equal to the newest release publish nothing,
+    unless that release lacks the requested signature. Raises NothingToPublish, ReleaseExists, CorruptBlob, StoreError.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")
@@ -43,31 +44,33 @@ def publish(store: Store, name: str, key: Ed25519PrivateKey | None = None) -> tu
     return manifest, True
 
 
-def read_drafts(store: Store, model: str) -> list[Manifest]:
-    """The model's drafts, newest first, of the newest's source: older weights of other targets are left out."""
+def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
+    """Return the model's drafts, newest first. Drafts of another source than the newest draft's are omitted."""
     drafts = []
     for record in store.records("drafts"):
         data = store.read_record("drafts", record)
         try:
             draft = Manifest.model_validate_json(data or b"")
         except ValueError as error:
-            raise ManifestError(f"The draft {record} in {store.url} is damaged: run `preheat build` again.") from error
+            raise ManifestError(
+                f"The draft {record} in {store.url} is damaged.", "Run `preheat build` again."
+            ) from error
         if draft.model == model:
             drafts.append(draft)
     if not drafts:
-        raise NothingToPublish(f"{store.url} has no build of {model}: run `preheat build` first.")
+        raise NothingToPublish(f"{store.url} has no build of {model}.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
     return [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
 
 
 def merge(drafts: list[Manifest]) -> Manifest:
-    """One manifest with the engines and weights of all drafts (same source, so the rest agrees).
+    """Return one manifest with the engines and weights of all drafts. They have one source, so the rest agrees.
 
-    Its order does not tell which draft was built last, so building one of them again makes no new release.
+    Entries are sorted, so rebuilding one of several drafts gives an equal manifest.
     """
     newest = drafts[0]
     engines = {(e.component, e.key): e for draft in reversed(drafts) for e in draft.engines}
-    weights = {(w.component, w.precision, w.layout): w for draft in reversed(drafts) for w in draft.weights}
+    weights = {(w.component, w.precision.name, w.layout): w for draft in reversed(drafts) for w in draft.weights}
     return newest.model_copy(
         update={
             "builder": {key: value for key, value in newest.builder.items() if key != "tensorrt"},
@@ -78,7 +81,7 @@ def merge(drafts: list[Manifest]) -> Manifest:
 
 
 def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
-    """Whether a release has the signature that is asked for; no key asks for none."""
+    """True if `key` has signed the release, or no key is given."""
     if key is None:
         return True
     try:
@@ -89,7 +92,7 @@ def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
 
 
 def _content(manifest: Manifest) -> object:
-    """What makes two releases the same, whenever they were made."""
+    """Return what distinguishes two releases: no versions, dates, signatures or measurements."""
     return manifest.model_dump(
         mode="json",
         exclude={

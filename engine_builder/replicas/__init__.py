@@ -1,1 +1,0 @@
-"""How many replicas a traffic needs."""

@@ -1,14 +1,12 @@
-"""What a traffic makes of replicas: a discrete-event simulation of servers that batch in flight and of the platform's
-autoscaler, and the cheapest setting whose latency is good enough.
+"""A discrete-event simulation of servers that batch in flight, and of the platform's autoscaler.
 
-A server with n images takes `curve(n)` seconds a step, and every image moves on with each step. What it does not let in
-waits in its queue, first come, first served: it lets in as many as run efficiently or are soon gone again, and as many
-as fit once so many are there (`model.scheduling.admission`). The platform counts the requests in flight, averages them over its
-window, and wants as many replicas as keep each below concurrency_target * target utilization. More are started at once
-and ready after a cold start; one too many is kept for the scale-down delay. A request goes to the replica with the
-fewest.
+A server with n images takes `step_time(n)` seconds a step, and every image advances with each step. Waiting requests
+join first come, first served: as many as run efficiently or finish soon, and as many as fit once so many wait (see
+model/scheduling/admission.py). The platform averages the requests in flight over its window, and wants as many replicas
+as keep each below concurrency_target * target utilization. New replicas start at once and are ready after a cold start;
+superfluous ones are stopped after the scale-down delay. A request goes to the replica with the fewest.
 
-Not modelled: requests of several sizes, failures, and how the platform itself routes, which it does not say.
+Not modelled: requests of several sizes, failures, and the platform's own routing, which is not documented.
 """
 
 import heapq
@@ -22,18 +20,14 @@ from typing import Any
 
 from engine_builder.benchmarks.rows import percentile
 from engine_builder.replicas.traffic import Traffic
-from model.scheduling.admission import (
-    efficient_images,
-    is_brief,
-    may_join,
-)
+from model.scheduling.admission import efficient_images, may_join, shortens_mean_latency
 
-_LOOK_SECONDS = 5.0  # between two looks of the autoscaler
+_PERIOD_SECONDS = 5.0  # between two decisions of the autoscaler
 
 
 @dataclass(frozen=True)
 class Server:
-    """One replica. `step_seconds`: of a step with so many images (measured points, straight lines between)."""
+    """One replica. `step_seconds`: measured seconds of a step by number of images, interpolated linearly."""
 
     step_seconds: Mapping[int, float]
     steps: float
@@ -45,8 +39,8 @@ class Server:
         """Images at once."""
         return max(self.step_seconds)
 
-    def curve(self, images: int) -> float:
-        """Seconds of a step with `images`, at most the capacity."""
+    def step_time(self, images: int) -> float:
+        """Return the seconds of a step with `images`, at most the capacity."""
         points = sorted(self.step_seconds.items())
         if images <= points[0][0]:
             return points[0][1]
@@ -57,19 +51,19 @@ class Server:
 
     @property
     def efficient(self) -> int:
-        """Images beyond which more at once hardly pay."""
+        """The number of images beyond which a larger batch hardly improves throughput."""
         counts = {2**power for power in range(self.capacity.bit_length())} | {self.capacity}
-        return efficient_images((count, self.curve(count)) for count in sorted(counts))
+        return efficient_images((count, self.step_time(count)) for count in sorted(counts))
 
     @property
     def images_per_second(self) -> float:
         """At capacity."""
-        return self.capacity / (self.curve(self.capacity) * self.steps)
+        return self.capacity / (self.step_time(self.capacity) * self.steps)
 
 
 @dataclass(frozen=True)
 class Autoscaling:
-    """The platform's settings, under its own names (truss/autoscaling/)."""
+    """The platform's settings, with the platform's names (truss/autoscaling/)."""
 
     min_replica: int
     max_replica: int
@@ -81,7 +75,7 @@ class Autoscaling:
 
 @dataclass
 class Result:
-    """Latencies in seconds, of requests answered with a picture; `replicas`: (second, how many are paid for)."""
+    """Latencies and waits of answered requests in seconds; `replicas`: (second, number of paid replicas)."""
 
     latencies: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -98,14 +92,17 @@ class Result:
 
 
 class _Replica:
-    """One server in simulated time. All of its images move on at one pace, so what each has left is kept as the mark on
-    a common counter of steps at which it is done; only the next to finish needs an event."""
+    """One server in simulated time.
+
+    All of its images advance together, so each is kept with the count of the server's steps at which it is finished.
+    Only the next image to finish needs an event.
+    """
 
     def __init__(self, env: Any, server: Server, result: Result) -> None:
         self.env, self.server, self.result = env, server, result
         self.active: list[tuple[float, int, float, float]] = []  # done at, tie, arrived, began
         self.queue: deque[tuple[float, float]] = deque()  # arrived, steps
-        self._curve = [server.curve(images) for images in range(server.capacity + 1)]
+        self._step_time = [server.step_time(images) for images in range(server.capacity + 1)]
         self._efficient = server.efficient
         self._steps, self._at = 0.0, env.now
         self._ties = itertools.count()
@@ -116,24 +113,21 @@ class _Replica:
     def outstanding(self) -> int:
         return len(self.active) + len(self.queue)
 
-    @property
-    def full(self) -> bool:
-        return len(self.queue) >= self.server.max_queue
-
     def add(self, arrived: float, steps: float) -> None:
         self._advance()
         self.queue.append((arrived, steps))
         self._join()
-        self._wake()
+        if not self._changed.triggered:
+            self._changed.succeed()
 
     def _join(self) -> None:
         capacity = self.server.capacity
         while self.queue and len(self.active) < capacity:
-            under_way = len(self.active)
+            running = len(self.active)
             left = self.active[0][0] - self._steps if self.active else 0.0
             if not (
-                may_join(under_way, len(self.queue), 1, self._efficient, capacity)
-                or is_brief(self.queue[0][1], 1, under_way, under_way, left)
+                may_join(running, len(self.queue), 1, self._efficient, capacity)
+                or shortens_mean_latency(self.queue[0][1], 1, running, running, left)
             ):
                 break
             arrived, steps = self.queue.popleft()
@@ -141,21 +135,17 @@ class _Replica:
             heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived, self.env.now))
 
     def _advance(self) -> None:
-        """Count the steps that were made since the last change."""
+        """Count the steps since the last change."""
         if self.active:
-            self._steps += (self.env.now - self._at) / self._curve[len(self.active)]
+            self._steps += (self.env.now - self._at) / self._step_time[len(self.active)]
         self._at = self.env.now
-
-    def _wake(self) -> None:
-        if not self._changed.triggered:
-            self._changed.succeed()
 
     def _run(self) -> Generator[Any, Any, None]:
         while True:
             if not self.active:
                 yield self._changed
             else:
-                seconds = (self.active[0][0] - self._steps) * self._curve[len(self.active)]
+                seconds = (self.active[0][0] - self._steps) * self._step_time[len(self.active)]
                 finished = self.env.timeout(max(0.0, seconds))
                 yield finished | self._changed
                 if finished.processed:
@@ -168,22 +158,22 @@ class _Replica:
 
 
 class _Platform:
-    """Replicas, their autoscaler, and the requests that wait while there is none."""
+    """Replicas, their autoscaler, and the requests that wait while no replica is ready."""
 
     def __init__(self, env: Any, server: Server, scaling: Autoscaling, result: Result) -> None:
         self.env, self.server, self.scaling, self.result = env, server, scaling, result
         self.ready: list[_Replica] = []
-        self.ending: list[_Replica] = []  # asked no more, and paid for until they have answered
+        self.ending: list[_Replica] = []  # get no new requests, and are paid until they have answered
         self.starting = 0
         self.held: deque[tuple[float, float]] = deque()
         self._samples: deque[tuple[float, int]] = deque()
         self._below_since: float | None = None
         for _ in range(scaling.min_replica):
             self.ready.append(_Replica(env, server, result))
-        env.process(self._look())
+        env.process(self._autoscale())
 
     @property
-    def wished(self) -> int:
+    def wanted(self) -> int:
         return self.starting + len(self.ready)
 
     def request(self, steps: float) -> None:
@@ -191,17 +181,17 @@ class _Platform:
             self.held.append((self.env.now, steps))
             return
         replica = min(self.ready, key=lambda replica: replica.outstanding)
-        if replica.full:
+        if len(replica.queue) >= self.server.max_queue:
             self.result.refused += 1
         else:
             replica.add(self.env.now, steps)
 
-    def _look(self) -> Generator[Any, Any, None]:
+    def _autoscale(self) -> Generator[Any, Any, None]:
         while True:
             self.ending = [replica for replica in self.ending if replica.outstanding]
             self._scale()
             self._note()
-            yield self.env.timeout(_LOOK_SECONDS)
+            yield self.env.timeout(_PERIOD_SECONDS)
 
     def _scale(self) -> None:
         now, settings = self.env.now, self.scaling
@@ -211,18 +201,18 @@ class _Platform:
             self._samples.popleft()
         mean = sum(count for _, count in self._samples) / len(self._samples)
         share = settings.concurrency_target * settings.target_utilization_percentage / 100
-        wanted = min(settings.max_replica, max(settings.min_replica, math.ceil(mean / share - 1e-9)))
-        if self.held and not self.wished:
-            wanted = max(1, wanted)
-        if wanted > self.wished:
+        target = min(settings.max_replica, max(settings.min_replica, math.ceil(mean / share - 1e-9)))
+        if self.held and not self.wanted:
+            target = max(1, target)
+        if target > self.wanted:
             self._below_since = None
-            for _ in range(wanted - self.wished):
+            for _ in range(target - self.wanted):
                 self.starting += 1
                 self.env.process(self._start())
-        elif wanted < self.wished:
+        elif target < self.wanted:
             self._below_since = now if self._below_since is None else self._below_since
             if now - self._below_since >= settings.scale_down_delay:
-                self._stop(self.wished - wanted)
+                self._stop(self.wanted - target)
         else:
             self._below_since = None
 
@@ -235,13 +225,13 @@ class _Platform:
             min(self.ready, key=lambda replica: replica.outstanding).add(arrived, steps)
 
     def _stop(self, count: int) -> None:
-        """Those with the least to do; one that is still starting is not called back."""
+        """Stop the replicas with the fewest requests. Those that are still starting are kept."""
         for replica in sorted(self.ready, key=lambda replica: replica.outstanding)[:count]:
             self.ready.remove(replica)
             self.ending.append(replica)
 
     def _note(self) -> None:
-        paid = self.wished + len(self.ending)
+        paid = self.wanted + len(self.ending)
         if not self.result.replicas or self.result.replicas[-1][1] != paid:
             self.result.replicas.append((self.env.now, paid))
 
@@ -253,7 +243,7 @@ def simulate(
     seed: int = 0,
     steps: Callable[[random.Random], float] | None = None,
 ) -> Result:
-    """Run the traffic to its end and every request to its answer. `steps`: of a request, default the server's."""
+    """Run the traffic to its end and every request to its answer. `steps` draws a request's, default the server's."""
     import simpy
 
     env = simpy.Environment()
@@ -276,7 +266,7 @@ def simulate(
 
 
 def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
-    """Replica-hours of a curve of (second, how many) up to `end`."""
+    """Return the replica-hours up to `end` of a curve of (second, number of replicas)."""
     total = 0.0
     for (start, count), (stop, _) in itertools.pairwise([*replicas, (max(end, replicas[-1][0]), 0)]):
         total += count * (min(stop, end) - min(start, end))
@@ -284,31 +274,20 @@ def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
 
 
 def candidates(server: Server, traffic: Traffic, max_replica: int) -> list[Autoscaling]:
-    """Settings worth trying: how many are always there, how full they may be, and how long one too many is kept."""
+    """Return settings to try: the smallest number of replicas, the utilization, and the scale-down delay."""
     average = sum(traffic.rate(traffic.seconds * (i + 0.5) / 200) for i in range(200)) / 200
     steady = max(1, round(average / server.images_per_second))
-    always = sorted({1, steady, min(max_replica, steady + 1), min(max_replica, 2 * steady)})
+    min_replicas = sorted({1, steady, min(max_replica, steady + 1), min(max_replica, 2 * steady)})
     return [
-        Autoscaling(least, max_replica, 60, delay, server.capacity, utilization)
-        for least in always
+        Autoscaling(min_replica, max_replica, 60, delay, server.capacity, utilization)
+        for min_replica in min_replicas
         for utilization in (50, 70, 90)
         for delay in (300, 900)
-        if least <= max_replica
+        if min_replica <= max_replica
     ]
 
 
 def recommend(results: Sequence[tuple[Autoscaling, Result]], p99: float) -> tuple[Autoscaling, Result] | None:
-    """The fewest GPU-hours with p99 within the target and at most one request in a thousand refused."""
+    """Return the setting with the fewest GPU-hours that meets the p99 and refuses at most one request in 1000."""
     good = [pair for pair in results if pair[1].latency(0.99) <= p99 and pair[1].refused_share <= 0.001]
     return min(good, key=lambda pair: pair[1].gpu_hours, default=None)
-
-
-def erlang_c_wait(rate: float, service_seconds: float, servers: int) -> float:
-    """Mean wait in an M/M/c queue (Erlang 1917): C(c, a) / (c / s - rate), with a = rate * s."""
-    load = rate * service_seconds
-    term, total = 1.0, 1.0
-    for k in range(1, servers):
-        term *= load / k
-        total += term
-    last = term * load / servers * servers / (servers - load)
-    return last / (total + last) / (servers / service_seconds - rate)

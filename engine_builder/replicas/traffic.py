@@ -1,4 +1,4 @@
-"""How many requests arrive when: constant, a daily wave, a spike, or a trace from a CSV file."""
+"""Requests over time: a constant rate, a daily wave, a spike, or a trace from a CSV file."""
 
 import csv
 import math
@@ -14,12 +14,14 @@ DAY = 86_400.0
 
 
 class BadTraffic(PreheatError):
-    """A traffic that is not described as it must be."""
+    """The description of the traffic is invalid."""
+
+    remedy = "Give constant:RATE, wave:MEAN:SHARE, spike:BASE:PEAK:MINUTES or a CSV file of lines second,rate."
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """`rate(t)`: requests a second at second t, never above `peak`, for `seconds`."""
+    """`rate(t)` requests a second at second t, never above `peak`, for `seconds`."""
 
     name: str
     rate: Callable[[float], float]
@@ -27,25 +29,31 @@ class Traffic:
     seconds: float
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """Moments of a Poisson process of that rate, by thinning (Lewis and Shedler 1979)."""
-        chance, at = random.Random(seed), 0.0
-        while self.peak > 0 and (at := at + chance.expovariate(self.peak)) < self.seconds:
-            if chance.random() * self.peak < self.rate(at):
-                yield at
+        """Yield the moments of a Poisson process of that rate, by thinning (Lewis and Shedler 1979)."""
+        chance = random.Random(seed)
+        moments = poisson_arrivals(self.peak, self.seconds, chance) if self.peak > 0 else ()
+        return (at for at in moments if chance.random() * self.peak < self.rate(at))
+
+
+def poisson_arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[float]:
+    """Yield the moments of a Poisson process with `rate` arrivals a second."""
+    at = 0.0
+    while (at := at + chance.expovariate(rate)) < seconds:
+        yield at
 
 
 def read_traffic(text: str, hours: float) -> Traffic:
-    """`constant:RATE`, `wave:MEAN:SHARE` (a day's sine, SHARE of the mean up and down), `spike:BASE:PEAK:MINUTES` (in
-    the middle), or the path of a CSV file of lines `second,rate`, each rate until the next line's second.
+    """Parse a description of traffic. Raises BadTraffic.
 
-    Raises BadTraffic.
+    `constant:RATE`; `wave:MEAN:SHARE`, a day's sine by SHARE of the mean; `spike:BASE:PEAK:MINUTES`, in the middle; or
+    the path of a CSV file of lines `second,rate`, each rate until the next line's second.
     """
     kind, *numbers = text.split(":")
     seconds = hours * 3600
     try:
         values = [float(number) for number in numbers] if kind in ("constant", "wave", "spike") else []
         if any(not 0 <= value < math.inf for value in values):
-            raise ValueError("a number is below 0 or none")
+            raise ValueError("a number is negative or not finite")
         match kind, values:
             case "constant", [rate]:
                 return Traffic(f"constant {rate:g}/s", lambda t: rate, rate, seconds)
@@ -53,26 +61,18 @@ def read_traffic(text: str, hours: float) -> Traffic:
                 wave = _wave(mean, share)
                 return Traffic(f"daily wave around {mean:g}/s, ±{share:.0%}", wave, mean * (1 + share), seconds)
             case "spike", [base, peak, minutes]:
-                half = minutes * 30
-                middle = seconds / 2
-                return Traffic(
-                    f"{base:g}/s with {minutes:g} minutes of {peak:g}/s",
-                    lambda t: peak if abs(t - middle) <= half else base,
-                    max(base, peak),
-                    seconds,
-                )
+                name = f"{base:g}/s with {minutes:g} minutes of {peak:g}/s"
+                middle, half = seconds / 2, minutes * 30
+                return Traffic(name, lambda t: peak if abs(t - middle) <= half else base, max(base, peak), seconds)
         if values:
-            raise ValueError("it has other numbers than its kind takes")
+            raise ValueError("its kind takes other numbers")
         return _trace(Path(text))
     except (ValueError, OSError) as error:
-        raise BadTraffic(
-            f"{text!r} is no traffic ({error}): give constant:RATE, wave:MEAN:SHARE, spike:BASE:PEAK:MINUTES or a CSV "
-            "file of lines second,rate."
-        ) from error
+        raise BadTraffic(f"{text!r} is not a valid traffic: {error}.") from error
 
 
 def _wave(mean: float, share: float) -> Callable[[float], float]:
-    """Lowest at midnight, where it begins."""
+    """Return the rate of a daily wave, which begins at its lowest point."""
     return lambda t: mean * (1 - share * math.cos(2 * math.pi * t / DAY))
 
 
@@ -81,7 +81,7 @@ def _trace(path: Path) -> Traffic:
         lines = [(float(second), float(rate)) for second, rate in csv.reader(file)]
     seconds, rates = [second for second, _ in lines], [rate for _, rate in lines]
     if len(lines) < 2 or seconds != sorted(set(seconds)) or any(not 0 <= rate < math.inf for rate in rates):
-        raise ValueError("its seconds must ascend, from two lines up, and its rates be 0 or more")
+        raise ValueError("it needs two lines or more, with ascending seconds and rates of 0 or more")
     start = seconds[0]
 
     def rate(t: float) -> float:

@@ -1,7 +1,7 @@
-"""A request over HTTP -> its answer: accepted or refused first, then one body, or a line for each thing that happens.
+"""Answer a request over HTTP: accept or refuse it first, then send one body, or a line of JSON for each event.
 
-Every answer carries X-Request-Id, the caller's own where it sent one; every request is logged as one JSON line, without
-its prompt unless the deployment asks for it. Knows of the device only that a `Scheduler` draws on it.
+Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line, without
+its prompt unless the deployment asks for it. Knows of the device only that a `Scheduler` generates images on it.
 """
 
 import asyncio
@@ -18,37 +18,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from model import metrics
-from model.api.request import (
-    GenerationRequest,
-    GenerationResponse,
-    GenerationSettings,
-    ImageResult,
-    resolve,
-)
+from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
 from model.cold_start import ColdStart
-from model.errors import (
-    BrokenImage,
-    Cancelled,
-    DeadlineExceeded,
-    Overloaded,
-    PreheatError,
-    RequestRefused,
-    Unavailable,
-)
+from model.errors import BrokenImage, Cancelled, DeadlineExceeded, Overloaded, PreheatError, RequestRefused, Unavailable
 from model.loading.load import Loaded
-from model.scheduling.job import (
-    Drawn,
-    Finished,
-    Job,
-    Stepped,
-)
+from model.pipeline.params import GenerationParams
+from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
-# Which answer an error is, and under which name it is counted. 499: nobody is there to read it.
+# Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 _STATUS: dict[type[PreheatError], tuple[int, str]] = {
     RequestRefused: (400, "refused"),
     Overloaded: (429, "overloaded"),
@@ -61,187 +43,179 @@ _FAILED = (500, "failed")
 
 
 @dataclass
-class Asked:
-    """One request, for as long as it is being answered."""
+class RequestContext:
+    """One request while it is being answered."""
 
     id: str
     began: float
     stream: bool
     prompt: str
-    settings: GenerationSettings | None = None
+    params: GenerationParams | None = None
 
 
 class Service:
-    """Answers requests for one loaded model. All of it runs on the server's event loop."""
+    """Answers requests for one loaded model, on the server's event loop."""
 
     def __init__(self, loaded: Loaded, scheduler: Scheduler, cold_start: ColdStart, log_prompts: bool) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watchers: set[asyncio.Task[None]] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
-        """The response, or its bare body for a caller of predict_binary, for Truss to write as msgpack."""
-        asked = Asked(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
-        events: asyncio.Queue[Stepped | Finished | None] = asyncio.Queue()
+        """Return the response, or its bare body for a caller of predict_binary, which Truss writes as msgpack."""
+        context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
+        headers = {"X-Request-Id": context.id}
+        events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(event: Stepped | Finished | None) -> None:
+        def emit(event: StepEvent | ImageEvent | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            asked.settings = resolve(request, self._loaded.served)
+            context.params = resolve(request, self._loaded.served)
             preview_every = request.preview_every if request.stream else 0
-            job = self._scheduler.submit(asked.settings, tell if request.stream else None, preview_every)
+            job = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
         except PreheatError as error:
-            return self._refusal(asked, error)
-        job.result.add_done_callback(lambda _: tell(None))
-        self._watch(job, http)
+            return self._refusal(context, error)
+        job.result.add_done_callback(lambda _: emit(None))
+        self._watch_client(job, http)
         if request.stream:
-            lines = self._lines(asked, job, events)
-            return StreamingResponse(lines, media_type="application/x-ndjson", headers=_headers(asked))
+            events_as_lines = self._stream_events(context, job, events)
+            return StreamingResponse(events_as_lines, media_type="application/x-ndjson", headers=headers)
         await events.get()
         if (failure := job.result.exception()) is not None:
-            return self._refusal(asked, failure)
-        body = self._body(asked, job.result.result())
-        self._log(asked, 200, timings=body["timings"])
+            return self._refusal(context, failure)
+        body = self._body(context, job.result.result())
+        self._log(context, 200, timings=body["timings"])
         if http.headers.get("Content-Type", "").startswith("application/octet-stream"):
             return body
         # Megabytes of base64: not on the event loop.
         content = await asyncio.to_thread(json.dumps, body)
-        return Response(content, media_type="application/json", headers=_headers(asked))
+        return Response(content, media_type="application/json", headers=headers)
 
-    def _watch(self, job: Job, http: Request) -> None:
-        """Give the request up when its client leaves or its time is over."""
-        task = asyncio.get_running_loop().create_task(self._give_up(job, http))
+    def _watch_client(self, job: Job, http: Request) -> None:
+        """Cancel the request when its client leaves or its deadline passes."""
+        task = asyncio.get_running_loop().create_task(self._cancel_on_disconnect_or_deadline(job, http))
         loop = task.get_loop()
-        self._watches.add(task)
-        task.add_done_callback(self._watches.discard)
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
         job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
 
-    async def _give_up(self, job: Job, http: Request) -> None:
+    async def _cancel_on_disconnect_or_deadline(self, job: Job, http: Request) -> None:
         seconds = self._scheduler.limits.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
-                # The body has been read, so the next message is that the client has left. Truss's own
-                # `request.state.watch_disconnect` asks once a second; this is told.
+                # The body has been read, so the next message is the client's disconnect. This arrives at once; Truss's
+                # own `request.state.watch_disconnect` polls once a second.
                 while (await http.receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
-            said = f"The pictures were not finished within {seconds:g} s: ask for fewer steps or images, or later."
-            self._scheduler.cancel(job, DeadlineExceeded(said))
+            self._scheduler.cancel(job, DeadlineExceeded(f"The images were not finished within {seconds:g} s."))
         else:
             self._scheduler.cancel(job, Cancelled("The client left."))
 
-    async def _lines(
-        self, asked: Asked, job: Job, events: "asyncio.Queue[Stepped | Finished | None]"
+    async def _stream_events(
+        self, context: RequestContext, job: Job, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
-        yield _line("accepted", request_id=asked.id, seed=job.settings.seed, steps=job.steps, ahead=job.ahead)
+        yield _line("accepted", request_id=context.id, seed=job.params.seed, steps=job.steps, ahead=job.queue_position)
         try:
             while True:
                 try:
                     event = await asyncio.wait_for(events.get(), HEARTBEAT_SECONDS)
                 except TimeoutError:
-                    yield _line("heartbeat", ahead=job.ahead)
+                    yield _line("heartbeat", ahead=job.queue_position)
                     continue
-                if isinstance(event, Stepped):
+                if isinstance(event, StepEvent):
                     preview = {} if event.preview is None else {"preview": event.preview}
                     yield _line("step", step=event.step, steps=event.steps, **preview)
-                elif isinstance(event, Finished):
-                    yield _line("image", index=event.index, **_image(job.settings, event.index, event.data))
+                elif isinstance(event, ImageEvent):
+                    yield _line("image", index=event.index, **_image(job.params, event.index, event.data))
                 else:
                     break
         except (asyncio.CancelledError, GeneratorExit):
-            self._refusal(asked, Cancelled("The client left."))  # nobody reads it, but it is counted and logged
+            self._refusal(context, Cancelled("The client left."))  # for the metrics and the log
             raise
         if (error := job.result.exception()) is not None:
-            refusal = self._refusal(asked, error)
+            refusal = self._refusal(context, error)
             yield _line("error", status=refusal.status_code, **json.loads(bytes(refusal.body)))
             return
-        body = self._body(asked, job.result.result())
-        self._log(asked, 200, timings=body["timings"])
+        body = self._body(context, job.result.result())
+        self._log(context, 200, timings=body["timings"])
         kept = ("status", "time", "timings", "warnings", "engine")
         yield _line("done", **{key: value for key, value in body.items() if key in kept})
 
-    def _body(self, asked: Asked, drawn: Drawn) -> GenerationResponse:
-        assert asked.settings is not None
+    def _body(self, context: RequestContext, result: GenerationResult) -> GenerationResponse:
+        assert context.params is not None
         self._cold_start.first_image()
-        images = [_image(asked.settings, index, data) for index, data in enumerate(drawn.images)]
-        for stage, milliseconds in drawn.timings.items():
+        images = [_image(context.params, index, data) for index, data in enumerate(result.images)]
+        for stage, milliseconds in result.timings.items():
             if stage != "queue":  # has a histogram of its own
                 metrics.STAGE_SECONDS.labels(stage).observe(milliseconds / 1000)
-        seconds = time.perf_counter() - asked.began
+        seconds = time.perf_counter() - context.began
         metrics.REQUEST_SECONDS.observe(seconds)
         return GenerationResponse(
             status="success",
             data=images[0]["data"],
             time=seconds,
             images=images,
-            timings={stage: round(milliseconds, 2) for stage, milliseconds in drawn.timings.items()},
-            warnings=drawn.warnings,
-            engine={
-                "release": self._loaded.release,
-                "target": self._loaded.target,
-                "runtime": self._loaded.runtime,
-            },
+            timings={stage: round(milliseconds, 2) for stage, milliseconds in result.timings.items()},
+            warnings=result.warnings,
+            engine={"release": self._loaded.release, "target": self._loaded.target, "runtime": self._loaded.runtime},
         )
 
-    def _refusal(self, asked: Asked, error: BaseException) -> JSONResponse:
-        """The answer to a request that got no picture; it is counted and logged here."""
+    def _refusal(self, context: RequestContext, error: BaseException) -> JSONResponse:
+        """The answer to a request without an image. Counts and logs it."""
         status, kind = next((known for kind, known in _STATUS.items() if isinstance(error, kind)), _FAILED)
         metrics.ERRORS.labels(kind).inc()
         body = {"error": str(error), "kind": kind}
-        headers = _headers(asked)
+        headers = {"X-Request-Id": context.id}
         if isinstance(error, RequestRefused):
             body["field"] = error.field
         elif isinstance(error, Overloaded):
             headers["Retry-After"] = str(error.retry_after)
-        elif isinstance(error, BrokenImage) and asked.settings is not None:
-            body["error"] += f" The request's seed was {asked.settings.seed}."
+        elif isinstance(error, BrokenImage) and context.params is not None:
+            body["error"] += f" The request's seed was {context.params.seed}."
         elif kind == "failed":
-            body["error"] = f"The pictures could not be drawn; the server's log says why under {asked.id}."
-        self._log(asked, status, kind=kind, error=str(error))
+            body["error"] = f"The images could not be generated; the server's log has the reason under {context.id}."
+        self._log(context, status, kind=kind, error=str(error))
         return JSONResponse(body, status, headers)
 
-    def _log(self, asked: Asked, status: int, **more: object) -> None:
+    def _log(self, context: RequestContext, status: int, **entries: object) -> None:
         metrics.REQUESTS.labels(str(status)).inc()
-        entry: dict[str, object] = {"event": "request", "request": asked.id, "status": status}
-        entry |= {"stream": asked.stream, "seconds": round(time.perf_counter() - asked.began, 4)} | more
-        if (settings := asked.settings) is not None:
+        entry: dict[str, object] = {"event": "request", "request": context.id, "status": status}
+        entry |= {"stream": context.stream, "seconds": round(time.perf_counter() - context.began, 4)} | entries
+        if (params := context.params) is not None:
             entry |= {
-                "width": settings.width,
-                "height": settings.height,
-                "steps": settings.num_inference_steps,
-                "scheduler": settings.scheduler,
-                "refiner": settings.use_refiner,
-                "images": settings.num_images,
-                "seed": settings.seed,
+                "width": params.width,
+                "height": params.height,
+                "steps": params.num_inference_steps,
+                "scheduler": params.scheduler,
+                "refiner": params.use_refiner,
+                "images": params.num_images,
+                "seed": params.seed,
             }
         if self._log_prompts:
-            entry["prompt"] = asked.prompt
+            entry["prompt"] = context.prompt
         logger.log(logging.ERROR if status >= 500 else logging.INFO, json.dumps(entry))
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    """The caller's X-Request-Id where it is fit for a log, the platform's, or a new one."""
+    """The caller's X-Request-Id if it is safe to log, else the platform's, else a new one."""
     for name in ("X-Request-Id", "X-Baseten-Request-Id"):
         if _REQUEST_ID.fullmatch(given := headers.get(name, "")):
             return given
     return uuid.uuid4().hex
 
 
-def _headers(asked: Asked) -> dict[str, str]:
-    return {"X-Request-Id": asked.id}
-
-
-def _image(settings: GenerationSettings, index: int, data: str) -> ImageResult:
+def _image(params: GenerationParams, index: int, data: str) -> ImageResult:
     return {
         "data": data,
-        "seed": settings.seeds[index],
-        "format": settings.output_format,
-        "width": settings.width,
-        "height": settings.height,
+        "seed": params.seeds[index],
+        "format": params.output_format,
+        "width": params.width,
+        "height": params.height,
     }
 
 

@@ -1,8 +1,8 @@
-"""Streams of a GPU beside the one that the loops run on, so that text and pictures are worked on while others step.
+"""CUDA streams next to the one that the denoising loops use, so that text encoding and decoding overlap with steps.
 
-All are fed by one thread. What one stream made another may read once it waits for it, and memory that it reads must not
-be given away before it has: the allocator knows only the stream that a tensor was made on, so it is told of others
-(torch.Tensor.record_stream). On a CPU there are no streams, and everything happens as it is called.
+One thread queues all work. A stream may read another's tensors after waiting for it. The caching allocator knows only
+the stream that made a tensor, so other streams that read it are recorded (torch.Tensor.record_stream): its memory is
+not reused before they are done. On a CPU there are no streams, and work happens when it is called.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,74 +13,76 @@ from typing import Any
 
 import torch
 
-_FIRST = -1  # priority: what runs here is short, and an image waits for it that is about to begin or to end
+_HIGH_PRIORITY = -1  # work here is short, and an image that starts or ends waits for it
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` of the host on `device`, queued on the current stream. A copy from memory that is not pinned would wait
-    until the device has done all that was queued before it."""
+    """Copy a host tensor to `device` on the current stream, through pinned memory.
+
+    A copy from pageable memory would wait for all work that was queued before it.
+    """
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class SideStream:
-    """One more queue of the device. Work that is queued here overlaps the current stream's unless it waits for it."""
+    """A stream whose work overlaps the current stream's unless it waits for it."""
 
     def __init__(self, device: torch.device) -> None:
-        """What the current stream has been given so far, as weights on their way, is waited for."""
+        """Wait for all work that is queued on the current stream, such as copies of weights."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device, priority=_FIRST)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextmanager
-    def beside(self, *given: torch.Tensor) -> Iterator[None]:
-        """Within it this is the current stream. `given`: what the work in it reads of the stream that was current."""
+    def run_after(self, *inputs: torch.Tensor) -> Iterator[None]:
+        """Make this the current stream. `inputs`: tensors of the previously current stream that the work reads."""
         if self._stream is None:
             yield
             return
-        if given:
+        if inputs:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            for tensor in given:
+            for tensor in inputs:
                 tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 
-    def hand_over(self, made: Iterable[torch.Tensor]) -> None:
-        """Let the current stream read tensors that were `made` on this one: it waits for all that is queued here."""
+    def release_to_current(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Let the current stream read `outputs` of this stream: it waits for all work that is queued here."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
-        for tensor in made:
+        for tensor in outputs:
             tensor.record_stream(current)
 
 
-class Laps:
-    """When each stage ended, as the device has it: marks among its work, which nobody waits for."""
+class StageTimer:
+    """Device-side times of stages: events between the queued work, which the host does not wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks = [("", self._mark())]
+        self._events = [("", self._record())]
 
     def end(self, stage: str) -> None:
-        """What is queued on the current stream by now is the end of `stage`."""
-        self._marks.append((stage, self._mark()))
+        """Mark what is queued on the current stream so far as the end of `stage`."""
+        self._events.append((stage, self._record()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Of each stage, in order."""
+        """Milliseconds of each stage, in order. Waits for the last one."""
         if self._on_gpu:
-            self._marks[-1][1].synchronize()
+            self._events[-1][1].synchronize()
         return {
             stage: before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
-            for (_, before), (stage, after) in pairwise(self._marks)
+            for (_, before), (stage, after) in pairwise(self._events)
         }
 
-    def _mark(self) -> Any:
+    def _record(self) -> Any:
         if not self._on_gpu:
             return perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        mark.record()
-        return mark
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

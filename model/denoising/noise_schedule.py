@@ -1,4 +1,4 @@
-"""The noise that a model was trained with, as its scheduler_config.json says, and how steps may be laid over it."""
+"""The noise schedule that a model was trained with, as its scheduler_config.json describes it."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ManifestError
+from model.validation import MAX_STEPS
 
 Floats = NDArray[np.float64]
 
-MAX_STEPS = 100  # of a request; a schedule has timesteps for as many
-# diffusers' scheduler classes disagree on what these are when a file leaves them out, so it may not.
+# Keys that a file must have, because diffusers' scheduler classes disagree on their defaults.
 REQUIRED = ("beta_start", "beta_end", "beta_schedule", "timestep_spacing", "clip_sample")
-# Settings that change the numbers, with the values under which the tables hold.
+# Settings that change the coefficients, with the values for which the samplers are correct.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "beta_schedule": ("scaled_linear", "linear"),
     "timestep_spacing": ("leading", "trailing", "linspace"),
@@ -42,10 +42,10 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class NoiseSchedule:
-    """The noise a model was trained with, and how steps are laid over it. Fields are named as in diffusers.
+    """The noise that a model was trained with, and the spacing of inference steps. Fields are named as in diffusers.
 
-    An instance is always valid: the constructor raises ManifestError, naming the field.
-    `original_inference_steps` and `timestep_scaling` are LCM's own.
+    An instance is always valid: the constructor raises ManifestError naming the field. `original_inference_steps` and
+    `timestep_scaling` are used by LCM only.
     """
 
     num_train_timesteps: int
@@ -62,16 +62,16 @@ class NoiseSchedule:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # An int will do for a float, but a bool, though an int, will not do for one.
+            # An int is accepted for a float; a bool, though a subclass of int, is not.
             if type(value) is not field.type and not (field.type is float and type(value) is int):
-                raise ManifestError(f"noise schedule: {field.name} is {value!r}, not of {field.type}.")
+                raise ManifestError(f"noise schedule: {field.name} is {value!r}, not of type {field.type}.")
             if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
                 served = " or ".join(SUPPORTED[field.name])
                 raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {served}.")
         count = self.num_train_timesteps
         ranges: dict[str, tuple[float, float]] = {
             "num_train_timesteps": (MAX_STEPS + 1, 100_000),
-            # (n - 1) * (count // n) + offset, the first timestep of n leading ones, stays below count
+            # (n - 1) * (count // n) + offset, the first of n timesteps with leading spacing, must stay below count
             "steps_offset": (0, count // MAX_STEPS - 1),
             "original_inference_steps": (1, count),
             "timestep_scaling": (1e-3, 1e3),
@@ -85,23 +85,23 @@ class NoiseSchedule:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "NoiseSchedule":
-        """Read a diffusers scheduler_config.json, whichever of the known classes wrote it.
+        """Read a diffusers scheduler_config.json of any known class. As in diffusers, unknown keys are ignored.
 
-        Keys that no known class reads are ignored, as in diffusers. ManifestError names the key of a setting
-        that is not linear or not served, and of one left out where the classes' defaults disagree.
+        Raises ManifestError naming the key of a setting that is not linear or not served, or of a missing one on whose
+        default the classes disagree.
         """
         for key in REQUIRED:
             if key not in config:
-                raise ManifestError(f"scheduler_config.json: add {key}; samplers disagree on its default.")
+                raise ManifestError(f"scheduler_config.json lacks {key}.", "Add it: the samplers' defaults differ.")
         supported = dict(SUPPORTED)
         if config.get("_class_name") == "DPMSolverMultistepScheduler":
-            # There these choose among the public samplers, and configured_sampler says which.
+            # For this class they choose among the public samplers; see configured_sampler.
             supported["use_karras_sigmas"] = (False, None, True)
             supported["algorithm_type"] = ("dpmsolver++", "sde-dpmsolver++")
         for key, values in supported.items():
             if key in config and config[key] not in values:
                 served = " or ".join(map(repr, values))
-                raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.")
+                raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.", "")
         given: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
         given |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
         return cls(**given)
@@ -112,18 +112,18 @@ class NoiseSchedule:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "NoiseSchedule":
-        """The reverse of `to_dict`; ManifestError for a field missing, unknown or out of range."""
+        """The inverse of `to_dict`. Raises ManifestError for a missing or unknown field, or a value out of range."""
         wrong = set(values) ^ {field.name for field in fields(cls)}
         if wrong:
             raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, wrong)))}.")
         return cls(**values)
 
     def alphas_cumprod(self) -> Floats:
-        """The share of signal in the variance at each training timestep, [num_train_timesteps].
+        """The signal's share of the variance at each training timestep, [num_train_timesteps].
 
-        Ho et al. 2020 (DDPM), section 2: the running product of 1 - beta. "scaled_linear" is linear in
-        sqrt(beta), as latent diffusion has it. Rounded where torch.linspace and torch.cumprod round in
-        float32: the last sigmas feel it (1 part in 40,000), and Karras timesteps are rounded to integers.
+        Ho et al. 2020 (DDPM), section 2: the running product of 1 - beta. "scaled_linear" is linear in sqrt(beta), as
+        in latent diffusion. Rounded where torch.linspace and torch.cumprod round in float32: this changes the last
+        sigmas by 1 part in 40,000, and Karras timesteps are rounded to integers.
         """
         scaled, count = self.beta_schedule == "scaled_linear", self.num_train_timesteps
         start, end = (np.float32(b**0.5 if scaled else b) for b in (self.beta_start, self.beta_end))

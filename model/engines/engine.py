@@ -1,15 +1,16 @@
-"""One protocol, one file per runtime. An engine is native code: it is opened only after its digest was checked."""
+"""The engine protocol, and the engines of one component behind one call. Each runtime implements it in its own folder.
+
+An engine is native code: it is opened only after its digest was checked.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from model.engines.components import solve
+from model.engines.shapes import bind_shapes
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span
-
-__all__ = ["Engine", "EngineSet"]
 
 
 class Engine(Protocol):
@@ -18,45 +19,41 @@ class Engine(Protocol):
     component: str
     signature: Signature
     bucket: Bucket
-    overlaps: bool
-    """Whether two of its runs, or one of its and one of its component's other engines, may be under way at once, on
-    streams beside each other. Not where they work in memory that they share."""
+    concurrent: bool
+    """True if runs of it, and of its component's other engines, may overlap on different CUDA streams."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Named tensors in and out, on the current stream. Raises EngineError for inputs it does not take."""
+        """Run named tensors on the current stream. Raises EngineError for inputs that it does not take."""
 
 
 class EngineSet:
-    """All loaded buckets of one component. Any number of rows runs: in the smallest bucket that holds them, padded,
-    or in several calls where no bucket is large enough."""
+    """All loaded engines of one component. A batch runs in the smallest bucket that holds it, padded, or in several
+    calls where no bucket is large enough."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        """`engines`: at least one, all of one component. Raises EngineError where they do not take the same inputs."""
-        self.engines = sorted(engines, key=lambda engine: engine.bucket.rows.max)
+        """`engines`: at least one, all of one component. Raises EngineError where their signatures differ."""
+        self.engines = sorted(engines, key=lambda engine: engine.bucket.batch.max)
         self.component = engines[0].component
         self.signature = engines[0].signature
         if any(engine.signature != self.signature for engine in engines):
-            raise EngineError(
-                f"The {self.component} engines differ in what they take and give: build them again with one version "
-                "(`preheat build`)."
-            )
+            raise EngineError(f"The {self.component} engines differ in what they take and return.")
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
-        """Run inputs [rows, ...] at `height` x `width` pixels (0 for a text encoder). Raises EngineError.
+        """Run inputs [batch, ...] at `height` x `width` pixels (0 for a text encoder). Raises EngineError.
 
-        Inputs are checked here as a whole: cut into calls, a tensor with too many rows would lose the last ones.
+        Inputs are checked here as a whole: split into calls, a tensor with too many entries would lose the last ones.
         """
-        rows = solve(self.signature, inputs, self.component)["rows"]
-        if not rows:
-            raise EngineError(f"{self.component} was given no rows.")
+        batch = bind_shapes(self.signature, inputs, self.component)["rows"]
+        if not batch:
+            raise EngineError(f"{self.component} received an empty batch.", "")
         serving = self.serving(height, width)
         parts: list[dict[str, torch.Tensor]] = []
         done = 0
-        while done < rows:
-            left = rows - done
-            engine = next((engine for engine in serving if engine.bucket.rows.max >= left), serving[-1])
-            taken = min(left, engine.bucket.rows.max)
-            padding = _rows_run(engine.bucket.rows, taken) - taken
+        while done < batch:
+            left = batch - done
+            engine = next((engine for engine in serving if engine.bucket.batch.max >= left), serving[-1])
+            taken = min(left, engine.bucket.batch.max)
+            padding = _smallest_batch(engine.bucket.batch, taken) - taken
             part = {name: _pad(tensor[done : done + taken], padding) for name, tensor in inputs.items()}
             parts.append({name: tensor[:taken] for name, tensor in engine.run(part).items()})
             done += taken
@@ -64,35 +61,31 @@ class EngineSet:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def most_rows(self, height: int, width: int) -> int:
-        """The most rows of one call at `height` x `width` pixels. Raises EngineError where no engine serves them."""
-        return self.serving(height, width)[-1].bucket.rows.max
+    def max_batch(self, height: int, width: int) -> int:
+        """The largest batch of one call at `height` x `width` pixels. Raises EngineError if no engine serves them."""
+        return self.serving(height, width)[-1].bucket.batch.max
 
     def is_static(self, height: int, width: int) -> bool:
-        """Whether each engine for that size takes one number of rows only, as a CUDA graph needs it."""
-        return all(engine.bucket.rows.min == engine.bucket.rows.max for engine in self.serving(height, width))
+        """True if each engine for that size takes one batch size only, as a CUDA graph needs it."""
+        return all(engine.bucket.batch.min == engine.bucket.batch.max for engine in self.serving(height, width))
 
     def serving(self, height: int, width: int) -> list[Engine]:
-        """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError for none."""
+        """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError if none exists."""
         serving = self.of_size(height, width)
         if not serving:
-            raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.")
+            raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.", "")
         return serving
 
     def of_size(self, height: int, width: int) -> list[Engine]:
-        """As `serving`, and none where there is none."""
-        return [engine for engine in self.engines if _serves(engine.bucket, height, width)]
+        """Like `serving`, but may return an empty list."""
+        return [engine for engine in self.engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
 
 
-def _serves(bucket: Bucket, height: int, width: int) -> bool:
-    return bucket.holds(bucket.rows.min, height, width)
+def _smallest_batch(span: Span, needed: int) -> int:
+    """The smallest batch that an engine runs and that has at least `needed` entries."""
+    return max(span.min, -(-needed // span.multiple) * span.multiple)
 
 
-def _rows_run(span: Span, rows: int) -> int:
-    """The fewest rows that an engine runs which are at least `rows`."""
-    return max(span.min, -(-rows // span.multiple) * span.multiple)
-
-
-def _pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Repeat the last row: a static engine runs a fixed number of rows, and copies of a real row are always valid."""
-    return torch.cat([tensor, tensor[-1:].expand(rows, *tensor.shape[1:])]) if rows else tensor
+def _pad(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Repeat the last entry `count` times: copies of a real input are always valid."""
+    return torch.cat([tensor, tensor[-1:].expand(count, *tensor.shape[1:])]) if count else tensor

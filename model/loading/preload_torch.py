@@ -1,35 +1,45 @@
-"""Importing this module starts to load torch's shared libraries and to make the GPU's context, on two threads.
+"""Load torch's shared libraries and create the GPU's context on threads, while other modules are imported.
 
-`import torch` would load the libraries itself, some 0.2 s on a CPU and more with CUDA's, and the first use of a GPU
-would wait for its driver and its context, some 0.3 s; nothing of this interpreter could run meanwhile. `ctypes` lets
-it. So what is imported before torch, and then torch, is imported beside this. Imports nothing of torch and changes
-nothing of what it does: these are its own files, the first as it loads it itself, and a process has one primary context
-of a device (CUDA driver API), which whoever comes next finds made. What is missing or broken, torch will say.
+`import torch` would load the libraries itself (some 0.2 s on a CPU, more with CUDA's), and the first use of a GPU would
+wait some 0.3 s for its context. Python code cannot run meanwhile; `ctypes` releases the interpreter lock. This changes
+nothing for torch: the files are its own, loaded as it loads them, and a process has one primary context for a device
+(CUDA driver API). Errors are left to torch, which reports them.
 """
 
 import ctypes
 import importlib.util
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 
-def load() -> None:
-    """Load the libraries now. Does nothing where torch was imported."""
+def start() -> list[threading.Thread]:
+    """Start both on threads of their own, which are returned."""
+    threads = [
+        threading.Thread(target=load_libraries, name="preheat-torch-libraries", daemon=True),
+        threading.Thread(target=create_context, name="preheat-gpu-context", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def load_libraries() -> None:
+    """Load torch's libraries now. Does nothing if torch is imported."""
     if "torch" in sys.modules:
         return
-    for folder in _folders():
+    for folder in _library_folders():
         with suppress(OSError):
             ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
-            # None of those that know Python, whose lock torch's import may hold while it waits for this.
+            # No library that needs Python's lock, which the import of torch may hold while it waits for this.
             ctypes.CDLL(str(folder / "libtorch.so"))
 
 
-def make_context() -> None:
-    """Make the context of the first GPU now. Does nothing without one, and where torch is not built for one."""
-    if not any((folder / "libtorch_cuda.so").exists() for folder in _folders()):
+def create_context() -> None:
+    """Create the context of the first GPU now. Does nothing without a GPU, or if torch was not built for one."""
+    if not any((folder / "libtorch_cuda.so").exists() for folder in _library_folders()):
         return
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
@@ -38,18 +48,7 @@ def make_context() -> None:
             driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def _folders() -> Iterator[Path]:
-    """Where torch's libraries are."""
+def _library_folders() -> Iterator[Path]:
     spec = importlib.util.find_spec("torch")
     for place in (spec.submodule_search_locations or ()) if spec is not None else ():
         yield Path(place) / "lib"
-
-
-def _begin(work: Callable[[], None], name: str) -> threading.Thread:
-    thread = threading.Thread(target=work, name=f"preheat-{name}", daemon=True)
-    thread.start()
-    return thread
-
-
-loading = _begin(load, "torch-libraries")
-making = _begin(make_context, "gpu-context")

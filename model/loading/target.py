@@ -1,7 +1,7 @@
-"""Which device this is, and the key its engines are filed under.
+"""Identify this machine's device and the key under which its engines are stored.
 
 A key is readable and complete: cuda-h200-sm90-torch2.13-cu130, cuda-a10g-sm86-trt11.4, cpu-x86_64_v3-torch2.13.
-CPU engines are compiled for a named x86-64 level, so a machine runs the engines of its own level and of those below.
+CPU engines are compiled for a named x86-64 level; a machine runs the engines of its own level and of lower ones.
 """
 
 import importlib.util
@@ -23,10 +23,10 @@ _LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
 
 @dataclass(frozen=True)
 class Target:
-    """What an engine is compiled for: a device and the runtime with its version.
+    """A device, and a runtime with its version, that an engine is compiled for.
 
-    `device` is "cuda" or "cpu"; `product` a GPU's name, an x86-64 level or another processor's name; `capability` e.g.
-    "sm90", "" on a CPU.
+    `device`: "cuda" or "cpu". `product`: a GPU's name, an x86-64 level or another processor's name. `capability`: for
+    example "sm90"; "" on a CPU.
     """
 
     device: str
@@ -47,15 +47,15 @@ def torch_tag() -> str:
 
 
 def _torch_version() -> tuple[str, str | None]:
-    """torch's version and that of the CUDA it was built for. Where torch was not imported it is not, and where another
-    thread is importing it just now this does not wait for that."""
+    """torch's version and its CUDA version, read without importing torch and without waiting for another thread that
+    imports it."""
     known = sys.modules.get("torch")
     version, cuda = getattr(known, "__version__", None), getattr(known, "version", None)
     if version is None or cuda is None:
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.submodule_search_locations:
-            said = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
-            return str(said["__version__"]), said["cuda"]
+            found = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+            return str(found["__version__"]), found["cuda"]
     import torch
 
     return torch.__version__, torch.version.cuda
@@ -75,7 +75,7 @@ def detect_targets() -> list[Target]:
 
 
 def cpu_levels(flags: Iterable[str]) -> list[str]:
-    """x86-64 levels that a CPU with these flags has, highest first; the baseline is always the last."""
+    """The x86-64 levels of a CPU with these flags, highest first; the baseline is always the last."""
     have, levels = frozenset(flags), ["x86_64_v1"]
     for level, needed in _LEVELS:
         if not needed <= have:
@@ -84,8 +84,8 @@ def cpu_levels(flags: Iterable[str]) -> list[str]:
     return levels[::-1]
 
 
-# Words of a device name that say how it is packed, not which chip it is. "Laptop" stays: there it is another chip.
-_PACKING = re.compile(
+# Words of a device name that describe its package and not the chip. "Laptop" is kept: it is a different chip.
+_PACKAGE_WORDS = re.compile(
     r"nvidia|tesla|geforce|quadro|gpu|generation|edition|workstation|server|max|q|\d+gb?|hbm\d\w*|sxm\d?|pcie|nvl"
 )
 
@@ -93,16 +93,16 @@ _PACKING = re.compile(
 def gpu_product(name: str) -> str:
     """The short product name of a device name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4".
 
-    A slice of a GPU is a product of its own ("h100mig1g10gb"): it has fewer cores than engines were tuned for.
+    A slice of a GPU is a separate product ("h100mig1g10gb"): it has fewer cores than the engines were tuned for.
     """
     words = name.replace("-", " ").lower().split()
-    return "".join(re.sub(r"[^a-z0-9]", "", word) for word in words if not _PACKING.fullmatch(word)) or "gpu"
+    return "".join(re.sub(r"[^a-z0-9]", "", word) for word in words if not _PACKAGE_WORDS.fullmatch(word)) or "gpu"
 
 
 def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
-    """Name and compute capability of GPU 0: through cuda-python, or torch where that is absent.
+    """Name and compute capability of GPU 0, from cuda-python, or from torch where that is not installed.
 
-    None without a GPU, without its driver, and where torch was built for the CPU and could not use it.
+    None without a GPU or its driver, and where torch was built for the CPU.
     """
     if _torch_version()[1] is None:
         return None
@@ -125,7 +125,7 @@ def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
 
 
 def _cpu_flags() -> list[str]:
-    """Flags of the first processor; none where the system does not say, which leaves the baseline."""
+    """Flags of the first processor. An empty list where the system does not list them leaves the baseline level."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

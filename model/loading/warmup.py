@@ -1,8 +1,8 @@
-"""What a replica runs before it says that it is ready, so that no request pays for lazy loading or finds memory full.
+"""Run everything once before the replica is ready, so that no request waits for lazy loading or finds memory full.
 
-Every loop that requests can ask for is made, and with it the graphs of all of its buckets, and a picture is drawn and
-decoded at every size, and text is read in every way: the most device memory that serving takes has then been taken
-once. On the way each size's loop is asked how many rows it runs efficiently.
+The warm-up makes every loop that requests can ask for, with the graphs of all of its buckets; generates and decodes an
+image of every size; and encodes text in every batch size. The peak memory of serving has then been allocated once. It
+also measures the most efficient batch of each size.
 """
 
 import math
@@ -11,131 +11,113 @@ from dataclasses import replace
 
 import torch
 
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-    SizeList,
-    resolve,
-)
-from model.denoising.loop import (
-    Loop,
-    Row,
-)
+from model.denoising.loop import ImageState, Loop
 from model.engines import components
 from model.engines.engine import EngineSet
-from model.errors import NoEngineForTarget
+from model.errors import OutOfDeviceMemory
 from model.loading.load import Loaded
-from model.pipeline.preview import (
-    PreviewMap,
-    fit_preview_map,
-)
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    base_rows,
-    generate,
-    is_guided,
-    refiner_text,
-    request_tables,
-)
+from model.loading.served import ServedModel, SizeList
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.pipeline.preview import PreviewMap, fit_preview_map
+from model.pipeline.prompt import encode_prompt, is_guided
+from model.pipeline.text_to_image import generate, prepare_images, request_schedules
 from model.scheduling.admission import efficient_images
 
-_FASTER = 0.98  # of the fastest step so far: less of a difference is chance
-_STEPS = 2  # of the picture: one of the base and one of the refiner, where there is one
+_NOISE_RATIO = 0.98  # a step above this share of the fastest so far is not faster, only measured differently
+_STEPS = 2  # of the image: one of the base, and one of the refiner where there is one
 
 
 def warm_up(loaded: Loaded) -> PreviewMap:
-    """Warm every size listed, or the native one. Returns the map for previews, which the decoder gives on the way.
+    """Warm every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
-    Raises NoEngineForTarget where the GPU's memory does not hold what the config asks for.
+    Raises OutOfDeviceMemory where the GPU's memory does not hold what the config asks for.
     """
     served = loaded.served
-    native = (served.native_width, served.native_height)
-    refusals = _refusals(loaded.model)
+    refusals = _refused_allocations(loaded.model)
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
-        for width, height in listed or (native,):
-            request = GenerationRequest(
-                prompt="warm up",
-                width=width,
-                height=height,
-                num_inference_steps=_STEPS,
-                seed=0,
-                use_refiner=served.has_refiner,
-                denoising_frac=0.5,
-            )
-            settings = resolve(request, served)
-            generate(loaded.model, [settings])
-            _find_efficient(loaded.model, replace(settings, use_refiner=False))
+        for width, height in listed or ((served.native_width, served.native_height),):
+            params = _params(served, width, height)
+            generate(loaded.model, [params])
+            _find_efficient_batch(loaded.model, replace(params, use_refiner=False))
         if listed is None:
             loop = loaded.model.loop(components.UNET, served.native_height, served.native_width)
-            loaded.model.efficient_pixels = loop.efficient * served.native_height * served.native_width
-        _read_every_text(loaded, settings)
+            loaded.model.efficient_pixels = loop.efficient_batch * served.native_height * served.native_width
+        _encode_every_text(loaded.model, params)
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or _refusals(loaded.model) > refusals:
-            raise NoEngineForTarget(_no_room(loaded)) from error
+        if isinstance(error, torch.OutOfMemoryError) or _refused_allocations(loaded.model) > refusals:
+            raise OutOfDeviceMemory(
+                f"{loaded.release} does not fit into this GPU's memory with every configured bucket running."
+            ) from error
         raise
 
 
-def _read_every_text(loaded: Loaded, settings: GenerationSettings) -> None:
-    """With a negative prompt, and without guidance: between them these take all rows of the networks that read text."""
+def _params(served: ServedModel, width: int, height: int) -> GenerationParams:
+    steps = {"num_inference_steps": _STEPS, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
+    chosen = served.defaults.model_dump() | steps
+    return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **chosen)
+
+
+def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
+    """Encode with a negative prompt and without guidance: together these use both batch sizes of the text networks."""
     for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
-        asked = replace(settings, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
-        base, rest = request_tables(loaded.model, asked)
-        base_rows(loaded.model, asked, base)
-        if rest:
-            refiner_text(loaded.model, asked, rest)
+        varied = replace(params, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
+        base, refiner = request_schedules(model, varied)
+        prepare_images(model, varied, base)
+        if refiner:
+            encode_prompt(model, varied, refiner, refiner=True)
 
 
-def _refusals(model: LoadedModel) -> int:
-    """How often PyTorch has had no memory to give. An engine's own code does not say so: what it raises is any
-    RuntimeError."""
+def _refused_allocations(model: LoadedModel) -> int:
+    """How often PyTorch could not allocate memory. An engine's own code reports that as any RuntimeError."""
     return int(torch.cuda.memory_stats(model.device).get("num_ooms", 0)) if model.device.type == "cuda" else 0
 
 
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:
-    """WIDTHxHEIGHT -> how many rows the base's loop of that size runs efficiently, for those made so far."""
+    """WIDTHxHEIGHT -> the most efficient UNet batch of the base's loop of that size, for loops made so far."""
     bases = {key: loop for key, loop in model.loops.items() if key[0] == components.UNET}
-    return {f"{width}x{height}": loop.efficient for (_, height, width), loop in bases.items()}
+    return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
 
 
-def _find_efficient(model: LoadedModel, settings: GenerationSettings) -> None:
-    """Measure the base's loop of this size with copies of one image. The refiner's need not know: see `Scheduler`."""
-    height, width = settings.height, settings.width
+def _find_efficient_batch(model: LoadedModel, params: GenerationParams) -> None:
+    """Measure the base's loop of this size with copies of one image. Nothing is held back at the refiner's loop."""
+    height, width = params.height, params.width
     loop = model.loop(components.UNET, height, width)
-    each = 2 if is_guided(model, settings, False) else 1
-    buckets = _buckets(model.engines[components.UNET], height, width, loop.capacity)
-    counts = sorted({max(1, rows // each) for rows in buckets})
+    each = 2 if is_guided(model, params, False) else 1
+    batches = _batches(model.engines[components.UNET], height, width, loop.capacity)
+    counts = sorted({max(1, batch // each) for batch in batches})
     if len(counts) == 1:
-        return  # fewer would cost as much
-    [row] = base_rows(model, settings, request_tables(model, settings)[0])
-    seconds = ((images, _step_seconds(model, loop, row, images)) for images in counts)
-    loop.efficient = each * efficient_images(seconds)
+        return  # a smaller batch would take as long
+    [image] = prepare_images(model, params, request_schedules(model, params)[0])
+    seconds = ((images, _step_seconds(model, loop, image, images)) for images in counts)
+    loop.efficient_batch = each * efficient_images(seconds)
 
 
-def _buckets(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
-    """The rows of each static bucket; for a dynamic engine 1, 2, 4 and so on."""
+def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
+    """The batch sizes of static buckets; for a dynamic engine 1, 2, 4 and so on."""
     if unet.is_static(height, width):
-        return [engine.bucket.rows.max for engine in unet.serving(height, width)]
+        return [engine.bucket.batch.max for engine in unet.serving(height, width)]
     return [2**power for power in range(capacity.bit_length())]
 
 
-def _step_seconds(model: LoadedModel, loop: Loop, row: Row, images: int) -> float:
-    """The fastest step of so many copies of `row`: of one, or of as many as it takes until one is no faster."""
+def _step_seconds(model: LoadedModel, loop: Loop, image: ImageState, count: int) -> float:
+    """The fastest step of `count` copies of `image`, repeated until a step is no faster if clocks rise under load."""
     fastest = math.inf
-    while (seconds := _one_step(model, loop, row, images)) < _FASTER * fastest and _clocks_rise(model):
+    while (seconds := _one_step(model, loop, image, count)) < _NOISE_RATIO * fastest and _clocks_rise(model):
         fastest = seconds
     return min(fastest, seconds)
 
 
 def _clocks_rise(model: LoadedModel) -> bool:
-    """Whether the device is faster once it has begun to work. A CPU's steps are long, and a start waits for each."""
+    """True for a GPU. A CPU's steps are long, and the start waits for each."""
     return model.device.type == "cuda"
 
 
-def _one_step(model: LoadedModel, loop: Loop, row: Row, images: int) -> float:
-    for _ in range(images):
-        loop.join(_again(row))
+def _one_step(model: LoadedModel, loop: Loop, image: ImageState, count: int) -> float:
+    for _ in range(count):
+        loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
     _synchronize(model)
     began = time.perf_counter()
     try:
@@ -143,24 +125,10 @@ def _one_step(model: LoadedModel, loop: Loop, row: Row, images: int) -> float:
         _synchronize(model)
         return time.perf_counter() - began
     finally:
-        for left in list(loop.rows):
-            loop.leave(left)
+        for left in list(loop.images):
+            loop.remove(left)
 
 
 def _synchronize(model: LoadedModel) -> None:
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
-
-
-def _again(row: Row) -> Row:
-    return Row(
-        row.latents.clone(), row.table, row.guidance, torch.Generator().manual_seed(0), row.conditional,
-        row.unconditional,
-    )  # fmt: skip
-
-
-def _no_room(loaded: Loaded) -> str:
-    return (
-        f"{loaded.release} does not fit into this GPU's memory with every configured bucket running: "
-        "configure fewer rows or sizes (model_metadata.preheat.buckets in config.yaml), or use a larger GPU."
-    )

@@ -1,6 +1,6 @@
-"""Small pictures of what is still being denoised: latents -> RGB by a linear map, one pixel a latent.
+"""Small previews of images that are still being denoised: latents -> RGB by a linear map, one pixel a latent.
 
-The map is fitted to the model's own decoder when the server warms up, so any VAE has one.
+The warm-up fits the map to the model's own decoder, so it works for any VAE.
 """
 
 import base64
@@ -11,14 +11,12 @@ from torch.nn.functional import avg_pool2d, interpolate
 
 from model.cuda.streams import to_device
 from model.images.encode import encode
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    decoded,
-)
+from model.pipeline.decode import decode_latents
+from model.pipeline.loaded_model import LoadedModel
 
 QUALITY = 80
-# What the map is fitted on: latents that run smoothly from corner to corner. Of the spreads tried on data/tiny-sdxl (1
-# to 3, and finer blobs) this gave previews nearest to the pictures, 15 % of the range from them on average.
+# The map is fitted on latents that change smoothly from corner to corner. Of the spreads tried on data/tiny-sdxl (1 to
+# 3, and finer blobs) this gave previews nearest to the images: on average 15 % of the range away.
 _SPREAD, _CORNERS = 1.5, 2
 _RIDGE = 1e-3
 
@@ -32,25 +30,25 @@ class PreviewMap:
 
 
 def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
-    """The linear map nearest to the decoder (ridge regression), at `height` x `width` pixels."""
+    """Fit the linear map nearest to the decoder (ridge regression) at `height` x `width` pixels."""
     scale, channels = model.settings.vae_scale_factor, model.settings.latent_channels
     rows, columns = height // scale, width // scale
     generator = torch.Generator().manual_seed(0)
     corners = _SPREAD * torch.randn((1, channels, _CORNERS, _CORNERS), generator=generator)
     latents = interpolate(corners, (rows, columns), mode="bilinear")
     given = to_device(latents, model.device)
-    with model.decode_stream.beside(given):
-        seen = avg_pool2d(decoded(model, given), scale).clamp(-1, 1)  # [1, 3, rows, columns]
-    model.decode_stream.hand_over([seen])
-    # Solved on the host: a GPU's solver is a library of its own, which a start would load for these few numbers.
+    with model.decode_stream.run_after(given):
+        target = avg_pool2d(decode_latents(model, given), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    model.decode_stream.release_to_current([target])
+    # Solved on the host: a GPU's solver is a separate library, which every start would load for these few numbers.
     inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1)], dim=1)
     normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1)
-    solution = torch.linalg.solve(normal, inputs.T @ seen.cpu().flatten(2)[0].T)  # [channels + 1, 3]
+    solution = torch.linalg.solve(normal, inputs.T @ target.cpu().flatten(2)[0].T)  # [channels + 1, 3]
     return PreviewMap(solution[:-1].to(model.device), solution[-1].to(model.device))
 
 
 class Preview:
-    """One preview, queued on the device by whoever makes it; `encode` is for any thread."""
+    """One preview, queued on the device. `encode` may be called from any thread."""
 
     def __init__(self, preview_map: PreviewMap, latents: torch.Tensor) -> None:
         """`latents`: the denoised estimate, [1, channels, height/8, width/8]."""

@@ -1,8 +1,8 @@
-"""CLIP tokenization with the `tokenizers` library alone: importing transformers costs a cold start seconds.
+"""CLIP tokenization with the `tokenizers` library alone: importing transformers takes seconds of a cold start.
 
-Promises the ids that `transformers.CLIPTokenizer` gives for the same folder, odd prompts included, and says
-what did not fit. The rules themselves (lower-casing, byte pairs, special tokens) are data, in the release's
-tokenizer.json; this module knows only how ids are cut and padded, and nothing of text encoders.
+The ids equal those of `transformers.CLIPTokenizer` for the same folder, for odd prompts too, and the text that did not
+fit is reported. The rules (lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. This
+module only truncates and pads ids, and knows nothing of text encoders.
 """
 
 from collections.abc import Iterator
@@ -17,64 +17,61 @@ _PROBE = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """What a strange tokenizer.json makes the library raise -> one sentence. Its panics are no `Exception`s."""
+def _as_missing_component() -> Iterator[None]:
+    """Raise MissingComponent for the library's errors. Its panics are not `Exception`s."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         why = " ".join(str(error).split())[:200]
-        raise MissingComponent(
-            f"the release's tokenizer.json cannot be read or used ({why}); build and publish the release again"
-        ) from error
+        raise MissingComponent(f"The release's tokenizer.json cannot be read or used ({why}).") from error
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What tokenizer.json does not say. SDXL's first pads with its end token, its second with `!`."""
+    """Facts that tokenizer.json lacks. SDXL's first tokenizer pads with its end token, its second with `!`."""
 
-    max_length: int  # ids in an encoded prompt, begin and end tokens included: 77
+    max_length: int  # ids of an encoded prompt, begin and end tokens included: 77
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
 
 
 class ClipTokenizer:
-    """One tokenizer of a release. Holds no state that encoding changes, so threads may share it.
+    """One tokenizer of a release. Thread-safe: encoding changes no state.
 
-    `tokenizer_json` is the file's bytes, as `engine_builder.checkpoints.tokenizers.export_tokenizer` writes it.
-    Raises MissingComponent if they cannot be read or disagree with `settings`.
+    `tokenizer_json`: the bytes that `engine_builder.checkpoints.tokenizers.export_tokenizer` writes. Raises
+    MissingComponent if they cannot be read or disagree with `settings`.
     """
 
     def __init__(self, tokenizer_json: bytes, settings: TokenizerSettings) -> None:
-        with _refusing():
+        with _as_missing_component():
             self._tokenizer: Tokenizer = Tokenizer.from_buffer(tokenizer_json)
-        # The file may carry whatever padding and truncation its last user left switched on.
+        # The file may have padding and truncation switched on.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.settings = settings
         frame = [settings.bos_token_id, settings.eos_token_id]
-        with _refusing():
+        with _as_missing_component():
             found = self._tokenizer.encode("").ids
             self._tokenizer.encode(_PROBE)
         if found != frame:
             raise MissingComponent(
-                f"the release's tokenizer encodes an empty prompt as {str(found):.80}, and its settings say {frame} "
-                "(begin and end token); build and publish the release again"
+                f"The release's tokenizer encodes an empty prompt as {str(found):.80}; its settings say {frame} (begin "
+                "and end token)."
             )
         if self._tokenizer.id_to_token(settings.pad_token_id) is None:
             raise MissingComponent(
-                f"the release's tokenizer has no token {settings.pad_token_id}, with which prompts are to be padded; "
-                "build and publish the release again"
+                f"The release's tokenizer has no token {settings.pad_token_id}, which its settings name for padding."
             )
 
     def encode(self, text: str) -> tuple[list[int], int]:
-        """The prompt's ids, exactly `max_length` of them, and how many tokens of the prompt did not fit.
+        """Return the prompt's ids, exactly `max_length` of them, and how many tokens did not fit.
 
-        Too long a prompt loses its end, never its end token.
+        A prompt that is too long loses its last tokens, but keeps the end token.
         """
-        with _refusing():
+        with _as_missing_component():
             ids = self._tokenizer.encode(text).ids
         limit = self.settings.max_length
         lost = max(0, len(ids) - limit)
@@ -83,7 +80,7 @@ class ClipTokenizer:
         return ids + [self.settings.pad_token_id] * (limit - len(ids)), lost
 
     def dropped_text(self, text: str) -> str:
-        """The end of `text`, as it was typed, from the first token that did not fit; "" if all of it fits."""
+        """The end of `text`, as typed, from the first token that did not fit; "" if all of it fits."""
         encoding: Encoding = self._tokenizer.encode(text)
         limit = self.settings.max_length
         if len(encoding.ids) <= limit:

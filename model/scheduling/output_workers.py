@@ -1,67 +1,59 @@
-"""A few threads beside the worker that make of pixels what is sent: previews, files as base64, a request's answer."""
+"""A few threads that turn pixels into what is sent: previews, base64 of image files, and a request's result."""
 
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from model.images.encode import (
-    broken_image,
-    encode_base64,
-)
+from model.images.encode import broken_image, encode_base64
+from model.pipeline.decode import PendingImage
 from model.pipeline.preview import Preview
-from model.pipeline.text_to_image import Decoding
-from model.scheduling.job import (
-    Drawn,
-    Finished,
-    Job,
-    Stepped,
-)
+from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
 
-THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # an image takes one some 10 ms; eight may end at once
+THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # an image takes one for some 10 ms; eight may finish together
 
 
-class Encoders:
-    """`picture` and `preview` are for any thread and return at once; what fails is handed to `failed`."""
+class OutputWorkers:
+    """Any thread may call `submit_image` and `submit_preview`, which return at once."""
 
-    def __init__(self, drawn: Callable[[], None], failed: Callable[[Job, Exception], None]) -> None:
-        """`drawn` is called after each picture, `failed` with what went wrong and whose it was; from these threads."""
-        self._drawn = drawn
-        self._failed = failed
+    def __init__(self, on_image: Callable[[], None], on_failure: Callable[[Job, Exception], None]) -> None:
+        """`on_image` is called after each image, `on_failure` with each error and its job; both from these threads."""
+        self._on_image = on_image
+        self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
 
-    def picture(self, job: Job, index: int, decoding: Decoding) -> None:
-        """Wait for image `index` of a request and encode it; the last of its images answers the request."""
-        self._threads.submit(self._encode, job, index, decoding)
+    def submit_image(self, job: Job, index: int, pending: PendingImage) -> None:
+        """Wait for image `index` of a request and encode it. The last of its images answers the request."""
+        self._threads.submit(self._encode, job, index, pending)
 
-    def preview(self, job: Job, done: int, preview: Preview) -> None:
-        """Tell the request's listener of `done` steps, with a small picture."""
-        self._threads.submit(self._send_preview, job, done, preview)
+    def submit_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
+        """Send the request's listener a step event with a preview."""
+        self._threads.submit(self._send_preview, job, steps_done, preview)
 
     def close(self) -> None:
-        """Return once all that was handed in is done."""
+        """Return after all submitted work is done."""
         self._threads.shutdown()
 
-    def _encode(self, job: Job, index: int, decoding: Decoding) -> None:
+    def _encode(self, job: Job, index: int, pending: PendingImage) -> None:
         try:
-            pixels = decoding.wait()
+            pixels = pending.wait()
             with job.lock:
-                job.mark("decode")
+                job.end_stage("decode")
             if pixels is None:
-                raise broken_image([index], job.settings.num_images)
-            data = encode_base64(pixels, job.settings.output_format, job.settings.quality)
-            job.tell(Finished(index, data))
-            self._drawn()
+                raise broken_image([index], job.params.num_images)
+            data = encode_base64(pixels, job.params.output_format, job.params.quality)
+            job.emit(ImageEvent(index, data))
+            self._on_image()
             with job.lock:
-                job.images[index] = data
-                if len(job.images) == job.settings.num_images and not job.over:
-                    job.mark("encode")
-                    images = [job.images[index] for index in range(len(job.images))]
-                    job.result.set_result(Drawn(images, job.timings(), job.warnings))
+                job.files[index] = data
+                if len(job.files) == job.params.num_images and not job.done:
+                    job.end_stage("encode")
+                    files = [job.files[index] for index in range(len(job.files))]
+                    job.result.set_result(GenerationResult(files, job.timings(), job.warnings))
         except Exception as error:
-            self._failed(job, error)
+            self._on_failure(job, error)
 
-    def _send_preview(self, job: Job, done: int, preview: Preview) -> None:
+    def _send_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
         try:
-            job.tell(Stepped(done, job.steps, preview.encode()))
+            job.emit(StepEvent(steps_done, job.steps, preview.encode()))
         except Exception as error:
-            self._failed(job, error)
+            self._on_failure(job, error)

@@ -1,7 +1,7 @@
-"""The manifest: everything that serves one model, by SHA-256. Written once, read by every server that comes later.
+"""The manifest of a release: everything that serves one model, by SHA-256. Written once, read by every later server.
 
-Numbers and names are bounded, unknown keys are refused, and what a manifest says twice must agree, so whoever reads a
-parsed one (model/store/manifest_json.py) need not ask again. It knows nothing about where blobs are kept.
+Numbers and names are bounded, unknown keys are refused, and repeated facts must agree. So code that has a parsed
+manifest (model/store/manifest_json.py) need not check it again. This module does not know where blobs are stored.
 """
 
 import json
@@ -17,12 +17,14 @@ from pydantic import (
     model_validator,
 )
 
+from model.store.precision import Dtype, PrecisionField
+
 SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
-ENGINE_LIMIT = 4 * 2**30  # bytes; kernels of one component and bucket are some 10 MB, and no blob is larger than this
-MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets are 1 MiB, and parsed JSON takes many times its size
-SMALL_BLOB_LIMIT = 64 * 2**20  # bytes; what is read into memory whole: tokenizers and maps of constants
-_SIGNED_AS = b"preheat release\n"  # so that a signature of ours is never one of anything else
+ENGINE_LIMIT = 4 * 2**30  # bytes, the limit of every blob; the kernels of one component and bucket take some 10 MB
+MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
+SMALL_BLOB_LIMIT = 64 * 2**20  # bytes, of blobs that are read into memory whole: tokenizers and maps of constants
+_SIGNED_AS = b"preheat release\n"  # a prefix, so that a signature of a release is valid for nothing else
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -30,15 +32,11 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[1-9][0-9]{0,2})$")]
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Precision = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
-# Where a release has a component in several precisions, the first of these is served: what changes pictures comes last.
-SERVED_FIRST: tuple[Precision, ...] = ("fp16", "bf16", "fp32", "fp8", "int8")
-Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 Runtime = Literal["aot_inductor", "tensorrt"]
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
 class Blob(_Record):
@@ -49,7 +47,8 @@ class Blob(_Record):
 
 
 class TensorSpec(_Record):
-    """One tensor at a component's border. `shape` counts rows, or pixels ("height/8" for a latent side)."""
+    """One tensor at a component's border. `shape` holds sizes and symbols: "rows" is the batch, "height/8" a latent's
+    side in pixels."""
 
     name: Name
     dtype: Dtype
@@ -57,7 +56,7 @@ class TensorSpec(_Record):
 
 
 class Signature(_Record):
-    """What a component takes and gives, in the order of the compiled call."""
+    """The inputs and outputs of a component, in the order of the compiled call."""
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
     outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
@@ -66,7 +65,7 @@ class Signature(_Record):
     def _sound(self) -> "Signature":
         for specs in (self.inputs, self.outputs):
             if len({spec.name for spec in specs}) < len(specs):
-                raise ValueError("two tensors have one name")
+                raise ValueError("two tensors have the same name")
             if any(spec.shape[:1] != ("rows",) for spec in specs):
                 raise ValueError("the first dimension of every tensor is rows")
         if _symbols(self.outputs) - _symbols(self.inputs):
@@ -79,7 +78,7 @@ def _symbols(specs: tuple[TensorSpec, ...]) -> set[str]:
 
 
 class Span(_Record):
-    """From `min` to `max`, both included, in steps of `multiple`. A static dimension has min == max."""
+    """The multiples of `multiple` from `min` to `max`, both included. A static dimension has min == max."""
 
     min: Size
     max: Size
@@ -88,32 +87,37 @@ class Span(_Record):
     @model_validator(mode="after")
     def _ordered(self) -> "Span":
         if self.min > self.max or self.min % self.multiple or self.max % self.multiple:
-            raise ValueError(f"{self.min} to {self.max} in steps of {self.multiple} is not a span")
+            raise ValueError(f"{self.min} to {self.max} in steps of {self.multiple} is not a valid span")
         return self
 
     def holds(self, value: int) -> bool:
-        """True where `value` is one of the span's."""
+        """True if `value` is in the span."""
         return self.min <= value <= self.max and value % self.multiple == 0
 
 
 class Bucket(_Record):
-    """Rows, height and width (pixels) that an engine serves; text encoders have no size."""
+    """The batch sizes, heights and widths (pixels) that an engine serves; text encoders have no height and width.
 
-    rows: Span
+    `batch` is called "rows" in JSON.
+    """
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    batch: Annotated[Span, Field(alias="rows")]
     height: Span | None = None
     width: Span | None = None
 
-    def holds(self, rows: int, height: int, width: int) -> bool:
-        """True where an engine of this bucket runs `rows` rows at `height` x `width` pixels."""
+    def holds(self, batch: int, height: int, width: int) -> bool:
+        """True if an engine of this bucket runs a batch of that size at `height` x `width` pixels."""
         return (
-            self.rows.holds(rows)
+            self.batch.holds(batch)
             and (self.height is None or self.height.holds(height))
             and (self.width is None or self.width.holds(width))
         )
 
 
 class Accuracy(_Record):
-    """Engine against eager PyTorch on the same inputs: largest and mean absolute error, relative error by norm."""
+    """Error of an engine against eager PyTorch on the same inputs: largest and mean absolute, relative by norm."""
 
     worst: float
     mean: float
@@ -122,18 +126,19 @@ class Accuracy(_Record):
 
 
 class Benchmark(_Record):
-    """How long one run of an engine took where it was built, at its bucket's largest shape. Milliseconds."""
+    """Milliseconds of one run of an engine on the machine that built it, at its bucket's largest shape."""
 
     median: Annotated[float, Field(gt=0)]
     runs: Annotated[int, Field(ge=1)]
 
 
 class TensorRTPlan(_Record):
-    """What a stripped TensorRT plan needs beside its weights. Engines of a component share one plan, a profile each.
+    """What a stripped TensorRT plan needs in addition to its weights. The engines of a component share one plan and
+    have one profile each.
 
-    `literals` is a safetensors blob of the graph's own small constants; `onnx` the graph it was built from. `refit`
-    says which weights it takes: "identical" only those whose blobs are `weights`, "any" those of every model of the
-    architecture. `workspace_bytes` is the device memory that running this profile takes.
+    `literals` is a safetensors blob of the graph's own small constants, `onnx` the graph that was compiled. `refit`
+    states which weights the plan takes: "identical" only those whose blobs are `weights`, "any" those of every model
+    of the architecture. `workspace_bytes` is the device memory that running this profile takes.
     """
 
     profile: Annotated[int, Field(ge=0, le=1023)]
@@ -146,17 +151,17 @@ class TensorRTPlan(_Record):
     @model_validator(mode="after")
     def _sound(self) -> "TensorRTPlan":
         if (self.refit == "identical") != bool(self.weights):
-            raise ValueError("a plan for identical weights names their blobs, and no other plan does")
+            raise ValueError("a plan names blobs of weights if, and only if, it takes identical weights")
         if self.literals.bytes > SMALL_BLOB_LIMIT:
-            raise ValueError(f"a graph's literals have at most {SMALL_BLOB_LIMIT} bytes")
+            raise ValueError(f"the literals of a graph have more than {SMALL_BLOB_LIMIT} bytes")
         return self
 
 
 class EngineRecord(_Record):
     """Compiled code of one component for one target, bucket and precision. It holds no weights.
 
-    `key` names what was compiled (architecture, target, bucket, precision, layout, toolchain) and leaves the weights
-    out. `constants` is a JSON blob: constant of the compiled code -> {tensor, dtype, shape} of the weights.
+    `key` is a digest of everything that was compiled (architecture, target, bucket, precision, layout, toolchain),
+    without the weights. `constants` is a JSON blob: constant of the code -> {tensor, dtype, shape} of the weights.
     """
 
     component: Name
@@ -165,7 +170,7 @@ class EngineRecord(_Record):
     runtime: Runtime
     runtime_version: str
     bucket: Bucket
-    precision: Precision
+    precision: PrecisionField
     layout: Name
     signature: Signature
     blob: Blob
@@ -176,28 +181,28 @@ class EngineRecord(_Record):
     tensorrt: TensorRTPlan | None = None
 
     @model_serializer(mode="wrap")
-    def _as_before(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without the entries that are not there, so that versions which knew none of them read it."""
+    def _omit_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit later, empty entries, so that older versions can read the record."""
         written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if value is not None or key not in _LATER}
+        return {key: value for key, value in written.items() if value is not None or key not in _LATER_ENTRIES}
 
     @model_validator(mode="after")
     def _sound(self) -> "EngineRecord":
         if self.tensorrt is not None and self.runtime != "tensorrt":
-            raise ValueError("only a TensorRT engine says how it is refit")
+            raise ValueError("only a TensorRT engine has a plan")
         if self.constants.bytes > SMALL_BLOB_LIMIT:
-            raise ValueError(f"a map of constants has at most {SMALL_BLOB_LIMIT} bytes")
+            raise ValueError(f"the map of constants has more than {SMALL_BLOB_LIMIT} bytes")
         sized = {"height", "width"} <= _symbols(self.signature.inputs)
         if (self.bucket.height is not None) != sized or (self.bucket.width is not None) != sized:
-            raise ValueError("the bucket has a size and the signature none, or the other way round")
+            raise ValueError("the bucket and the signature disagree on whether there is a height and width")
         return self
 
 
-_LATER = ("benchmark", "tensorrt")
+_LATER_ENTRIES = ("benchmark", "tensorrt")
 
 
 class Constant(_Record):
-    """The tensor of the weights that a constant of the compiled code is mapped to."""
+    """The tensor of the weights that a constant of the compiled code stands for."""
 
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
     dtype: Dtype
@@ -208,26 +213,26 @@ class WeightsRecord(_Record):
     """One component's weights in one precision and layout: ordered safetensors blobs of at most 256 MiB each."""
 
     component: Name
-    precision: Precision
+    precision: PrecisionField
     layout: Name
     blobs: Annotated[tuple[Blob, ...], Field(min_length=1)]
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Equal for two components that have the same weights, which are then held once."""
+        """Equal for components that have the same weights, which are then loaded once."""
         return tuple(blob.sha256 for blob in self.blobs)
 
     @model_validator(mode="after")
     def _cut(self) -> "WeightsRecord":
         if any(blob.bytes > BLOB_LIMIT for blob in self.blobs):
-            raise ValueError(f"a blob of weights has at most {BLOB_LIMIT} bytes")
+            raise ValueError(f"a blob of weights has more than {BLOB_LIMIT} bytes")
         if len(set(self.identity)) < len(self.blobs):
-            raise ValueError("a blob is named twice")
+            raise ValueError("a blob is listed twice")
         return self
 
 
 class TokenizerRecord(_Record):
-    """A tokenizer.json of the `tokenizers` library and what CLIP needs beside it."""
+    """A tokenizer.json of the `tokenizers` library, and the numbers that CLIP needs in addition."""
 
     blob: Blob
     max_length: Annotated[int, Field(ge=2, le=2**16)]
@@ -238,19 +243,19 @@ class TokenizerRecord(_Record):
     @model_validator(mode="after")
     def _small(self) -> "TokenizerRecord":
         if self.blob.bytes > SMALL_BLOB_LIMIT:
-            raise ValueError(f"a tokenizer has at most {SMALL_BLOB_LIMIT} bytes")
+            raise ValueError(f"the tokenizer has more than {SMALL_BLOB_LIMIT} bytes")
         return self
 
 
-class RefinerSettings(_Record):
-    """What the pipeline must know of a refiner beside its weights."""
+class RefinerFacts(_Record):
+    """Facts about a refiner that the pipeline needs."""
 
     force_zeros_for_empty_prompt: bool
     requires_aesthetics_score: bool
 
 
-class Settings(_Record):
-    """What the pipeline must know of a model beside its weights. Heights and widths in pixels."""
+class ModelFacts(_Record):
+    """Facts about a model that the pipeline needs. Heights and widths in pixels."""
 
     native_height: Size
     native_width: Size
@@ -258,24 +263,24 @@ class Settings(_Record):
     vae_scaling_factor: Annotated[float, Field(gt=0)]
     latent_channels: Annotated[int, Field(ge=1, le=1024)]
     force_zeros_for_empty_prompt: bool
-    refiner: RefinerSettings | None = None
+    refiner: RefinerFacts | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "Settings":
+    def _whole(self) -> "ModelFacts":
         if self.native_height % self.vae_scale_factor or self.native_width % self.vae_scale_factor:
-            raise ValueError("the native size is no multiple of the VAE's scale")
+            raise ValueError("the native size is not a multiple of the VAE's scale")
         return self
 
 
 class ReleaseSignature(_Record):
-    """Who vouches for a release: the id of an Ed25519 key, and its signature (64 bytes, base64) of `signed_bytes`."""
+    """The id of the Ed25519 key that signed the release, and its signature (64 bytes, base64) of `signed_bytes`."""
 
     key_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
     ed25519: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]{85}[AQgw]==$")]
 
 
 class Manifest(_Record):
-    """One release. See DESIGN's words: Component, Target, Bucket, Engine, Weights, Release."""
+    """One release."""
 
     schema_version: Literal[1] = 1
     model: Name
@@ -283,7 +288,7 @@ class Manifest(_Record):
     family: Literal["sdxl"]
     created: str
     builder: dict[str, str]
-    settings: Settings
+    settings: ModelFacts
     defaults: dict[str, Any] = {}
     schedulers: dict[Literal["base", "refiner"], dict[str, Any]]
     tokenizers: dict[Literal["tokenizer", "tokenizer_2"], TokenizerRecord]
@@ -296,26 +301,26 @@ class Manifest(_Record):
     def _agrees(self) -> "Manifest":
         used = {engine.component for engine in self.engines} | {weights.component for weights in self.weights}
         if unknown := used - self.architectures.keys():
-            raise ValueError(f"{min(unknown)} is not among the architectures")
-        _refuse_twice("engine", [(engine.component, engine.key) for engine in self.engines])
-        _refuse_twice("weights", [(w.component, w.precision, w.layout) for w in self.weights])
+            raise ValueError(f"{min(unknown)} has no architecture")
+        _refuse_duplicates("engine", [(engine.component, engine.key) for engine in self.engines])
+        _refuse_duplicates("weights", [(w.component, w.precision.name, w.layout) for w in self.weights])
         sizes: dict[str, int] = {}
         for blob in self._named_blobs():
             if sizes.setdefault(blob.sha256, blob.bytes) != blob.bytes:
                 raise ValueError(f"blob {blob.sha256[:12]} has two sizes")
         refined = any(component.startswith("refiner_") for component in self.architectures)
         if refined and self.settings.refiner is None:
-            raise ValueError("a refiner's networks are there and its settings are not")
+            raise ValueError("the release has networks of a refiner but not its settings")
         return self
 
     @property
     def name(self) -> str:
-        """What people type: model/version."""
+        """ "model/version", the name that people type."""
         return f"{self.model}/{self.version}"
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the networks this release serves."""
+        """Names of the networks in this release."""
         return tuple(self.architectures)
 
     @property
@@ -324,7 +329,7 @@ class Manifest(_Record):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The target keys this release has engines for, sorted."""
+        """The target keys that this release has engines for, sorted."""
         return tuple(sorted({engine.target for engine in self.engines}))
 
     def blobs(self) -> dict[str, Blob]:
@@ -338,23 +343,23 @@ class Manifest(_Record):
         return found + [t.blob for t in self.tokenizers.values()]
 
     def to_json(self) -> bytes:
-        # Unsigned, it is what versions that knew no signatures wrote, and they read it.
+        # An unsigned release stays readable for versions that did not know signatures.
         unsigned = {"signature"} if self.signature is None else None
         return json.dumps(self.model_dump(mode="json", exclude=unsigned), indent=1, sort_keys=True).encode()
 
     def signed_bytes(self) -> bytes:
-        """What a signature is of, for a manifest that was read: its canonical JSON without the signature.
+        """The bytes that are signed: the canonical JSON of a parsed manifest, without the signature.
 
-        Only what the file itself says, so that a version with more optional entries finds the same bytes.
+        Only entries of the file itself count, so that a version with more optional entries finds the same bytes.
         """
-        said = self.model_dump(mode="json", exclude={"signature"}, exclude_unset=True)
-        canonical = json.dumps(said, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        entries = self.model_dump(mode="json", exclude={"signature"}, exclude_unset=True)
+        canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"), allow_nan=False)
         return _SIGNED_AS + canonical.encode()
 
 
-def _refuse_twice(what: str, identities: list[tuple[str, ...]]) -> None:
+def _refuse_duplicates(what: str, identities: list[tuple[str, ...]]) -> None:
     seen: set[tuple[str, ...]] = set()
     for identity in identities:
         if identity in seen:
-            raise ValueError(f"{what} {' '.join(identity)} is there twice")
+            raise ValueError(f"{what} {' '.join(identity)} is listed twice")
         seen.add(identity)

@@ -1,4 +1,4 @@
-"""From a store's options to a boto3 client of its service. Asks the service nothing."""
+"""Make a boto3 client from a store's options. Sends no request."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from model.store.options import StoreOptions
 
 
 def connect(options: StoreOptions, connections: int) -> Any:
-    """A boto3 client for up to `connections` threads. Raises StoreError, and what boto3 raises."""
+    """Return a boto3 client for up to `connections` threads. Raises StoreError, and boto3's errors."""
     session = boto3.Session(
         aws_access_key_id=options.access_key_id,
         aws_secret_access_key=options.secret_access_key,
@@ -23,10 +23,10 @@ def connect(options: StoreOptions, connections: int) -> Any:
         connect_timeout=min(5.0, options.timeout),
         read_timeout=options.timeout,
         max_pool_connections=2 * connections,
-        # Bodies are checked by SHA-256 here and by Content-MD5 there; services other than Amazon's know no more.
+        # Downloads are checked by SHA-256, uploads by Content-MD5. Many services support no newer checksums.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        # Names of buckets are no host names where there is no DNS for them.
+        # A custom endpoint may lack the DNS entries that bucket names in host names need.
         s3={"addressing_style": "path" if options.endpoint else "auto"},
     )
     region = session.region_name or "us-east-1"
@@ -34,6 +34,6 @@ def connect(options: StoreOptions, connections: int) -> Any:
         return session.client("s3", endpoint_url=options.endpoint, config=config, region_name=region)
     except ValueError as error:
         raise StoreError(
-            f"{options.endpoint!r} is no endpoint: give a URL, http:// or https:// and a host (AWS_ENDPOINT_URL, "
-            "`endpoint` in the config)."
+            f"{options.endpoint!r} is not a valid endpoint.",
+            "Give a URL with http:// or https:// and a host (AWS_ENDPOINT_URL, `endpoint` in the config).",
         ) from error

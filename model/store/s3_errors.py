@@ -1,4 +1,4 @@
-"""What a bucket's service, or the way to it, answers -> one sentence that says what to mend."""
+"""Errors of boto3 and of S3 services -> StoreErrors that state what failed and how to fix it."""
 
 from botocore.exceptions import (  # type: ignore[import-untyped]
     ClientError,
@@ -11,91 +11,88 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
     SSLError,
 )
 
-_KEYS = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the Truss secrets aws_access_key_id and "
-    "aws_secret_access_key, or `profile` in the config"
+from model.errors import StoreError
+
+_SET_CREDENTIALS = (
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the Truss secrets aws_access_key_id and "
+    "aws_secret_access_key, or `profile` in the config."
 )
-_WRONG_KEYS = {
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "InvalidToken",
-    "InvalidSecurity",
-    "UnrecognizedClientException",
-}
-_OLD_KEYS = {"ExpiredToken", "TokenRefreshRequired"}
-_SKEW = {"RequestTimeTooSkewed", "RequestExpired"}
-_REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
-_BUSY = {"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests"}
-_DAMAGED = {"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "IncompleteBody", "RequestTimeout"}
+_CORRUPTED_BODY = {"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "IncompleteBody", "RequestTimeout"}
+# S3's error codes and HTTP statuses, what failed, how to fix it.
+_ANSWERS: tuple[tuple[set[str | int], str, str], ...] = (
+    ({"NoSuchBucket"},
+     "The bucket of {url} does not exist at {endpoint}.", "Create it, or fix the store's URL."),
+    ({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "UnrecognizedClientException"},
+     "{endpoint} does not accept the credentials for {url} ({code}).", _SET_CREDENTIALS),
+    ({"ExpiredToken", "TokenRefreshRequired"},
+     "The credentials for {url} have expired ({code}).", "Get new ones and start again."),
+    ({"RequestTimeTooSkewed", "RequestExpired"},
+     "{endpoint} refuses this machine's clock ({code}).", "Set the clock, then start again."),
+    ({"AccessDenied", "403", "Forbidden", "AllAccessDisabled"},
+     "{what} cannot be accessed in {url} with these credentials ({code}).",
+     "Allow GetObject and ListBucket to serve, PutObject and DeleteObject to publish, or use other credentials."),
+    ({"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"},
+     "The bucket of {url} is in another region ({code}).", "Set AWS_REGION or `region` in the config."),
+    ({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", 429, 503},
+     "{url} is too busy, also after several tries ({code}).", "Start again later, or ask for a higher rate."),
+    ({"NotImplemented", 501},
+     "{endpoint} does not support what a store needs ({what}: {code}).", "Use a service with conditional PutObject."),
+)  # fmt: skip
 
 
 def code_of(error: ClientError) -> str:
-    """S3's word for what went wrong; the HTTP status where the answer had no body."""
+    """Return S3's error code, or the HTTP status if the answer had no body."""
     return str(error.response.get("Error", {}).get("Code", ""))
 
 
 def status_of(error: ClientError) -> int:
-    """The HTTP status of an answer."""
+    """Return the HTTP status of the answer."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def is_missing(error: Exception) -> bool:
-    """No such object (a missing bucket is another thing)."""
+    """True if the object does not exist. A missing bucket has another code."""
     return isinstance(error, ClientError) and code_of(error) in ("NoSuchKey", "404", "NotFound")
 
 
 def is_taken(error: Exception) -> bool:
-    """The condition of a conditional request did not hold, or another such request is being served."""
+    """True if the condition of a conditional request failed, or a concurrent one is in progress."""
     return isinstance(error, ClientError) and status_of(error) in (409, 412)
 
 
-def is_damage(error: Exception) -> bool:
-    """The service refused a body that is not what its checksums say: sending it again may do."""
-    return isinstance(error, ClientError) and code_of(error) in _DAMAGED
+def is_corrupted_body(error: Exception) -> bool:
+    """True if the service received a body that does not match its checksums. Sending it again may succeed."""
+    return isinstance(error, ClientError) and code_of(error) in _CORRUPTED_BODY
 
 
-def sentence(error: Exception, what: str, url: str, endpoint: str) -> str:
-    """What is wrong and what mends it. `what` was asked for."""
+def store_error(error: Exception, what: str, url: str, endpoint: str) -> StoreError:
+    """Return the StoreError for `error`, which was raised while `what` was requested."""
     if isinstance(error, ClientError):
-        return _answered(error, what, url, endpoint)
+        return _service_error(error, what, url, endpoint)
     where = f"{url} at {endpoint}"
     match error:
         case NoCredentialsError() | PartialCredentialsError():
-            return f"There are no credentials for {url}: {_KEYS}."
+            return StoreError(f"No credentials were found for {url}.", _SET_CREDENTIALS)
         case ProfileNotFound():
-            return f"There is no profile for {url} in boto3's config files ({error}): mend `profile` or AWS_PROFILE."
+            fact = f"No profile was found for {url} in boto3's config files: {error}."
+            return StoreError(fact, "Fix `profile` or AWS_PROFILE.")
         case SSLError():
-            return f"{where} cannot be trusted: {error}. Check the endpoint's certificate and whether it speaks https."
+            fact = f"{where} cannot be trusted: {error}."
+            return StoreError(fact, "Check the endpoint's certificate, and that it speaks https.")
         case EndpointConnectionError() | ConnectionError() | HTTPClientError():
-            return (
-                f"{where} cannot be reached ({type(error).__name__}): check the endpoint (AWS_ENDPOINT_URL, `endpoint` "
-                "in the config) and the network."
-            )
+            fact = f"{where} cannot be reached ({type(error).__name__})."
+            return StoreError(fact, "Check the endpoint (AWS_ENDPOINT_URL, `endpoint` in the config) and the network.")
         case _:
-            return f"{where} cannot be used: {error} Check `endpoint`, `region` and `profile`."
+            return StoreError(f"{where} cannot be used: {error}", "Check `endpoint`, `region` and `profile`.")
 
 
-def _answered(error: ClientError, what: str, url: str, endpoint: str) -> str:
+def _service_error(error: ClientError, what: str, url: str, endpoint: str) -> StoreError:
     code, status = code_of(error), status_of(error)
-    if code == "NoSuchBucket":
-        return f"There is no bucket for {url} at {endpoint}: create it, or mend the store's URL."
-    if code in _WRONG_KEYS:
-        return f"{endpoint} does not accept the credentials for {url} ({code}): {_KEYS}."
-    if code in _OLD_KEYS:
-        return f"The credentials for {url} have expired ({code}): get new ones and start again."
-    if code in _SKEW:
-        return f"{endpoint} refuses this machine's clock ({code}): set the clock, then start again."
-    if code in ("AccessDenied", "403", "Forbidden", "AllAccessDisabled"):
-        return (
-            f"{what} may not be touched in {url} with these credentials ({code}): allow GetObject and ListBucket to "
-            "serve, PutObject and DeleteObject to publish, or use other credentials."
-        )
-    if code in _REGION:
-        return f"The bucket of {url} lies in another region ({code}): set AWS_REGION or `region` in the config."
-    if code in _BUSY or status in (429, 503):
-        return f"{url} is too busy, also after several tries ({code}): start again later, or ask for a higher rate."
-    if code == "NotImplemented" or status == 501:
-        return f"{endpoint} lacks what a store needs ({what}: {code}): use a service with conditional PutObject."
+    for codes, fact, remedy in _ANSWERS:
+        if code in codes or status in codes:
+            return StoreError(fact.format(what=what, url=url, endpoint=endpoint, code=code), remedy)
     if status >= 500:
-        return f"{url} fails, also after several tries ({status} {code}): look at the service's state and start again."
-    return f"{what} was refused by {url} ({status} {code}): {error.response.get('Error', {}).get('Message', '')}."
+        fact = f"{url} fails, also after several tries ({status} {code})."
+        return StoreError(fact, "Check the service's state and start again.")
+    reason = error.response.get("Error", {}).get("Message", "")
+    return StoreError(f"{what} was refused by {url} ({status} {code}): {reason}.")

@@ -1,21 +1,23 @@
-"""How a store hands over a blob's bytes while it reads them."""
+"""Receivers of a blob's bytes while a store reads them."""
 
 from typing import Protocol
 
 
 class Sink(Protocol):
-    """Who takes a blob's bytes in order, in buffers of its own."""
+    """Receives a blob's bytes in order, in buffers of its own."""
 
     def buffer(self) -> memoryview:
-        """Where the next bytes are to be put."""
+        """Return the buffer for the next bytes."""
 
     def filled(self, at: int, data: memoryview) -> None:
-        """`data`, the beginning of that buffer, are the blob's bytes from `at` on. Byte 0 comes a second time where
-        what had come was damaged and is fetched again."""
+        """Accept `data`, the start of that buffer: the blob's bytes from offset `at` on.
+
+        Offset 0 comes again where the first copy was damaged and is fetched once more.
+        """
 
 
-class Whole:
-    """A sink of one buffer for all bytes, filled a chunk at a time so that hashing keeps up with reading."""
+class BufferSink:
+    """Fills one buffer of the blob's size, at most `chunk` bytes at a time so that hashing keeps up with reading."""
 
     def __init__(self, into: memoryview, chunk: int) -> None:
         self._into, self._chunk, self._at = into, chunk, 0
@@ -27,8 +29,8 @@ class Whole:
         self._at = at + len(data)
 
 
-class Nobody:
-    """A sink that lets all bytes go: who only wants them hashed."""
+class DiscardSink:
+    """Discards all bytes, for callers that only want them verified."""
 
     def __init__(self, chunk: int) -> None:
         self._buffer = memoryview(bytearray(chunk))

@@ -1,39 +1,30 @@
-"""Blobs of weights -> tensors on the device, one copy of each however many engines or components name it.
+"""Blobs of weights -> tensors on the device, one copy of each for all engines and components that name it.
 
-On the CPU tensors are views of the mapped, verified files; to a GPU they are streamed (model/weights/stream.py).
+On the CPU, tensors are views of mapped, verified files. To a GPU they are streamed (model/weights/stream.py).
 """
 
-import mmap
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Self
 
 import torch
 
 from model.cold_start import ColdStart
-from model.errors import CorruptBlob, StoreError
-from model.store.manifest import Blob, WeightsRecord
+from model.errors import CorruptBlob
+from model.store.manifest import WeightsRecord
 from model.store.store import Store
-from model.weights.safetensors_header import (
-    BadHeader,
-    damaged,
-    read_header,
-    refuse_empty,
-)
-from model.weights.stream import (
-    Tensors,
-    stream_weights,
-    view,
-)
+from model.weights.mapped import map_file
+from model.weights.stream import Tensors, stream_weights
+
+_HASHING_THREADS = 8
 
 
 class WeightsCache:
-    """Holds what was loaded, by the digests of its blobs: equal weights are mapped once.
+    """Holds the loaded tensors by the digests of their blobs, so equal weights are loaded once.
 
-    Used in a `with`: where that is left by an error, what `begin` began is stopped and waited for, so that who
-    loads again finds the device free.
+    Use it in a `with` statement. If an error leaves that statement, streaming stops before it ends, so that the next
+    load finds the device's memory free.
     """
 
     def __init__(self, store: Store, device: torch.device) -> None:
@@ -53,9 +44,9 @@ class WeightsCache:
             self._streaming = None
 
     def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> bool:
-        """Start to stream all that these name to the device, beside what the caller does next; `load` waits for it.
+        """Start streaming all weights of `records` to the device in the background; `load` waits for them.
 
-        False on the CPU, where nothing is to be copied and the blobs must be fetched first.
+        Returns False on the CPU, where blobs are mapped and must be fetched first.
         """
         if not copies_to(self._device):
             return False
@@ -71,16 +62,13 @@ class WeightsCache:
         return True
 
     def load(self, record: WeightsRecord) -> Tensors:
-        """Tensors by name. Raises CorruptBlob or StoreError."""
+        """Return the tensors of a component by name. Raises CorruptBlob or StoreError."""
         if record.identity not in self._loaded:
             tensors: Tensors = {}
-            for read in self._blobs(record):
-                if twice := tensors.keys() & read.keys():
-                    raise CorruptBlob(
-                        f"The weights of {record.component} have {min(twice)} in two blobs: build and publish the "
-                        "release again (`preheat build`, `preheat publish`)."
-                    )
-                tensors |= read
+            for blob_tensors in self._blobs(record):
+                if repeated := tensors.keys() & blob_tensors.keys():
+                    raise CorruptBlob(f"The weights of {record.component} have {min(repeated)} in two blobs.")
+                tensors |= blob_tensors
             self._loaded[record.identity] = tensors
         return self._loaded[record.identity]
 
@@ -89,42 +77,17 @@ class WeightsCache:
             streaming = self._streaming
             streamed = streaming.result() if streaming else stream_weights(self._store, record.blobs, self._device)
             return [streamed[blob.sha256] for blob in record.blobs]
-        # Hashing releases the interpreter lock, so blobs are verified side by side.
-        with ThreadPoolExecutor(max_workers=8) as pool:
+        # Hashing releases the interpreter lock, so blobs are verified in parallel.
+        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
             paths = list(pool.map(lambda blob: self._store.get(blob.sha256, blob.bytes), record.blobs))
         return [map_file(path, blob) for path, blob in zip(paths, record.blobs, strict=True)]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors held."""
+        """Bytes of all loaded tensors."""
         return sum(t.nbytes for tensors in self._loaded.values() for t in tensors.values())
 
 
 def copies_to(device: torch.device) -> bool:
-    """Whether weights must be copied to get there, and so need not be mapped."""
+    """True if weights must be copied to the device; on the CPU they are mapped."""
     return device.type != "cpu"
-
-
-def map_file(path: Path, blob: Blob) -> Tensors:
-    """The tensors of a verified file, as views of it. Raises CorruptBlob or StoreError."""
-    refuse_empty(blob)
-    try:
-        with path.open("rb") as file:
-            # Private, so that nobody can change the file through a tensor.
-            mapped = mmap.mmap(file.fileno(), blob.bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-    except (OSError, ValueError) as error:
-        raise StoreError(
-            f"Blob {path.name[:12]} cannot be mapped ({error}): start again, and look at the disk if it stays so."
-        ) from error
-    return tensors_in(mapped, blob)
-
-
-def tensors_in(held: mmap.mmap | bytearray, blob: Blob) -> Tensors:
-    """The tensors of a blob's verified bytes, as views of them. Raises CorruptBlob."""
-    refuse_empty(blob)
-    try:
-        extents = read_header(memoryview(held), blob.bytes)
-    except BadHeader as error:
-        raise damaged(blob.sha256, error) from error
-    data = torch.frombuffer(held, dtype=torch.uint8)
-    return {name: view(data[extent.start : extent.end], extent) for name, extent in extents.items()}

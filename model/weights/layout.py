@@ -1,7 +1,7 @@
-"""How weights are stored for an engine: as PyTorch makes them ("plain"), or convolutions with channels last.
+"""Weight layouts: "plain" as PyTorch stores tensors, or "channels_last" for the weights of convolutions.
 
-A GPU's convolutions read their weights channels last. Stored so, they are mapped as they are; stored plain, every call
-would turn 5 GB around.
+A GPU's convolutions read their weights channels last. Stored that way they need no conversion; stored plain, each call
+would convert 5 GB.
 """
 
 from typing import Literal
@@ -13,11 +13,11 @@ LAYOUTS: dict[str, Layout] = {"cpu": "plain", "cuda": "channels_last"}  # by dev
 
 
 def to_stored(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The contiguous tensor that is written: [out, in, height, width] of a convolution as [out, height, width, in]."""
-    turned = tensor.permute(0, 2, 3, 1) if layout == "channels_last" and tensor.ndim == 4 else tensor
-    return turned.contiguous()
+    """Return the contiguous tensor to write; for channels_last [out, in, height, width] -> [out, height, width, in]."""
+    stored = tensor.permute(0, 2, 3, 1) if layout == "channels_last" and tensor.ndim == 4 else tensor
+    return stored.contiguous()
 
 
 def from_stored(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """A view of what was written, in the shape and strides that engines of this layout expect."""
+    """Return a view of a stored tensor in the shape and strides that engines of this layout expect."""
     return tensor.permute(0, 3, 1, 2) if layout == "channels_last" and tensor.ndim == 4 else tensor

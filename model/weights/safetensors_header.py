@@ -1,8 +1,8 @@
-"""Where the tensors of a safetensors file lie. A header is a stranger's claim: nothing of it is used before it adds up.
+"""Read the header of a safetensors file: dtype, shape and byte range of each tensor. Headers are untrusted.
 
 The format (huggingface.co/docs/safetensors, "Format"): 8 bytes of header length (little endian), the header (JSON: name
--> dtype, shape, data_offsets), then the bytes of all tensors, without gaps. Headers are read here and not by the
-`safetensors` library, because a blob on its way to the device has one long before it is whole.
+-> dtype, shape, data_offsets), then the bytes of all tensors without gaps. The `safetensors` library is not used,
+because a blob that streams to the device has a header long before it is complete.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 from model.errors import CorruptBlob
 from model.store.manifest import Blob
 
-PREFIX = 8  # bytes
+_PREFIX_BYTES = 8  # of the header length
 HEADER_LIMIT = 4 * 2**20  # bytes; a blob of SDXL's UNet has some 150 KiB
-_TENSORS_LIMIT = 2**14  # SDXL's UNet has 1,680
-_NAME_LIMIT = 512  # characters, as in a map of constants
-_DIMENSIONS = 8
+_MAX_TENSORS = 2**14  # SDXL's UNet has 1,680
+_MAX_NAME = 512  # characters, as in a map of constants
+_MAX_DIMENSIONS = 8
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
@@ -26,7 +26,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class Extent:
-    """A tensor's dtype (as safetensors writes it), shape, and bytes `start` to `end`, counted from the file's first."""
+    """A tensor's dtype (in safetensors' notation), shape, and bytes `start` to `end` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,91 +34,83 @@ class Extent:
     end: int
 
 
-class BadHeader(ValueError):
-    """What is wrong with a header, for `damaged` to say."""
-
-
-def header_end(prefix: bytes | memoryview, size: int) -> int:
-    """The first 8 bytes of a file of `size` bytes -> where its header ends. Raises BadHeader."""
-    if size < PREFIX:
-        raise BadHeader(f"it has {size} bytes")
-    length = int.from_bytes(prefix[:PREFIX], "little")
-    if length > HEADER_LIMIT:
-        raise BadHeader(f"its header would have {length} bytes, more than {HEADER_LIMIT}")
-    if PREFIX + length > size:
-        raise BadHeader("its header is longer than the file")
-    return PREFIX + length
+class InvalidHeader(ValueError):
+    """The cause that `invalid_weights` reports."""
 
 
 def read_header(start: bytes | memoryview, size: int) -> dict[str, Extent]:
-    """The beginning of a file of `size` bytes, its header included -> extents by name, in order of their bytes.
+    """Return extents by name, in order of their bytes. `start` is the beginning of a file of `size` bytes.
 
-    They follow each other without gap or overlap to the end of the file, and each lies at a multiple of its item's
-    size. Raises BadHeader.
+    The extents cover the file after the header without gap or overlap, and each is aligned to its item size. Raises
+    InvalidHeader.
     """
-    end = header_end(start, size)
+    if size < _PREFIX_BYTES:
+        raise InvalidHeader(f"it has {size} bytes")
+    length = int.from_bytes(start[:_PREFIX_BYTES], "little")
+    if length > HEADER_LIMIT:
+        raise InvalidHeader(f"its header would have {length} bytes, more than {HEADER_LIMIT}")
+    end = _PREFIX_BYTES + length
+    if end > size:
+        raise InvalidHeader("its header is longer than the file")
     try:
-        entries = json.loads(bytes(start[PREFIX:end]), object_pairs_hook=_no_key_twice)
+        entries = json.loads(bytes(start[_PREFIX_BYTES:end]), object_pairs_hook=_refuse_repeats)
     except (ValueError, RecursionError) as error:
-        raise BadHeader(f"its header is not JSON: {str(error)[:100]!r}") from error
+        raise InvalidHeader(f"its header is not JSON: {str(error)[:100]!r}") from error
     if not isinstance(entries, dict):
-        raise BadHeader("its header is no object")
-    entries.pop("__metadata__", None)  # notes, which nothing reads
-    if len(entries) > _TENSORS_LIMIT:
-        raise BadHeader(f"it names more than {_TENSORS_LIMIT} tensors")
+        raise InvalidHeader("its header is not an object")
+    entries.pop("__metadata__", None)  # unused
+    if len(entries) > _MAX_TENSORS:
+        raise InvalidHeader(f"it names more than {_MAX_TENSORS} tensors")
     found = {name: _extent(name, entry, end) for name, entry in entries.items()}
     ordered = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].end)))
     at = end
     for name, extent in ordered.items():
         if extent.start != at:
-            raise BadHeader(f"the bytes of {name[:80]!r} do not begin where those before it end")
+            raise InvalidHeader(f"the bytes of {name[:80]!r} do not begin where those before it end")
         at = extent.end
     if at != size:
-        raise BadHeader(f"its tensors end at byte {at} of {size}")
+        raise InvalidHeader(f"its tensors end at byte {at} of {size}")
     return ordered
 
 
-def damaged(digest: str, why: BadHeader) -> CorruptBlob:
-    """The sentence a person reads."""
-    return CorruptBlob(
-        f"Blob {digest[:12]} is no safetensors file of weights ({why}): build and publish the release again "
-        "(`preheat build`, `preheat publish`)."
-    )
+def invalid_weights(digest: str, cause: InvalidHeader) -> CorruptBlob:
+    """Return the error for a blob that is not a valid safetensors file."""
+    return CorruptBlob(f"Blob {digest[:12]} is not a safetensors file of weights: {cause}.")
 
 
 def refuse_empty(blob: Blob) -> None:
-    """A blob without a byte has no header that could be read. Raises CorruptBlob."""
+    """Raise CorruptBlob for a blob of 0 bytes, which cannot be mapped."""
     if not blob.bytes:
-        raise damaged(blob.sha256, BadHeader("it has 0 bytes"))
+        raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
 
 
 def _extent(name: str, entry: Any, base: int) -> Extent:
     shown = repr(name[:80])
-    if not name or len(name) > _NAME_LIMIT:
-        raise BadHeader(f"a tensor's name has {len(name)} characters")
+    if not name or len(name) > _MAX_NAME:
+        raise InvalidHeader(f"a tensor's name has {len(name)} characters")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise BadHeader(f"{shown} is not described by dtype, shape and data_offsets")
+        raise InvalidHeader(f"{shown} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise BadHeader(f"{shown} has an unknown dtype")
-    if not _sizes(shape) or len(shape) > _DIMENSIONS:
-        raise BadHeader(f"the shape of {shown} is none")
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise BadHeader(f"the offsets of {shown} are none")
+        raise InvalidHeader(f"{shown} has an unknown dtype")
+    if not _valid_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise InvalidHeader(f"{shown} has an invalid shape")
+    if not _valid_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise InvalidHeader(f"{shown} has invalid offsets")
     item = ITEM_BYTES[dtype]
     if math.prod(shape) * item != offsets[1] - offsets[0]:
-        raise BadHeader(f"the shape of {shown} does not take the bytes that it has")
+        raise InvalidHeader(f"the shape and the bytes of {shown} disagree")
     if (base + offsets[0]) % item:
-        raise BadHeader(f"the bytes of {shown} lie askew")
+        raise InvalidHeader(f"{shown} is not aligned to its item size")
     return Extent(dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def _sizes(values: Any) -> bool:
+def _valid_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
 
 
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key is repeated")
     return found

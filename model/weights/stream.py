@@ -1,10 +1,10 @@
-"""Blobs of weights -> device memory: read into a few page-locked slots, hashed there, copied from there.
+"""Stream blobs of weights to the device: read into a few page-locked slots, hash there, copy from there.
 
-Each thread has a lane of its own: two slots and one stream, so that one slot is filled and hashed while the other is on
-its way. One SHA-256 runs at about 2 GB/s and the rest is faster, so it is the number of threads that counts. Pinning
-all of the weights instead of a few slots would take longer than everything else here together.
+Each thread has its own lane of two slots and one CUDA stream, so it fills and hashes one slot while the other is
+copied. One SHA-256 runs at about 2 GB/s and the rest is faster, so the number of threads decides the speed. Pinning all
+of the weights instead of a few slots would take longer than everything else here together.
 
-Bytes reach the device before their digest is known to be right; no tensor leaves `stream_weights` before all are.
+Bytes reach the device before their digest is verified, but `stream_weights` returns tensors only after all are.
 """
 
 import os
@@ -19,17 +19,17 @@ from model.store.manifest import Blob
 from model.store.store import Store
 from model.weights.safetensors_header import (
     HEADER_LIMIT,
-    BadHeader,
     Extent,
-    damaged,
+    InvalidHeader,
+    invalid_weights,
     read_header,
     refuse_empty,
 )
 
 SLOT_BYTES = 8 * 2**20  # a header must fit; larger ones take longer to pin and copy no faster
 SLOTS = 2
-MOST_THREADS = 16
-_ALIGNMENT = 256  # bytes, of each tensor on the device; compiled kernels count on at least 16
+MAX_THREADS = 16
+_ALIGNMENT_BYTES = 256  # of each tensor on the device; compiled kernels require at least 16
 _TORCH_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
@@ -40,8 +40,8 @@ Tensors = dict[str, torch.Tensor]
 assert HEADER_LIMIT < SLOT_BYTES
 
 
-class Lane:
-    """One thread's way to the device. All that is CUDA's is in here; on the CPU a copy is done when it returns."""
+class CopyLane:
+    """Copies one thread's bytes to the device. All CUDA calls are here; on the CPU each copy is complete on return."""
 
     def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
         cuda = device.type == "cuda"
@@ -53,16 +53,16 @@ class Lane:
         self._turn = 0
 
     def allocate(self, count: int) -> torch.Tensor:
-        """Bytes on the device, to be copied to. What was under way before is done first."""
+        """Wait for earlier copies, then return `count` uninitialized bytes on the device."""
         self.finish()
         memory = torch.empty(count, dtype=torch.uint8, device=self._device)
         if self._stream is not None:
-            # The allocator may give memory back whose last use is queued on the current stream.
+            # The allocator may reuse memory whose last use is still queued on the current stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return memory
 
     def free_slot(self) -> memoryview:
-        """The next slot, once what was in it has been copied."""
+        """Return the next slot, after its earlier content has been copied."""
         self._turn = (self._turn + 1) % SLOTS
         event = self._copied[self._turn]
         if event is not None:
@@ -70,34 +70,34 @@ class Lane:
         return self._views[self._turn]
 
     def copy(self, pieces: Iterable[tuple[torch.Tensor, int]]) -> None:
-        """Copy from the current slot: to each tensor (bytes on the device) as many as it holds, from a place on."""
+        """Fill each tensor (bytes on the device) from an offset of the current slot. Returns before the copy ends."""
         slot, event = self._slots[self._turn], self._copied[self._turn]
-        with torch.cuda.stream(self._stream):  # of None: nothing
+        with torch.cuda.stream(self._stream):  # no effect for None
             for target, at in pieces:
                 target.copy_(slot[at : at + target.numel()], non_blocking=True)
         if event is not None:
             event.record(self._stream)
 
     def finish(self) -> None:
-        """Return once all copies are done."""
+        """Wait for all copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
-class BlobOnItsWay:
-    """A `Sink` (model/store): takes one blob's bytes in order and puts its tensors on the device.
+class BlobReceiver:
+    """A `Sink` (model/store) that copies one blob's tensors to the device.
 
-    They lie in one piece of device memory, each at a multiple of 256 bytes (in the file it is 8).
+    They share one allocation and are aligned to 256 bytes each (in the file to their item size).
     """
 
-    def __init__(self, blob: Blob, lane: Lane) -> None:
+    def __init__(self, blob: Blob, lane: CopyLane) -> None:
         refuse_empty(blob)
         self._blob, self._lane = blob, lane
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._bad: BadHeader | None = None
+        self._invalid: InvalidHeader | None = None
         self._extents: dict[str, Extent] = {}
-        self._places: list[tuple[Extent, int]] = []
-        self._first = 0  # of the places that are not filled yet
+        self._offsets: list[tuple[Extent, int]] = []  # of each tensor in `_memory`
+        self._first = 0  # index of the first offset whose tensor is not complete
 
     def buffer(self) -> memoryview:
         return self._lane.free_slot()
@@ -107,41 +107,41 @@ class BlobOnItsWay:
             self._begin(data)
         end = at + len(data)
         pieces = []
-        for extent, place in self._places[self._first :]:
+        for extent, offset in self._offsets[self._first :]:
             if extent.start >= end:
                 break
             first, last = max(extent.start, at), min(extent.end, end)
             if first < last:
-                begin = place + first - extent.start
+                begin = offset + first - extent.start
                 pieces.append((self._memory[begin : begin + last - first], first - at))
             self._first += extent.end <= end
         self._lane.copy(pieces)
 
     def _begin(self, data: memoryview) -> None:
-        self._bad, self._extents = None, {}
+        self._invalid, self._extents = None, {}
         try:
             self._extents = read_header(data, self._blob.bytes)
-        except BadHeader as error:  # which may be this copy's alone: the store looks at the digest, and comes again
-            self._bad = error
-        self._places, self._first, total = [], 0, 0
+        except InvalidHeader as error:  # kept for `tensors`: the store may find this copy damaged and send another
+            self._invalid = error
+        self._offsets, self._first, total = [], 0, 0
         for extent in self._extents.values():
-            self._places.append((extent, total))
-            total += -(-(extent.end - extent.start) // _ALIGNMENT) * _ALIGNMENT
+            self._offsets.append((extent, total))
+            total += -(-(extent.end - extent.start) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._memory = self._lane.allocate(total)
 
     def tensors(self) -> Tensors:
-        """By name, once all bytes have been taken and their digest was right. Raises CorruptBlob for no weights."""
+        """Return the tensors by name. Call it after the bytes were verified. Raises CorruptBlob for an invalid file."""
         self._lane.finish()
-        if self._bad is not None:
-            raise damaged(self._blob.sha256, self._bad) from self._bad
+        if self._invalid is not None:
+            raise invalid_weights(self._blob.sha256, self._invalid) from self._invalid
         return {
-            name: view(self._memory[place : place + extent.end - extent.start], extent)
-            for (name, extent), (_, place) in zip(self._extents.items(), self._places, strict=True)
+            name: tensor_view(self._memory[offset : offset + extent.end - extent.start], extent)
+            for (name, extent), (_, offset) in zip(self._extents.items(), self._offsets, strict=True)
         }
 
 
-def view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
-    """A tensor's bytes as what they are."""
+def tensor_view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
+    """View a tensor's bytes (uint8) in the dtype and shape of `extent`."""
     dtype = _TORCH_DTYPES[extent.dtype]
     if not data.numel():
         return torch.empty(extent.shape, dtype=dtype, device=data.device)
@@ -153,16 +153,17 @@ def stream_weights(
     blobs: Iterable[Blob],
     device: torch.device,
     threads: int | None = None,
-    make_lane: Callable[[torch.device], Lane] = Lane,
+    make_lane: Callable[[torch.device], CopyLane] = CopyLane,
     stopped: threading.Event | None = None,
 ) -> dict[str, Tensors]:
-    """The tensors of each blob by its digest, on `device`, every digest checked. Once `stopped` is set no further blob
-    is begun, and those that were not are missing.
+    """Copy blobs to `device` and verify them. Returns the tensors of each blob by its digest.
 
-    Raises CorruptBlob or StoreError, of the first blob that fails; then nothing stays on the device.
+    `threads` defaults to the number of cores, at most MAX_THREADS. After `stopped` is set, remaining blobs are
+    skipped and missing in the result. Raises CorruptBlob or StoreError of the first failing blob; then nothing stays on
+    the device.
     """
     waiting = deque(sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes))
-    count = max(1, min(threads or min(MOST_THREADS, os.cpu_count() or 1), len(waiting)))
+    count = max(1, min(threads or min(MAX_THREADS, os.cpu_count() or 1), len(waiting)))
     stopped = stopped or threading.Event()
     done: dict[str, Tensors] = {}
 
@@ -174,7 +175,7 @@ def stream_weights(
                     blob = waiting.popleft()
                 except IndexError:
                     return
-                sink = BlobOnItsWay(blob, lane)
+                sink = BlobReceiver(blob, lane)
                 store.stream(blob.sha256, blob.bytes, sink)
                 done[blob.sha256] = sink.tensors()
         except BaseException:

@@ -1,8 +1,8 @@
-"""What a stranger who can write a store, or a node's cache, has to play with; one file beside this one per attempt.
+"""Fixtures for attacks by someone who can write to a store, or to a node's cache.
 
-Each attempt is made where a server meets it, in `load_release`: from a folder, and, where it is about blobs, from a
-real bucket through a cache (`everywhere`). It must be refused with a sentence of its own, change nothing outside, and
-leave no file in the cache but whole, right ones.
+Each attack is loaded by `load_release` as in a server: from a folder, and, for blobs, from a real bucket through a
+cache (`in_folder_and_bucket`). It must be refused with its own error, change no file outside, and leave only complete,
+correct files in the cache.
 """
 
 import hashlib
@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
+from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
 from model.errors import PreheatError
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
+from model.loading.load import Loaded, load_release
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
@@ -31,30 +29,30 @@ from tests.stand_ins.releases import NAME, cpu_target
 
 @dataclass
 class Victim:
-    """A sound release to tamper with, and the servers that would load it."""
+    """A valid release to tamper with, and the servers that load it."""
 
-    store: LocalStore
+    store: WritableLocalStore
     manifest: Manifest
     cache: Path
     """The cache folder of the server that loads from a bucket."""
     bucket: Callable[[Path], S3Store] | None
-    """Makes a bucket of what a folder holds; None where servers load from the folder itself."""
+    """Copies a folder to a bucket and opens it; None if servers load from the folder itself."""
     entries: dict[str, Any] = field(default_factory=dict)
-    """The manifest as JSON, which `refused` and `served` put in place first. Bytes may be written to `raw` instead."""
+    """The manifest as JSON, which `refused` and `served` write first, unless `raw` is given."""
     raw: bytes | None = None
     keys: list[PublicKey] = field(default_factory=list)
-    """What the deployment trusts."""
+    """The keys that the deployment trusts."""
 
     def keep(self, data: bytes) -> dict[str, Any]:
-        """Bytes under their own digest: someone published them."""
+        """Store bytes under their own digest, as a publisher does."""
         return releases.keep(self.store, data).model_dump()
 
     def blob(self, digest: str) -> Path:
-        """Where a blob lies, to be overwritten."""
+        """Return the file of a blob, to be overwritten."""
         return self.store.root / "blobs" / "sha256" / digest
 
     def served(self, name: str = NAME) -> Loaded:
-        """Load it as a server does."""
+        """Load the release as a server does."""
         releases.write_raw(self.store.root, self.raw if self.raw is not None else self.entries)
         store: Store = LocalStore(self.store.root) if self.bucket is None else self.bucket(self.store.root)
         try:
@@ -64,17 +62,17 @@ class Victim:
                 store.close()
 
     def refused(self, kind: type[PreheatError], words: str, name: str = NAME) -> str:
-        """Load it, and be refused with this kind of error and these words."""
+        """Load the release, which must raise this error with these words."""
         with pytest.raises(PreheatError) as caught:
             self.served(name)
         message = str(caught.value)
         assert type(caught.value) is kind, repr(caught.value)
         assert words in message
-        assert message.isprintable() and len(message) < 900, "it would fill a log, or forge a line of it"
+        assert message.isprintable() and len(message) < 900, "it would fill a log, or forge a line"
         return message
 
     def check_cache(self) -> None:
-        """Nothing but whole blobs, under what they hold, and no partial one."""
+        """Check that the cache has only complete, correct blobs."""
         folder = self.cache / "blobs" / "sha256"
         for path in folder.iterdir() if folder.exists() else ():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name, path
@@ -84,21 +82,21 @@ class Victim:
 
 @pytest.fixture(scope="session")
 def sound_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with one release that loads. Not to be written to."""
-    store = LocalStore(tmp_path_factory.mktemp("attacked") / "store")
+    """A store with one valid release. Do not write to it."""
+    store = WritableLocalStore(tmp_path_factory.mktemp("attacked") / "store")
     store.write_release(releases.draft(store, releases.toy()))
     return store.root
 
 
-everywhere = pytest.mark.parametrize("victim", ["folder", "bucket"], indirect=True)
-through_a_cache = pytest.mark.parametrize("victim", ["bucket"], indirect=True)
+in_folder_and_bucket = pytest.mark.parametrize("victim", ["folder", "bucket"], indirect=True)
+in_bucket = pytest.mark.parametrize("victim", ["bucket"], indirect=True)
 
 
 @pytest.fixture
 def victim(request: pytest.FixtureRequest, sound_release: Path, tmp_path: Path) -> Iterator[Victim]:
-    """A copy of it of one's own. What lies around it must not change."""
+    """A copy of the release for one test. No file around it may change."""
     inside = tmp_path / "inside"
-    store = LocalStore(inside / "store")
+    store = WritableLocalStore(inside / "store")
     for path in sound_release.rglob("*"):
         if path.is_file():
             target = store.root / path.relative_to(sound_release)
@@ -133,5 +131,5 @@ def victim(request: pytest.FixtureRequest, sound_release: Path, tmp_path: Path) 
 
 @pytest.fixture
 def outside(victim: Victim, tmp_path: Path) -> Path:
-    """A file that is none of the store's business."""
+    """A file outside the store and the cache."""
     return tmp_path / "outside"

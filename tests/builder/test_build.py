@@ -1,4 +1,4 @@
-"""Building: what is compiled and what is found again, what an interruption leaves, what is never kept."""
+"""Building: what is compiled or reused, what an interruption leaves, what is never stored."""
 
 import hashlib
 import json
@@ -19,37 +19,25 @@ import torch
 from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.aot_inductor.engines import find_engine
+from engine_builder.backends.aot_inductor.engines import BuiltEngine
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.building.validate import InaccurateEngine
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.commands.build import _bucket_remark, _vae_remark
 from engine_builder.commands.main import app
-from engine_builder.networks.network import (
-    FORM,
-    ModelFolder,
-    ModelFolderError,
-    Network,
-)
+from engine_builder.networks.network import NETWORK_VERSION, Network
 from engine_builder.releases.publish import publish
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
+from engine_builder.stores.store import WritableStore
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines.components import (
-    REFINER_TEXT_ENCODER_2,
-    TEXT_ENCODER_2,
-)
+from model.engines.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.errors import BrokenImage, ManifestError
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
+from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest
-from model.store.store import Store
+from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import REPOSITORY
 from tests.stand_ins.reference import Reference
 
@@ -57,8 +45,8 @@ PlanOf = Callable[[Path, str], BuildPlan]
 EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
 
 
-def files(store: Store) -> dict[str, tuple[int, int]]:
-    """Every file of a store, with its size and time."""
+def files(store: WritableStore) -> dict[str, tuple[int, int]]:
+    """Return every file of a store with its size and time."""
     root = Path(store.url.removeprefix("file://"))
     return {
         str(path.relative_to(root)): (path.stat().st_size, path.stat().st_mtime_ns)
@@ -75,15 +63,15 @@ def weights_of(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {record.component: record.identity for record in manifest.weights}
 
 
-def forget_engine(store: Store, manifest: Manifest, component: str) -> None:
-    """Take an engine out of a store, as if it had never been compiled."""
+def forget_engine(store: WritableStore, manifest: Manifest, component: str) -> None:
+    """Remove an engine from a store."""
     root = Path(store.url.removeprefix("file://"))
     [engine] = [engine for engine in manifest.engines if engine.component == component]
     (root / "records" / "engines" / f"{engine.key}.json").unlink()
     (root / "blobs" / "sha256" / engine.blob.sha256).unlink()
 
 
-def forget_drafts(store: Store) -> None:
+def forget_drafts(store: WritableStore) -> None:
     shutil.rmtree(Path(store.url.removeprefix("file://")) / "records" / "drafts")
 
 
@@ -93,17 +81,18 @@ def perturb(tensors: dict[str, torch.Tensor]) -> None:
         tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
 
 
-def draw(loaded: Loaded, **asked: object) -> tuple[Any, Any]:
-    settings = resolve(GenerationRequest.model_validate(asked), loaded.served)
-    return settings, generate(loaded.model, [settings])[0][0]
+def generate_one(loaded: Loaded, **fields: object) -> tuple[Any, Any]:
+    """Return the resolved request and its image."""
+    params = resolve(GenerationRequest.model_validate(fields), loaded.served)
+    return params, generate(loaded.model, [params])[0][0]
 
 
-def test_another_model_of_the_architecture_compiles_nothing(
-    store_copy: Store, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+def test_second_model_of_an_architecture_compiles_nothing(
+    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
 ) -> None:
     first = build(toy_plan, store_copy).draft
-    for part in ("text_encoder", "text_encoder_2", "unet", "vae"):
-        edit_weights(folder_copy / part, perturb)
+    for subfolder in ("text_encoder", "text_encoder_2", "unet", "vae"):
+        edit_weights(folder_copy / subfolder, perturb)
     result = build(plan_of(folder_copy, "other"), store_copy)
     assert result.compiled == ()
     assert set(result.reused) == set(toy_plan.components)
@@ -111,17 +100,17 @@ def test_another_model_of_the_architecture_compiles_nothing(
     assert not set(weights_of(result.draft).values()) & set(weights_of(first).values())
 
     publish(store_copy, "other")
-    pictures = []
+    images = []
     for release in ("toy-sdxl/1", "other/1"):
         loaded = load_release(store_copy, release, detect_targets(), [], ColdStart())
-        settings, picture = draw(loaded, prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
-        pictures.append(picture)
-    assert np.abs(pictures[0].astype(int) - pictures[1].astype(int)).max() > 20
-    expected = Reference(folder_copy).draw(settings)
-    assert np.abs(pictures[1].astype(int) - expected.astype(int)).max() <= 2
+        params, image = generate_one(loaded, prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+        images.append(image)
+    assert np.abs(images[0].astype(int) - images[1].astype(int)).max() > 20
+    expected = Reference(folder_copy).draw(params)
+    assert np.abs(images[1].astype(int) - expected.astype(int)).max() <= 2
 
 
-def test_building_again_does_nothing(store_copy: Store, toy_plan: BuildPlan) -> None:
+def test_building_again_does_nothing(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     before = files(store_copy)
     reports: list[tuple[str, str, int, int]] = []
     result = build(toy_plan, store_copy, lambda *report: reports.append(report))
@@ -130,22 +119,22 @@ def test_building_again_does_nothing(store_copy: Store, toy_plan: BuildPlan) -> 
     assert files(store_copy) == before
 
 
-def test_a_draft_of_another_form_is_not_current(
-    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+def test_draft_of_another_network_version_is_not_current(
+    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new form of a network means new engines, also where no version has changed."""
+    """A new NETWORK_VERSION means new engines, even if no library's version changed."""
     before = build(toy_plan, store_copy).draft
-    monkeypatch.setattr("engine_builder.building.build.FORM", FORM + 1)
+    monkeypatch.setattr("engine_builder.building.build.NETWORK_VERSION", NETWORK_VERSION + 1)
     reports: list[str] = []
     after = build(toy_plan, store_copy, lambda component, *_: reports.append(component)).draft
     assert "unet" in reports
-    assert after.builder == {**before.builder, "form": str(FORM + 1)}
+    assert after.builder == {**before.builder, "form": str(NETWORK_VERSION + 1)}
 
 
-def test_a_change_in_the_folder_is_built(
-    store_copy: Store, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+def test_builds_changes_of_the_folder(
+    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
 ) -> None:
-    """Under the same name: new weights, and a file that is no weights."""
+    """Under the same name: new weights, and another file."""
     first = build(toy_plan, store_copy).draft
     assert build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft == first
     edit_weights(folder_copy / "unet", perturb)
@@ -155,11 +144,11 @@ def test_a_change_in_the_folder_is_built(
     (folder_copy / "defaults.json").write_text('{"num_inference_steps": 7}')
     third = build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft
     assert third.defaults["num_inference_steps"] == 7
-    (folder_copy / "README.md").write_text("Says nothing that is served.")
+    (folder_copy / "README.md").write_text("Not served.")
     assert build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft == third
 
 
-def test_a_damaged_blob_is_mended_by_building_again(store_copy: Store, toy_plan: BuildPlan) -> None:
+def test_building_again_replaces_a_damaged_blob(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     draft = build(toy_plan, store_copy).draft
     [weights] = [record for record in draft.weights if record.component == "unet"]
     path = store_copy.get(weights.blobs[0].sha256, weights.blobs[0].bytes)
@@ -169,35 +158,36 @@ def test_a_damaged_blob_is_mended_by_building_again(store_copy: Store, toy_plan:
     result = build(toy_plan, store_copy)
     assert result.compiled == ()
     assert hashlib.sha256(path.read_bytes()).hexdigest() == weights.blobs[0].sha256
-    publish(store_copy, "toy-sdxl/mended")
+    publish(store_copy, "toy-sdxl/repaired")
 
 
-def test_a_damaged_engine_is_not_used(store_copy: Store, toy_plan: BuildPlan) -> None:
+def test_does_not_reuse_a_damaged_engine(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     [engine] = [e for e in build(toy_plan, store_copy).draft.engines if e.component == "unet"]
-    assert find_engine(store_copy, engine.key) is not None
+    assert BuiltEngine.find(store_copy, engine.key) is not None
     path = store_copy.get(engine.blob.sha256, engine.blob.bytes)
     path.write_bytes(path.read_bytes()[:-1])
-    assert find_engine(store_copy, engine.key) is None
+    assert BuiltEngine.find(store_copy, engine.key) is None
     store_copy.write_record("engines", engine.key, b"{")
-    assert find_engine(store_copy, engine.key) is None
+    assert BuiltEngine.find(store_copy, engine.key) is None
 
 
 KILLED_BUILD = """
 import sys
 from pathlib import Path
-from engine_builder.building import compile as compiler
+from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.networks import ModelFolder
-from model.store import open_store
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.stores.store import open_writable_store
+from model.store.precision import FP32
 
-plan = BuildPlan("toy-sdxl", ModelFolder(Path(sys.argv[1])), None, compiler.build_target(), "fp32")
-build(plan, open_store(sys.argv[2]), lambda component, doing, *_: print(component, doing, flush=True))
+plan = BuildPlan("toy-sdxl", Checkpoint(Path(sys.argv[1])), None, compiler.build_target(), FP32)
+build(plan, open_writable_store(sys.argv[2]), lambda component, activity, *_: print(component, activity, flush=True))
 """
 
 
-def test_a_killed_build_goes_on_where_it_stopped(
-    store_copy: Store, toy_folder: Path, toy_plan: BuildPlan, tmp_path: Path
+def test_continues_a_killed_build(
+    store_copy: WritableStore, toy_folder: Path, toy_plan: BuildPlan, tmp_path: Path
 ) -> None:
     draft = build(toy_plan, store_copy).draft
     forget_drafts(store_copy)
@@ -206,7 +196,7 @@ def test_a_killed_build_goes_on_where_it_stopped(
     building = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url],
         cwd=REPOSITORY,
-        # Its own cache, or the compiler would find there what it made for the store that was copied.
+        # Its own cache. Otherwise the compiler finds the results for the copied store.
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
         stdout=subprocess.PIPE,
         text=True,
@@ -214,14 +204,14 @@ def test_a_killed_build_goes_on_where_it_stopped(
     )
     with building:
         assert building.stdout is not None
-        said = []
+        lines = []
         for line in building.stdout:
-            said.append(line.strip())
-            if said[-1] == "text_encoder_2 compiling":
+            lines.append(line.strip())
+            if lines[-1] == "text_encoder_2 compiling":
                 os.killpg(building.pid, signal.SIGKILL)
                 break
     assert building.returncode == -signal.SIGKILL
-    assert said[-2:] == ["text_encoder compiling", "text_encoder_2 compiling"]
+    assert lines[-2:] == ["text_encoder compiling", "text_encoder_2 compiling"]
 
     root = Path(store_copy.url.removeprefix("file://"))
     for blob in (root / "blobs" / "sha256").iterdir():
@@ -238,14 +228,14 @@ def test_a_killed_build_goes_on_where_it_stopped(
     }
 
 
-def mix_up(constants: dict[str, Any]) -> dict[str, Any]:
-    """A map of an engine's constants in which two weights of one shape have changed places."""
+def swap_weights(constants: dict[str, Any]) -> dict[str, Any]:
+    """Swap two weights of one shape in an engine's map of constants."""
     names = {constant["tensor"]: name for name, constant in constants.items()}
     first, second = (names[f"text_model.encoder.layers.0.mlp.{layer}.weight"] for layer in ("fc1", "fc2"))
     return constants | {first: constants[second], second: constants[first]}
 
 
-def leave_one_out(constants: dict[str, Any]) -> dict[str, Any]:
+def drop_one(constants: dict[str, Any]) -> dict[str, Any]:
     return dict(list(constants.items())[1:])
 
 
@@ -253,72 +243,71 @@ def blob_of(entry: dict[str, Any]) -> dict[str, Any]:
     return {"digest": entry["sha256"], "size": entry["bytes"]}
 
 
-def test_an_engine_that_fails_its_check_is_not_kept(
-    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+def test_does_not_store_an_engine_that_fails_its_check(
+    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled right, but with two weights of one shape mixed up: opens, runs, and draws something else."""
+    """Compiled correctly, but with two weights of one shape swapped: it opens, runs, and computes something else."""
     draft = build(toy_plan, store_copy).draft
     [engine] = [engine for engine in draft.engines if engine.component == "unet"]
     package = store_copy.get(engine.blob.sha256, engine.blob.bytes).read_bytes()
     constants = json.loads(store_copy.get(engine.constants.sha256, engine.constants.bytes).read_bytes())
-    mixed_up = {"down_blocks.0.resnets.0.conv1.bias", "down_blocks.0.resnets.0.conv2.bias"}
-    first, second = (name for name, constant in constants.items() if constant["tensor"] in mixed_up)
+    swapped = {"down_blocks.0.resnets.0.conv1.bias", "down_blocks.0.resnets.0.conv2.bias"}
+    first, second = (name for name, constant in constants.items() if constant["tensor"] in swapped)
     constants[first], constants[second] = constants[second], constants[first]
 
-    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.Compiled:
+    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.CompiledNetwork:
         path.write_bytes(package)
-        return compiler.Compiled(path, constants)
+        return compiler.CompiledNetwork(path, constants)
 
     forget_drafts(store_copy)
     forget_engine(store_copy, draft, "unet")
     before = files(store_copy)
     monkeypatch.setattr(compiler, "compile_network", compile_network)
-    with pytest.raises(InaccurateEngine, match="The unet engine is off by .* it was not kept"):
+    with pytest.raises(InaccurateEngine, match="The unet engine differs by .* It was not stored"):
         build(toy_plan, store_copy)
     assert files(store_copy).keys() == before.keys()
-    assert find_engine(store_copy, engine.key) is None
+    assert BuiltEngine.find(store_copy, engine.key) is None
 
 
-def test_an_engine_that_was_kept_and_fails_its_check_is_compiled_anew(store_copy: Store, toy_plan: BuildPlan) -> None:
-    """It stands in the way of no later build; nor does one that cannot be opened."""
+def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """Nor can one that does not open block a later build."""
     draft = build(toy_plan, store_copy).draft
     engines = {engine.component: engine for engine in draft.engines}
-    for component, change in (("text_encoder", leave_one_out), ("text_encoder_2", mix_up)):
+    for component, change in (("text_encoder", drop_one), ("text_encoder_2", swap_weights)):
         record = json.loads(store_copy.read_record("engines", engines[component].key) or b"")
         constants = json.loads(store_copy.get(**blob_of(record["constants"])).read_bytes())
         changed = json.dumps(change(constants)).encode()
         record["constants"] = {"sha256": store_copy.put_bytes(changed), "bytes": len(changed)}
         store_copy.write_record("engines", engines[component].key, json.dumps(record).encode())
     forget_drafts(store_copy)
-    said: list[str] = []
-    result = build(toy_plan, store_copy, lambda component, doing, *_: said.append(f"{component} {doing}"))
+    lines: list[str] = []
+    result = build(toy_plan, store_copy, lambda component, activity, *_: lines.append(f"{component} {activity}"))
     assert sorted(result.compiled) == ["text_encoder", "text_encoder_2"]
-    anew = "to be compiled anew: the one that was kept is of no use. The "
-    told = [line for line in said if anew in line]
-    assert [line.partition(" ")[0] for line in told] == ["text_encoder", "text_encoder_2"]
-    assert "constant map disagree" in told[0] and "is off by" in told[1]
-    mended = {engine.component: engine for engine in result.draft.engines}
+    reported = [line for line in lines if "recompiling: the stored engine failed its check. The " in line]
+    assert [line.partition(" ")[0] for line in reported] == ["text_encoder", "text_encoder_2"]
+    assert "constant map disagree" in reported[0] and "differs by" in reported[1]
+    rebuilt = {engine.component: engine for engine in result.draft.engines}
     for component in ("text_encoder", "text_encoder_2"):
-        assert mended[component].constants == engines[component].constants
-        assert mended[component].accuracy.relative < 1e-4
-    assert mended.keys() == engines.keys()
+        assert rebuilt[component].constants == engines[component].constants
+        assert rebuilt[component].accuracy.relative < 1e-4
+    assert rebuilt.keys() == engines.keys()
 
 
-def test_a_draft_names_the_engine_that_was_checked(
-    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+def test_draft_names_the_checked_engine(
+    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where another build keeps one of its own under that key meanwhile."""
+    """Also if another build writes that engine's record meanwhile."""
     draft = build(toy_plan, store_copy).draft
     engines = {engine.component: engine for engine in draft.engines}
     text = engines["text_encoder"]
     package = store_copy.get(text.blob.sha256, text.blob.bytes).read_bytes()
     constants = json.loads(store_copy.get(text.constants.sha256, text.constants.bytes).read_bytes())
 
-    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.Compiled:
+    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.CompiledNetwork:
         other = store_copy.read_record("engines", engines["vae_decoder"].key) or b""
         store_copy.write_record("engines", engines["unet"].key, other)
         path.write_bytes(package)
-        return compiler.Compiled(path, constants)
+        return compiler.CompiledNetwork(path, constants)
 
     forget_drafts(store_copy)
     forget_engine(store_copy, draft, "text_encoder")
@@ -328,34 +317,39 @@ def test_a_draft_names_the_engine_that_was_checked(
     assert [engine.blob for engine in result.draft.engines if engine.component == "unet"] == [engines["unet"].blob]
 
 
-@pytest.mark.parametrize("part", ["unet", "vae"])
+@pytest.mark.parametrize("subfolder", ["unet", "vae"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_model_that_draws_no_numbers_is_not_drafted(
-    part: str, poison: float, store_copy: Store, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+def test_does_not_draft_a_model_that_generates_nan(
+    subfolder: str,
+    poison: float,
+    store_copy: WritableStore,
+    folder_copy: Path,
+    plan_of: PlanOf,
+    edit_weights: EditWeights,
 ) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["conv_out.bias" if part == "unet" else "decoder.conv_out.bias"][0] = poison
+        tensors["conv_out.bias" if subfolder == "unet" else "decoder.conv_out.bias"][0] = poison
 
-    edit_weights(folder_copy / part, spoil)
+    edit_weights(folder_copy / subfolder, spoil)
     with pytest.raises((InaccurateEngine, BrokenImage)):
         build(plan_of(folder_copy, "broken"), store_copy)
     assert not [name for name in store_copy.records("drafts") if name.startswith("broken.")]
 
 
-def test_an_engine_whose_output_is_not_a_number_is_inaccurate(
-    store_copy: Store, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+def test_engine_that_returns_nan_is_inaccurate(
+    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "model.engines.aot_inductor.engine.AotInductorEngine.run",
         lambda self, inputs: {spec.name: torch.tensor(float("nan")) for spec in self.signature.outputs},
     )
     forget_drafts(store_copy)
-    with pytest.raises(InaccurateEngine, match="off by nan"):
+    with pytest.raises(InaccurateEngine, match="differs by nan"):
         build(toy_plan, store_copy)
     assert store_copy.records("drafts") == []
 
 
-def test_a_release_keeps_what_the_folder_says(store_copy: Store, toy_plan: BuildPlan) -> None:
+def test_release_has_the_folders_facts(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     draft = build(toy_plan, store_copy).draft
     assert (draft.settings.native_width, draft.settings.native_height) == (64, 64)
     assert (draft.settings.vae_scale_factor, draft.settings.vae_scaling_factor) == (2, 0.5)
@@ -364,17 +358,17 @@ def test_a_release_keeps_what_the_folder_says(store_copy: Store, toy_plan: Build
     assert all(engine.accuracy.relative <= 1e-4 and engine.accuracy.cases > 3 for engine in draft.engines)
 
 
-def test_a_folder_s_own_defaults_become_the_release_s(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
-    own = {"num_inference_steps": 4, "guidance_scale": 1.0, "scheduler": "LCM"}
-    (folder_copy / "defaults.json").write_text(json.dumps(own))
-    assert build(plan_of(folder_copy, "turbo"), store_copy).draft.defaults == own
+def test_release_has_the_folders_defaults(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
+    defaults = {"num_inference_steps": 4, "guidance_scale": 1.0, "scheduler": "LCM"}
+    (folder_copy / "defaults.json").write_text(json.dumps(defaults))
+    assert build(plan_of(folder_copy, "turbo"), store_copy).draft.defaults == defaults
     (folder_copy / "defaults.json").write_text('{"num_inference_steps": 400}')
     with pytest.raises(ManifestError, match="num_inference_steps"):
         build(plan_of(folder_copy, "turbo"), store_copy)
 
 
-def test_static_and_dynamic_builds_are_told_apart(store_copy: Store, toy_plan: BuildPlan) -> None:
-    """A plan with sizes finds no finished build in a dynamic one's draft, though that begins at 64 x 64."""
+def test_distinguishes_static_and_dynamic_drafts(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """A dynamic build's draft is not current for a plan with sizes, although its bucket begins at 64 x 64."""
     from engine_builder.building.build import _current_draft, fingerprint
 
     source = fingerprint(toy_plan)
@@ -384,28 +378,26 @@ def test_static_and_dynamic_builds_are_told_apart(store_copy: Store, toy_plan: B
 
 
 @pytest.mark.parametrize(
-    "sizes, said",
+    "sizes, message",
     [
-        (((1, 64, 64), (1, 64, 66)), "for 66x64@1: give sides that are multiples of 4 from 64 to 4096"),
-        (((0, 64, 64),), "for 64x64@0"),
-        (((1, 64, 64), (1, 60, 64)), "for 64x60@1"),
-        (((1, 64, 64), (1, 64, 4100)), "for 4100x64@1"),
-        (((2, 96, 128),), 'draws 64x64 unless a request asks otherwise, and no size here is that: add 64x64, or make '
-         'another the model\'s own, for example {"width": 128, "height": 96} in '),
+        (((1, 64, 64), (1, 64, 66)), "66x64@1 is not a possible size. Give sides that are multiples of 4 from 64 to"),
+        (((0, 64, 64),), "64x64@0 is not"),
+        (((1, 64, 64), (1, 60, 64)), "64x60@1 is not"),
+        (((1, 64, 64), (1, 64, 4100)), "4100x64@1 is not"),
+        (((2, 96, 128),), 'generates 64x64 by default, and that size is not built. Add 64x64, or set another default: '
+         '{"width": 128, "height": 96} in '),
     ],
 )  # fmt: skip
-def test_sizes_that_no_release_could_draw_are_refused_before_anything_is_compiled(
-    sizes: tuple[tuple[int, int, int], ...], said: str, toy_plan: BuildPlan, store_copy: Store
+def test_refuses_impossible_sizes_before_compiling(
+    sizes: tuple[tuple[int, int, int], ...], message: str, toy_plan: BuildPlan, store_copy: WritableStore
 ) -> None:
     before = files(store_copy)
-    with pytest.raises(SizesRefused, match=re.escape(said)):
+    with pytest.raises(SizesRefused, match=re.escape(message)):
         build(replace(toy_plan, sizes=sizes), store_copy)
     assert files(store_copy) == before
 
 
-def test_a_refiner_s_levels_count_for_the_sizes_too_and_defaults_for_the_one_that_must_be_there(
-    toy_plan: BuildPlan, folder_copy: Path, plan_of: PlanOf
-) -> None:
+def test_checks_sizes_against_refiner_and_defaults(toy_plan: BuildPlan, folder_copy: Path, plan_of: PlanOf) -> None:
     config = folder_copy / "unet" / "config.json"
     deeper = json.loads(config.read_text())
     deeper["block_out_channels"] = [8, 16, 16]
@@ -413,13 +405,13 @@ def test_a_refiner_s_levels_count_for_the_sizes_too_and_defaults_for_the_one_tha
     plan = replace(toy_plan, sizes=((1, 64, 64), (1, 68, 64)))
     plan.check_sizes()
     with pytest.raises(SizesRefused, match="multiples of 8"):
-        replace(plan, refiner=ModelFolder(folder_copy)).check_sizes()
+        replace(plan, refiner=Checkpoint(folder_copy)).check_sizes()
 
     (folder_copy / "defaults.json").write_text('{"width": 96, "height": 128}')
-    own = replace(plan_of(folder_copy, "tall"), sizes=((2, 128, 96),))
-    own.check_sizes()
-    with pytest.raises(SizesRefused, match="draws 96x128 unless"):
-        replace(own, sizes=((2, 96, 128),)).check_sizes()
+    tall = replace(plan_of(folder_copy, "tall"), sizes=((2, 128, 96),))
+    tall.check_sizes()
+    with pytest.raises(SizesRefused, match="generates 96x128 by default"):
+        replace(tall, sizes=((2, 96, 128),)).check_sizes()
 
 
 @pytest.mark.parametrize(
@@ -430,7 +422,7 @@ def test_a_refiner_s_levels_count_for_the_sizes_too_and_defaults_for_the_one_tha
         ("cpu", [], ()),
     ],
 )
-def test_what_a_build_is_for_where_sizes_are_named_and_where_none_is(
+def test_sizes_of_a_build_with_and_without_size_option(
     device: str,
     options: list[str],
     planned: tuple[tuple[int, int, int], ...],
@@ -452,19 +444,19 @@ def test_what_a_build_is_for_where_sizes_are_named_and_where_none_is(
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, BrokenImage)
     assert plans[0].sizes == planned
-    said = re.sub(r"\s+", " ", result.output)
-    assert all(f"{width}x{height}@{rows}" in said for rows, height, width in planned)
-    assert bool(planned) == ("sizes @ rows" in said)
+    output = re.sub(r"\s+", " ", result.output)
+    assert all(f"{width}x{height}@{batch}" in output for batch, height, width in planned)
+    assert bool(planned) == ("sizes @ batch" in output)
 
 
-def test_latents_that_a_vae_normalises_are_refused(store_copy: Store, folder_copy: Path, plan_of: PlanOf) -> None:
+def test_refuses_a_vae_that_normalizes_latents(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
     config = folder_copy / "vae" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [0.0] * 4}))
-    with pytest.raises(ModelFolderError, match="normalises latents"):
+    with pytest.raises(CheckpointError, match="normalizes latents"):
         build(plan_of(folder_copy, "other"), store_copy)
 
 
-def test_base_and_refiner_share_an_equal_text_encoder(store: Store, release: str, loaded: Loaded) -> None:
+def test_base_and_refiner_share_equal_text_encoder(store: WritableStore, release: str, loaded: Loaded) -> None:
     manifest = store.read_release(release)
     weights = weights_of(manifest)
     assert weights[TEXT_ENCODER_2] == weights[REFINER_TEXT_ENCODER_2]
@@ -476,98 +468,100 @@ def test_base_and_refiner_share_an_equal_text_encoder(store: Store, release: str
 
 
 @pytest.mark.parametrize(
-    "bucket, said",
+    "bucket, remark",
     [
         (compiler.static_bucket(2, 1216, 832), "832x1216@2"),
         (compiler.static_bucket(1, None, None), "@1"),
-        (compiler.dynamic_bucket(8, max_rows=16), "any@1-16"),
-        (compiler.dynamic_bucket(None, max_rows=100), "@1-100"),
+        (compiler.dynamic_bucket(8, max_batch=16), "any@1-16"),
+        (compiler.dynamic_bucket(None, max_batch=100), "@1-100"),
     ],
 )
-def test_engines_of_one_component_are_told_apart_by_their_buckets(bucket: Bucket, said: str) -> None:
-    assert _bucket_remark(bucket) == said
+def test_bucket_remark(bucket: Bucket, remark: str) -> None:
+    assert _bucket_remark(bucket) == remark
 
 
-# -- the VAE's own precision -----------------------------------------------------------------------------------------
+# -- the VAE's precision ---------------------------------------------------------------------------------------------
 
 
-def advise(folder: Path, force_upcast: bool) -> None:
+def set_force_upcast(folder: Path, force_upcast: bool) -> None:
     config = folder / "vae" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"force_upcast": force_upcast}))
 
 
 @pytest.mark.parametrize(
-    "precision, vae_precision, force_upcast, expected, said",
+    "precision, vae_precision, force_upcast, expected, remark",
     [
-        ("fp16", None, True, "fp32", "VAE in fp32 (force_upcast: it would overflow in fp16)"),
-        ("fp16", None, False, "fp16", ""),
-        ("fp16", "fp16", True, "fp16", "its config says that it overflows there"),
-        ("fp16", "bf16", True, "bf16", "VAE in bf16"),
-        ("bf16", None, True, "bf16", ""),
-        ("bf16", "fp32", False, "fp32", "VAE in fp32"),
-        ("fp32", None, True, "fp32", ""),
+        (FP16, None, True, FP32, "VAE in fp32 (force_upcast: it would overflow in fp16)"),
+        (FP16, None, False, FP16, ""),
+        (FP16, FP16, True, FP16, "its config says that it overflows in fp16"),
+        (FP16, BF16, True, BF16, "VAE in bf16"),
+        (BF16, None, True, BF16, ""),
+        (BF16, FP32, False, FP32, "VAE in fp32"),
+        (FP32, None, True, FP32, ""),
     ],
 )
-def test_an_fp16_model_s_vae_is_fp32_where_its_config_says_so(
-    precision: str,
-    vae_precision: str | None,
+def test_vae_of_fp16_model_is_fp32_if_config_has_force_upcast(
+    precision: Precision,
+    vae_precision: Precision | None,
     force_upcast: bool,
-    expected: str,
-    said: str,
+    expected: Precision,
+    remark: str,
     folder_copy: Path,
     plan_of: PlanOf,
 ) -> None:
-    advise(folder_copy, force_upcast)
+    set_force_upcast(folder_copy, force_upcast)
     plan = replace(plan_of(folder_copy, "other"), precision=precision, vae_precision=vae_precision)
     assert plan.precision_of("vae_decoder") == expected
     assert {plan.precision_of(name) for name in plan.components if name != "vae_decoder"} == {precision}
-    assert said in _vae_remark(plan) and bool(said) == bool(_vae_remark(plan))
+    assert remark in _vae_remark(plan) and bool(remark) == bool(_vae_remark(plan))
 
 
-def test_a_vae_of_another_precision_is_built_loaded_and_draws(
-    store_copy: Store, toy_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_builds_and_serves_a_vae_of_another_precision(
+    store_copy: WritableStore, toy_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And takes the place of the one before: a release has one VAE a target. What the compiler keeps is kept apart."""
+    """It replaces the previous one: a release has one VAE per target. The tuning folder is used."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    result = build(replace(toy_plan, vae_precision="bf16"), store_copy, tuning=tmp_path / "tuning")
+    result = build(replace(toy_plan, vae_precision=BF16), store_copy, tuning=tmp_path / "tuning")
     assert any((tmp_path / "tuning").rglob("*.cpp"))
     assert result.compiled == ("vae_decoder",)
-    assert {e.component for e in result.draft.engines if e.precision == "bf16"} == {"vae_decoder"}
-    assert {w.component for w in result.draft.weights if w.precision == "bf16"} == {"vae_decoder"}
+    assert {e.component for e in result.draft.engines if e.precision == BF16} == {"vae_decoder"}
+    assert {w.component for w in result.draft.weights if w.precision == BF16} == {"vae_decoder"}
     manifest, _ = publish(store_copy, "toy-sdxl")
     assert manifest.name == "toy-sdxl/2" and len(manifest.engines) == len(toy_plan.components)
 
     mixed, plain = (load_release(store_copy, f"toy-sdxl/{v}", detect_targets(), [], ColdStart()) for v in (2, 1))
     assert mixed.model.engines["vae_decoder"].signature.inputs[0].dtype == "bfloat16"
     assert mixed.model.engines["unet"].signature.inputs[0].dtype == "float32"
-    pictures = [draw(one, prompt="a circle", seed=3, num_inference_steps=6)[1].astype(int) for one in (mixed, plain)]
-    assert 0 < np.abs(pictures[0] - pictures[1]).max() <= 8
+    images = [
+        generate_one(one, prompt="a circle", seed=3, num_inference_steps=6)[1].astype(int) for one in (mixed, plain)
+    ]
+    assert 0 < np.abs(images[0] - images[1]).max() <= 8
 
     again = build(toy_plan, store_copy)
     assert again.compiled == () and engines_of(again.draft) == engines_of(store_copy.read_release("toy-sdxl/1"))
 
 
-def test_a_vae_that_overflows_in_fp16_is_refused_with_its_remedy(
-    store_copy: Store, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+def test_refuses_a_vae_that_overflows_in_fp16(
+    store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
 ) -> None:
     edit_weights(folder_copy / "vae", lambda tensors: tensors["decoder.conv_in.weight"].mul_(1e5))
     plan = plan_of(folder_copy, "overflowing")
     with pytest.raises(BrokenImage, match="preheat build --vae-precision bf16"):
-        build(replace(plan, vae_precision="fp16"), store_copy)
+        build(replace(plan, vae_precision=FP16), store_copy)
     assert not [name for name in store_copy.records("drafts") if name.startswith("overflowing.")]
-    build(plan, store_copy)  # its numbers are sound in fp32
+    build(plan, store_copy)  # it does not overflow in fp32
 
 
-def test_weights_behind_a_link_to_a_folder_are_part_of_the_source(
+def test_fingerprint_follows_links_to_folders(
     toy_plan: BuildPlan, folder_copy: Path, tmp_path: Path, edit_weights: Callable[..., None]
 ) -> None:
     from engine_builder.building.build import fingerprint
 
-    vae = tmp_path / "a VAE of its own"
+    vae = tmp_path / "another VAE"
     shutil.move(folder_copy / "vae", vae)
     (folder_copy / "vae").symlink_to(vae, target_is_directory=True)
     (vae / "back").symlink_to(folder_copy, target_is_directory=True)
-    plan = replace(toy_plan, base=ModelFolder(folder_copy))
+    plan = replace(toy_plan, base=Checkpoint(folder_copy))
     before = fingerprint(plan)
     assert fingerprint(plan) == before
     edit_weights(vae, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
@@ -575,23 +569,23 @@ def test_weights_behind_a_link_to_a_folder_are_part_of_the_source(
 
 
 @pytest.mark.parametrize(
-    "defaults, refused, said",
+    "defaults, error, message",
     [
         ('{"widht": 512}', ManifestError, "widht"),
-        ('{"use_refiner": true}', ModelFolderError, "use_refiner is true, and there is no refiner"),
-        ('{"width": 2048, "height": 64}', SizesRefused, "draws 2048x64 unless .* sides of up to 1024"),
+        ('{"use_refiner": true}', CheckpointError, "use_refiner is true, but there is no refiner"),
+        ('{"width": 2048, "height": 64}', SizesRefused, "generates 2048x64 by default, .* sides up to 1024"),
     ],
 )
-def test_a_wrong_default_is_said_before_anything_is_compiled(
+def test_refuses_invalid_defaults_before_compiling(
     defaults: str,
-    refused: type[Exception],
-    said: str,
+    error: type[Exception],
+    message: str,
     toy_plan: BuildPlan,
     folder_copy: Path,
-    store_copy: Store,
+    store_copy: WritableStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (folder_copy / "defaults.json").write_text(defaults)
     monkeypatch.setattr("engine_builder.building.build.load_network", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(refused, match=said):
-        build(replace(toy_plan, base=ModelFolder(folder_copy)), store_copy)
+    with pytest.raises(error, match=message):
+        build(replace(toy_plan, base=Checkpoint(folder_copy)), store_copy)

@@ -1,4 +1,4 @@
-"""Models by name: a repository of the Hub is fetched without what a build does not read."""
+"""Models by name: of a Hub repository only the files that a build reads are downloaded."""
 
 import os
 import shutil
@@ -14,8 +14,8 @@ from tests.stand_ins.hub import hub
 HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"
 
 
-def found(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
-    """What a process finds that has the Hub at `url`: the Hub's client reads where it is when it is imported."""
+def find(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
+    """Find a model in a process that uses the Hub at `url`. The Hub's client reads the address when it is imported."""
     code = f"from engine_builder.checkpoints.find import find_model; print(find_model({name!r}))"
     here = {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     environment = os.environ | here | {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
@@ -28,9 +28,9 @@ def found(url: str, home: Path, name: str = "owner/model") -> subprocess.Complet
 
 @pytest.fixture
 def repository(toy_folder: Path, tmp_path: Path) -> Path:
-    """The toy as a repository has it: beside its parts, what is not read."""
+    """The toy as a repository, with additional files that a build does not read."""
     folder = Path(shutil.copytree(toy_folder, tmp_path / "repository"))
-    (folder / "toy_1.0.safetensors").write_bytes(b"all parts in one file")
+    (folder / "toy_1.0.safetensors").write_bytes(b"all networks in one file")
     (folder / "vae_1_0").mkdir()
     (folder / "vae_1_0" / HALF).write_bytes(b"another VAE")
     return folder
@@ -40,13 +40,11 @@ def weights(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*.safetensors"))
 
 
-def test_fp16_weights_are_fetched_for_the_parts_that_have_them_and_plain_ones_for_the_others(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_downloads_fp16_weights_where_they_exist(repository: Path, tmp_path: Path) -> None:
     shutil.copy(repository / "unet" / PLAIN, repository / "unet" / HALF)
     (repository / "vae" / PLAIN).rename(repository / "vae" / "diffusion_pytorch_model.fp16-00001-of-00001.safetensors")
     with hub("owner/model", repository) as running:
-        result = found(running.url, tmp_path / "home")
+        result = find(running.url, tmp_path / "home")
         assert result.returncode == 0, result.stderr
         here = Path(result.stdout.strip())
         assert weights(here) == [
@@ -57,30 +55,30 @@ def test_fp16_weights_are_fetched_for_the_parts_that_have_them_and_plain_ones_fo
         ]
         assert (here / "model_index.json").is_file() and (here / "tokenizer" / "merges.txt").is_file()
         assert sorted(path for path in running.served if path.endswith(".safetensors")) == weights(here)
-    again = found(running.url, tmp_path / "home")  # of a Hub that is away
+    again = find(running.url, tmp_path / "home")  # the Hub is offline
     assert again.stdout == result.stdout, again.stderr
 
 
 @pytest.mark.parametrize("form", ["", ".fp16"])
-def test_a_fetch_that_broke_off_goes_on(repository: Path, tmp_path: Path, form: str) -> None:
+def test_continues_an_interrupted_download(repository: Path, tmp_path: Path, form: str) -> None:
     names = [f"diffusion_pytorch_model{form}-0000{number}-of-00002.safetensors" for number in (1, 2)]
     (repository / "unet" / PLAIN).rename(repository / "unet" / names[0])
     (repository / "unet" / names[1]).write_bytes(b"the other half")
     with hub("owner/model", repository) as running:
         running.cut.add(f"unet/{names[1]}")
-        result = found(running.url, tmp_path / "home")
+        result = find(running.url, tmp_path / "home")
         assert result.returncode == 1
-        assert "ModelFolderError: There is no folder owner/model, and the Hub did not give it: " in result.stderr
+        assert "owner/model is not a folder, and could not be downloaded from the Hub: " in result.stderr
         running.cut.clear()
-        result = found(running.url, tmp_path / "home")
+        result = find(running.url, tmp_path / "home")
         assert result.returncode == 0, result.stderr
         assert {f"unet/{name}" for name in names} <= {*weights(Path(result.stdout.strip()))}
         assert running.served.count(f"unet/{names[0]}") == 1
 
 
 @pytest.mark.parametrize("name, why", [("owner/other", "404 Client Error"), ("owner/no--id", "Cannot have -- ")])
-def test_a_repository_that_is_not_there_is_said(repository: Path, tmp_path: Path, name: str, why: str) -> None:
+def test_reports_a_missing_repository(repository: Path, tmp_path: Path, name: str, why: str) -> None:
     with hub("owner/model", repository) as running:
-        result = found(running.url, tmp_path / "home", name)
+        result = find(running.url, tmp_path / "home", name)
     assert result.returncode == 1
-    assert f"ModelFolderError: There is no folder {name}, and the Hub did not give it: {why}" in result.stderr
+    assert f"CheckpointError: {name} is not a folder, and could not be downloaded from the Hub: {why}" in result.stderr

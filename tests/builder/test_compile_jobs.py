@@ -1,4 +1,4 @@
-"""Compiling side by side: it gives what one after the other gives, says what went wrong, leaves no process behind."""
+"""Compiling in several processes: same results as in one, readable errors, no process left behind."""
 
 import multiprocessing
 import os
@@ -11,21 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder.backends.aot_inductor.compile import (
-    CompileError,
-    dynamic_bucket,
-)
-from engine_builder.backends.aot_inductor.compile_jobs import (
-    Job,
-    compile_jobs,
-)
+from engine_builder.backends.aot_inductor.compile import CompileError, dynamic_bucket
+from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, compile_jobs
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.networks.network import (
-    ModelFolder,
-    ModelFolderError,
-)
-from model.store.store import Store
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.stores.store import WritableStore
+from model.store.precision import FP32
 from tests.builder.test_build import engines_of, forget_drafts, forget_engine
 from tests.conftest import REPOSITORY
 
@@ -33,10 +25,10 @@ TEXTS = ("text_encoder", "text_encoder_2")
 
 
 @pytest.fixture
-def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[Job]:
-    """Two, of which neither has to come to an end."""
+def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[CompileJob]:
+    """Two jobs; tests end before they do."""
     return [
-        Job(name, toy_plan.base, name, "fp32", toy_plan.target, dynamic_bucket(None), tmp_path / f"{name}.pt2")
+        CompileJob(name, toy_plan.base, name, FP32, toy_plan.target, dynamic_bucket(None), tmp_path / f"{name}.pt2")
         for name in TEXTS
     ]
 
@@ -45,7 +37,7 @@ def no_processes() -> bool:
     return multiprocessing.active_children() == []
 
 
-def test_two_at_once_give_what_one_after_the_other_gives(store_copy: Store, toy_plan: BuildPlan) -> None:
+def test_two_processes_compile_the_same_engines(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     before = build(toy_plan, store_copy).draft
     forget_drafts(store_copy)
     for component in TEXTS:
@@ -53,8 +45,8 @@ def test_two_at_once_give_what_one_after_the_other_gives(store_copy: Store, toy_
     reports: list[tuple[str, str, int, int]] = []
     at_once: list[int] = []
 
-    def report(*said: object) -> None:
-        reports.append(said)  # type: ignore[arg-type]
+    def report(*progress: object) -> None:
+        reports.append(progress)  # type: ignore[arg-type]
         at_once.append(len(multiprocessing.active_children()))
 
     result = build(toy_plan, store_copy, report, processes=2)
@@ -68,37 +60,37 @@ def test_two_at_once_give_what_one_after_the_other_gives(store_copy: Store, toy_
     assert no_processes()
 
 
-def test_what_cannot_be_loaded_is_said_as_it_is_without_side_by_side(jobs: list[Job], tmp_path: Path) -> None:
-    lost = [replace(job, folder=ModelFolder(tmp_path / "nowhere")) for job in jobs]
-    with pytest.raises(ModelFolderError, match="nowhere has no unet/config.json"):
+def test_load_error_passes_through_the_process(jobs: list[CompileJob], tmp_path: Path) -> None:
+    lost = [replace(job, checkpoint=Checkpoint(tmp_path / "nowhere")) for job in jobs]
+    with pytest.raises(CheckpointError, match="nowhere has no unet/config.json"):
         list(compile_jobs(lost, {}, 2, lambda job: None))
     assert no_processes()
 
 
-def test_a_process_that_dies_is_no_silent_end(jobs: list[Job]) -> None:
-    def kill(job: Job) -> None:
+def test_reports_a_killed_process(jobs: list[CompileJob]) -> None:
+    def kill(job: CompileJob) -> None:
         [process] = multiprocessing.active_children()[-1:]
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         process.join()
 
-    with pytest.raises(CompileError, match="ended with status -9; if memory was short, build with --jobs 1"):
+    with pytest.raises(CompileError, match="ended with status -9. If memory was short, build with --jobs 1"):
         list(compile_jobs(jobs, {}, 2, kill))
     assert no_processes()
 
 
-def test_closing_ends_the_processes(jobs: list[Job]) -> None:
-    class EnoughError(Exception):
+def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
+    class StopError(Exception):
         pass
 
-    begun: list[str] = []
+    started: list[str] = []
 
-    def stop(job: Job) -> None:
-        begun.append(job.component)
-        if len(begun) == 2:
-            raise EnoughError
+    def stop(job: CompileJob) -> None:
+        started.append(job.component)
+        if len(started) == 2:
+            raise StopError
 
-    with pytest.raises(EnoughError):
+    with pytest.raises(StopError):
         list(compile_jobs(jobs, {}, 2, stop))
     assert no_processes()
 
@@ -107,29 +99,30 @@ KILLED = """
 import multiprocessing, sys
 from pathlib import Path
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket
-from engine_builder.backends.aot_inductor.compile_jobs import Job, compile_jobs
-from engine_builder.networks import ModelFolder
+from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, compile_jobs
+from engine_builder.checkpoints.folder import Checkpoint
+from model.store.precision import FP32
 
-def begun(job):
+def on_start(job):
     print(multiprocessing.active_children()[-1].pid, flush=True)
 
 if __name__ == "__main__":
-    folder, target = ModelFolder(Path(sys.argv[1])), build_target()
+    checkpoint, target = Checkpoint(Path(sys.argv[1])), build_target()
     names = ("text_encoder", "text_encoder_2")
-    jobs = [Job(name, folder, name, "fp32", target, dynamic_bucket(None), Path(name)) for name in names]
-    list(compile_jobs(jobs, {}, 2, begun))
+    jobs = [CompileJob(name, checkpoint, name, FP32, target, dynamic_bucket(None), Path(name)) for name in names]
+    list(compile_jobs(jobs, {}, 2, on_start))
 """
 
 
-def ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-def test_processes_of_a_killed_build_do_not_go_on(tmp_path: Path) -> None:
-    """They would wait for ever here: what they read first is a pipe that nothing is written to."""
+def test_processes_end_with_a_killed_build(tmp_path: Path) -> None:
+    """Otherwise they wait forever: the first file they read is a pipe without a writer."""
     (tmp_path / "unet").mkdir()
     os.mkfifo(tmp_path / "unet" / "config.json")
     script = tmp_path / "build.py"
@@ -143,15 +136,15 @@ def test_processes_of_a_killed_build_do_not_go_on(tmp_path: Path) -> None:
     with building:
         assert building.stdout is not None
         pids = [int(building.stdout.readline()) for _ in range(2)]
-        assert not any(ended(pid) for pid in pids)
+        assert not any(has_ended(pid) for pid in pids)
         building.kill()
     try:
         for _ in range(600):
-            if all(ended(pid) for pid in pids):
+            if all(has_ended(pid) for pid in pids):
                 return
             time.sleep(0.1)
-        pytest.fail(f"{pids} go on a minute after the build was killed")
+        pytest.fail(f"{pids} still run a minute after the build was killed")
     finally:
         for pid in pids:
-            if not ended(pid):
+            if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)

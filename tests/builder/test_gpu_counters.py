@@ -1,4 +1,4 @@
-"""How a GPU's counters are read: with a stand-in for the driver's library, which is not there without a GPU."""
+"""Reading a GPU's counters, with a fake of the driver's library."""
 
 import ctypes
 from typing import Any
@@ -17,7 +17,7 @@ def number(sample: Any) -> int:
 
 
 class Driver:
-    """Gives out samples by number, from 1, and takes each back once."""
+    """Allocates samples with numbers from 1, and frees each once."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -41,12 +41,12 @@ class Driver:
     def free(self, sample: Any) -> None:
         self.held.remove(number(sample))
 
-    def metrics(self, asked: Any) -> None:
-        assert [number(asked.sample1), number(asked.sample2)] == self.taken, "from the earlier one to the later"
-        assert asked.version == pynvml.NVML_GPM_METRICS_GET_VERSION
+    def metrics(self, request: Any) -> None:
+        assert [number(request.sample1), number(request.sample2)] == self.taken, "from the earlier sample to the later"
+        assert request.version == pynvml.NVML_GPM_METRICS_GET_VERSION
         if self.fails:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-        for metric in asked.metrics[: asked.numMetrics]:
+        for metric in request.metrics[: request.numMetrics]:
             metric.value = _PERCENT[metric.metricId]
 
 
@@ -55,7 +55,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
     properties = type("Properties", (), {"uuid": "0"})()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for name, stand_in in {
+    for name, fake in {
         "nvmlInit": lambda: None,
         "nvmlShutdown": lambda: None,
         "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
@@ -65,11 +65,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "nvmlGpmSampleFree": made.free,
         "nvmlGpmMetricsGet": made.metrics,
     }.items():
-        monkeypatch.setattr(pynvml, name, stand_in)
+        monkeypatch.setattr(pynvml, name, fake)
     return made
 
 
-def test_two_samples_tell_how_busy_the_device_was_between_them(driver: Driver) -> None:
+def test_computes_utilization_between_two_samples(driver: Driver) -> None:
     with gpu_counters(torch.device("cuda")) as counters:
         assert counters is not None
         earlier, later = counters.sample(), counters.sample()
@@ -78,7 +78,7 @@ def test_two_samples_tell_how_busy_the_device_was_between_them(driver: Driver) -
         assert driver.held == set()
 
 
-def test_samples_are_freed_where_the_driver_fails(driver: Driver) -> None:
+def test_frees_samples_if_the_driver_fails(driver: Driver) -> None:
     driver.fails = True
     with gpu_counters(torch.device("cuda")) as counters:
         assert counters is not None
@@ -87,13 +87,13 @@ def test_samples_are_freed_where_the_driver_fails(driver: Driver) -> None:
     assert driver.held == set()
 
 
-def test_a_device_without_counters_has_none(driver: Driver) -> None:
+def test_no_counters_on_an_unsupported_device(driver: Driver) -> None:
     driver.supported = False
     with gpu_counters(torch.device("cuda")) as counters:
         assert counters is None
 
 
-def test_without_the_driver_s_library_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_counters_without_the_drivers_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

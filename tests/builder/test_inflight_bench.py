@@ -1,7 +1,8 @@
-"""The benchmark of in-flight batching: that it measures what it says, on the tiny model."""
+"""The benchmark of in-flight batching on the tiny model."""
 
 import itertools
 import queue
+import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,45 +12,44 @@ from typing import cast
 import pytest
 
 from engine_builder.benchmarks import in_flight
-from engine_builder.benchmarks.in_flight import arrivals, measure, requests
-from model.api.request import (
-    GenerationRequest,
-    GenerationSettings,
-)
+from engine_builder.benchmarks.in_flight import measure, requests
+from engine_builder.replicas.traffic import poisson_arrivals
+from model.api.request import GenerationRequest
 from model.engines import components
 from model.errors import Unavailable
 from model.loading.load import Loaded
-from model.scheduling.job import Stepped
+from model.pipeline.params import GenerationParams
+from model.scheduling.job import StepEvent
 from model.scheduling.scheduler import Scheduler
 from tests.stand_ins.line_networks import PLAIN
 
 
 def test_arrivals_are_a_poisson_process() -> None:
-    moments = arrivals(rate=50, seconds=200, seed=1)
+    moments = list(poisson_arrivals(50, 200, random.Random(1)))
     assert len(moments) == pytest.approx(10_000, rel=0.05)
     gaps = [after - before for before, after in itertools.pairwise(moments)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
-    assert variance == pytest.approx(mean**2, rel=0.1)  # an exponential's is the square of its mean
-    assert arrivals(50, 200, seed=1) == moments and arrivals(50, 200, seed=2) != moments
+    assert variance == pytest.approx(mean**2, rel=0.1)  # as of an exponential distribution
+    assert list(poisson_arrivals(50, 200, random.Random(1))) == moments
 
 
-def test_a_request_of_a_number_is_always_the_same() -> None:
-    asked = requests(PLAIN, (4, 30), seed=1)
-    steps = [asked(number).num_inference_steps for number in range(400)]
-    assert steps == [asked(number).num_inference_steps for number in range(400)]
+def test_requests_are_reproducible() -> None:
+    request_of = requests(PLAIN, (4, 30), seed=1)
+    steps = [request_of(number).num_inference_steps for number in range(400)]
+    assert steps == [request_of(number).num_inference_steps for number in range(400)]
     assert steps.count(4) == pytest.approx(200, abs=40) and steps.count(30) == 400 - steps.count(4)
     assert steps != [requests(PLAIN, (4, 30), seed=2)(number).num_inference_steps for number in range(400)]
-    assert asked(7).seed == 7
+    assert request_of(7).seed == 7
 
 
-def test_what_is_saturated_is_timed_by_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server of one image at a time whose steps take 10 ms of a clock of its own, asked for few and for many."""
-    waiting: queue.Queue[tuple[GenerationSettings, Callable[[Stepped], None], Future[None]]] = queue.Queue()
+def test_saturated_rate_counts_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that runs one image at a time, with steps of 10 ms on a fake clock."""
+    waiting: queue.Queue[tuple[GenerationParams, Callable[[StepEvent], None], Future[None]]] = queue.Queue()
     now = 0.0
 
     class Line:
-        def submit(self, settings: GenerationSettings, listener: Callable[[Stepped], None]) -> SimpleNamespace:
+        def submit(self, settings: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
             waiting.put((settings, listener, result := Future()))
             return SimpleNamespace(result=result)
 
@@ -59,7 +59,7 @@ def test_what_is_saturated_is_timed_by_its_steps(monkeypatch: pytest.MonkeyPatch
             settings, listener, result = waiting.get()
             for step in range(settings.num_inference_steps):
                 now += 0.01
-                listener(Stepped(step + 1, settings.num_inference_steps))
+                listener(StepEvent(step + 1, settings.num_inference_steps))
             result.set_result(None)
 
     monkeypatch.setattr(in_flight.time, "perf_counter", lambda: now)
@@ -69,9 +69,9 @@ def test_what_is_saturated_is_timed_by_its_steps(monkeypatch: pytest.MonkeyPatch
         assert in_flight.saturated(server, requests(PLAIN, mix), outstanding=4, seconds=50) == pytest.approx(100)
 
 
-def test_an_answer_that_is_an_error_ends_the_measurement() -> None:
+def test_error_ends_the_measurement() -> None:
     class Broken:
-        def submit(self, settings: GenerationSettings, listener: Callable[[Stepped], None]) -> SimpleNamespace:
+        def submit(self, settings: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
             result: Future[None] = Future()
             result.set_exception(Unavailable("The GPU has failed."))
             return SimpleNamespace(result=result)
@@ -80,7 +80,7 @@ def test_an_answer_that_is_an_error_ends_the_measurement() -> None:
         in_flight.saturated(cast(Scheduler, Broken()), requests(PLAIN, (4,)), outstanding=4, seconds=50)
 
 
-def test_every_case_is_measured(loaded: Loaded) -> None:
+def test_measures_every_case(loaded: Loaded) -> None:
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=2)
     loop = loaded.model.loop(components.UNET, 64, 64)
     capacity = loop.capacity
@@ -98,5 +98,5 @@ def test_every_case_is_measured(loaded: Loaded) -> None:
     assert rows[3].runs == rows[4].runs > 0
     assert rows[2].extra["mix"] == rows[3].extra["mix"] == rows[4].extra["mix"] == [1, 3]
     assert rows[3].extra["arrivals_per_second"] == pytest.approx(0.7 * rows[2].value, rel=0.01)
-    assert rows[1].extra["efficient"] == rows[3].extra["efficient"] == min(2, loop.efficient // 2)
+    assert rows[1].extra["efficient"] == rows[3].extra["efficient"] == min(2, loop.efficient_batch // 2)
     assert rows[5].extra["largest"] <= 1 and rows[5].extra["worst"] > 40

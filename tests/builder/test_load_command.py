@@ -1,4 +1,4 @@
-"""`preheat load` where there is nothing to measure: it says why, at once."""
+"""`preheat load` fails at once, with the reason, if the server returns no images."""
 
 import json
 from collections.abc import Iterator
@@ -36,16 +36,17 @@ def refusing() -> Iterator[str]:
         thread.join()
 
 
-def said(store: Store, url: str) -> str:
+def error_of(store: Store, url: str) -> str:
     result = CliRunner().invoke(app, ["load", "toy-sdxl/1", "--store", store.url, "--url", url])
     assert isinstance(result.exception, PreheatError)
     return str(result.exception)
 
 
-def test_a_server_that_refuses_all_is_said_in_its_own_words(toy_store: Store, refusing: str) -> None:
-    found = said(toy_store, refusing)
-    assert "draws nothing" in found and "400" in found and REFUSAL["error"] in found
+def test_reports_the_servers_refusal(toy_store: Store, refusing: str) -> None:
+    message = error_of(toy_store, refusing)
+    assert "generated no image" in message and "400" in message and REFUSAL["error"] in message
 
 
-def test_a_server_that_is_not_there_is_said(toy_store: Store) -> None:
-    assert "connection" in said(toy_store, "http://127.0.0.1:9").lower()  # the discard port: nobody listens
+def test_reports_a_missing_server(toy_store: Store) -> None:
+    message = error_of(toy_store, "http://127.0.0.1:9")  # the discard port, where no server listens
+    assert "connection" in message.lower()

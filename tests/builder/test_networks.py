@@ -1,4 +1,4 @@
-"""Reading checkouts: as they are published, in any of their forms, and what is refused."""
+"""Networks: checkpoints in all of their forms, wrappers against diffusers, fast forms against PyTorch, engine keys."""
 
 import copy
 import importlib.metadata
@@ -18,38 +18,25 @@ import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-from engine_builder import networks
-from engine_builder.backends.aot_inductor.compile import (
-    dynamic_bucket,
-    engine_key,
-    example_inputs,
-    static_bucket,
-)
-from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
+from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.validate import validate
-from engine_builder.networks import (
-    blocks,
-    winograd,
-)
-from engine_builder.networks.blocks import channels_last_group_norm, split_into_phases, upsample
-from engine_builder.networks.network import (
-    ModelFolder,
-    ModelFolderError,
-    Reader,
-    load_network,
-    variant_of,
-)
-from engine_builder.networks.winograd import WinogradConv, transform_wide, transformed
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
+from engine_builder.networks import blocks, winograd
+from engine_builder.networks import network as network_module
+from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
+from engine_builder.networks.network import ModuleReader, load_network
+from engine_builder.networks.winograd import WinogradConv, replace_wide_convs, transform_weight
+from engine_builder.stores.store import WritableStore
 from model.engines import components
 from model.engines.components import BASE_COMPONENTS
 from model.loading.target import Target
-from model.store.manifest import Precision
-from model.store.store import Store
+from model.store.precision import BF16, FP16, FP32, Precision
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
-PARTS = {
+CLASSES = {
     "text_encoder": (CLIPTextModel, "text_encoder"),
     "text_encoder_2": (CLIPTextModelWithProjection, "text_encoder_2"),
     "unet_text": (UNet2DConditionModel, "unet"),
@@ -59,13 +46,13 @@ PARTS = {
 }
 
 
-def edit_config(part: Path, **entries: object) -> None:
-    file = part / "config.json"
+def edit_config(subfolder: Path, **entries: object) -> None:
+    file = subfolder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
-def drop_key(part: Path, key: str) -> None:
-    file = part / "config.json"
+def drop_key(subfolder: Path, key: str) -> None:
+    file = subfolder / "config.json"
     file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
 
 
@@ -73,25 +60,23 @@ def drop_key(part: Path, key: str) -> None:
 @pytest.mark.parametrize(
     "form", [{"max_shard_size": "3KB"}, {"variant": "fp16"}, {"variant": "fp16", "max_shard_size": "3KB"}]
 )
-def test_every_form_of_a_checkout_gives_the_same_tensors(
-    form: dict[str, str], component: str, folder_copy: Path
-) -> None:
-    cls, part = PARTS[component]
-    network: Any = cls.from_pretrained(folder_copy / part)
+def test_every_form_of_a_checkout_has_the_same_tensors(form: dict[str, str], component: str, folder_copy: Path) -> None:
+    cls, subfolder = CLASSES[component]
+    network: Any = cls.from_pretrained(folder_copy / subfolder)
     if "variant" in form:
-        # What such a checkout holds: the same numbers, rounded to half precision.
+        # Such a checkout holds the same numbers, rounded to half precision.
         network = network.half()
-        shutil.rmtree(folder_copy / part)
-        network.save_pretrained(folder_copy / part)
-    plain = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
-    shutil.rmtree(folder_copy / part)
-    network.save_pretrained(folder_copy / part, **form)
-    files = [file.name for file in (folder_copy / part).glob("*.safetensors")]
+        shutil.rmtree(folder_copy / subfolder)
+        network.save_pretrained(folder_copy / subfolder)
+    plain = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    shutil.rmtree(folder_copy / subfolder)
+    network.save_pretrained(folder_copy / subfolder, **form)
+    files = [file.name for file in (folder_copy / subfolder).glob("*.safetensors")]
     assert all(("fp16" in name) == ("variant" in form) for name in files)
     assert (len(files) > 1) == ("max_shard_size" in form)
 
-    read = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
-    # The text's is one product: see `UnetTextNetwork`.
+    read = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    # The text network has one product: see `UnetTextNetwork`.
     assert read.keys() == plain.keys() and len(read) >= (1 if component == "unet_text" else 8)
     for name, tensor in plain.items():
         assert tensor.dtype == torch.float16 or not tensor.is_floating_point()
@@ -99,38 +84,38 @@ def test_every_form_of_a_checkout_gives_the_same_tensors(
 
 
 @pytest.mark.parametrize("component", ["text_encoder_2", "unet"])
-def test_fp16_weights_are_read_where_the_plain_ones_are_not_whole(component: str, folder_copy: Path) -> None:
-    """As in a Hub's cache that several programs fetch to, one of which broke off."""
-    cls, part = PARTS[component]
-    plain = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
-    network: Any = cls.from_pretrained(folder_copy / part)
-    network.save_pretrained(folder_copy / part, max_shard_size="3KB")
-    (folder_copy / part / ("model.safetensors" if part != "unet" else "diffusion_pytorch_model.safetensors")).unlink()
-    network.half().save_pretrained(folder_copy / part, variant="fp16")
-    assert variant_of(ModelFolder(folder_copy), part) is None
-    sorted((folder_copy / part).glob("*-of-*.safetensors"))[-1].unlink()
-    assert variant_of(ModelFolder(folder_copy), part) == "fp16"
-    read = load_network(ModelFolder(folder_copy), component, "fp16").tensors()
+def test_reads_fp16_weights_if_plain_ones_are_incomplete(component: str, folder_copy: Path) -> None:
+    """As in a Hub cache after an interrupted download."""
+    cls, subfolder = CLASSES[component]
+    plain = load_network(Checkpoint(folder_copy), component, FP16).tensors()
+    network: Any = cls.from_pretrained(folder_copy / subfolder)
+    network.save_pretrained(folder_copy / subfolder, max_shard_size="3KB")
+    [plain_file] = [file for file in (folder_copy / subfolder).glob("*.safetensors") if "-of-" not in file.name]
+    plain_file.unlink()
+    network.half().save_pretrained(folder_copy / subfolder, variant="fp16")
+    assert variant_of(Checkpoint(folder_copy), subfolder) is None
+    sorted((folder_copy / subfolder).glob("*-of-*.safetensors"))[-1].unlink()
+    assert variant_of(Checkpoint(folder_copy), subfolder) == "fp16"
+    read = load_network(Checkpoint(folder_copy), component, FP16).tensors()
     assert read.keys() == plain.keys() and all(torch.equal(read[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("part", ["text_encoder", "text_encoder_2", "unet", "vae"])
-def test_tensors_have_the_checkpoint_s_names(part: str, toy_folder: Path) -> None:
-    """A UNet's are shared out among its three components, each to one; what is stored in another form has a name of
-    its own."""
+@pytest.mark.parametrize("subfolder", ["text_encoder", "text_encoder_2", "unet", "vae"])
+def test_tensors_have_the_checkpoints_names(subfolder: str, toy_folder: Path) -> None:
+    """Each tensor of a UNet belongs to one of its three components. Tensors in another form have other names."""
     from safetensors import safe_open
 
-    [file] = (toy_folder / part).glob("*.safetensors")
+    [file] = (toy_folder / subfolder).glob("*.safetensors")
     with safe_open(file, "pt") as checkpoint:
         names = {name.removeprefix("text_model.") for name in checkpoint.keys()}
     read = [
         name.removeprefix("text_model.")
         for component in BASE_COMPONENTS
-        if PARTS[component][1] == part
-        for name in load_network(ModelFolder(toy_folder), component, "fp32").tensors()
+        if CLASSES[component][1] == subfolder
+        for name in load_network(Checkpoint(toy_folder), component, FP32).tensors()
     ]
     assert len(set(read)) == len(read)
-    # Positions are computed, not stored; a VAE's encoder is not served.
+    # Positions are computed. A VAE's encoder is not served.
     assert {name for name in read if not name.endswith("position_ids")} == {
         stored_as(name)
         for name in names
@@ -139,7 +124,7 @@ def test_tensors_have_the_checkpoint_s_names(part: str, toy_folder: Path) -> Non
 
 
 def stored_as(name: str) -> str:
-    """What a checkpoint's tensor is part of."""
+    """Return the name of the tensor that contains a checkpoint's tensor."""
     if ".attn2.to_k." in name or ".attn2.to_v." in name:
         return "keys_values.0.weight"
     if ".time_emb_proj." in name:
@@ -151,33 +136,33 @@ def stored_as(name: str) -> str:
     )
 
 
-def test_a_part_is_read_once_for_all_of_its_components(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: load_network(ModelFolder(toy_folder), name, "fp32").tensors() for name in BASE_COMPONENTS}
+def test_reads_weights_once_for_all_components(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {name: load_network(Checkpoint(toy_folder), name, FP32).tensors() for name in BASE_COMPONENTS}
     read: list[str] = []
-    load = networks._load
+    load = network_module._load
 
-    def counted(library: str, name: str, folder: ModelFolder, part: str, dtype: torch.dtype) -> torch.nn.Module:
-        read.append(f"{part} {dtype}")
-        return load(library, name, folder, part, dtype)
+    def counted(library: str, name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> torch.nn.Module:
+        read.append(f"{subfolder} {dtype}")
+        return load(library, name, checkpoint, subfolder, dtype)
 
-    monkeypatch.setattr(networks, "_load", counted)
-    reader = Reader()
-    together = {name: load_network(ModelFolder(toy_folder), name, "fp32", reader=reader) for name in BASE_COMPONENTS}
+    monkeypatch.setattr(network_module, "_load", counted)
+    reader = ModuleReader()
+    together = {name: load_network(Checkpoint(toy_folder), name, FP32, reader=reader) for name in BASE_COMPONENTS}
     parts = ("text_encoder", "text_encoder_2", "unet", "vae")
-    assert read == [f"{part} torch.float32" for part in parts]
+    assert read == [f"{subfolder} torch.float32" for subfolder in parts]
     for name, tensors in alone.items():
         again = together[name].tensors()
         assert again.keys() == tensors.keys()
         assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
-    load_network(ModelFolder(toy_folder), "vae_decoder", "bf16", reader=reader)
+    load_network(Checkpoint(toy_folder), "vae_decoder", BF16, reader=reader)
     assert read[4:] == ["vae torch.bfloat16"]
 
 
 @pytest.mark.parametrize("refiner", [False, True])
-def test_a_unet_in_three_parts_predicts_what_diffusers_predicts(refiner: bool) -> None:
-    folder = ModelFolder(TINY / "refiner" if refiner else TINY)
+def test_three_unet_networks_predict_as_diffusers(refiner: bool) -> None:
+    folder = Checkpoint(TINY / "refiner" if refiner else TINY)
     names = ("refiner_unet_text", "refiner_unet_time", "refiner_unet") if refiner else BASE_COMPONENTS[2:5]
-    text, time, unet = [load_network(folder, name, "fp32") for name in names]
+    text, time, unet = [load_network(folder, name, FP32) for name in names]
     whole = UNet2DConditionModel.from_pretrained(folder.root / "unet", torch_dtype=torch.float32)
     random = torch.Generator().manual_seed(0)
     sample, hidden = torch.randn(3, 4, 32, 24, generator=random), torch.randn(3, 77, 224, generator=random)
@@ -187,146 +172,146 @@ def test_a_unet_in_three_parts_predicts_what_diffusers_predicts(refiner: bool) -
     with torch.inference_mode():
         added = {"text_embeds": pooled, "time_ids": time_ids}
         expected = whole(sample, timestep, encoder_hidden_states=hidden, added_cond_kwargs=added, return_dict=False)[0]
-        got = unet.module(sample, *time.module(timestep, pooled, time_ids), *text.module(hidden))[0]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
+        actual = unet.module(sample, *time.module(timestep, pooled, time_ids), *text.module(hidden))[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
-def test_the_unet_for_guided_rows_is_the_unet_of_rows_without_a_text() -> None:
-    """Bit for bit; and of the half that has no text it reads neither text nor latents, which are the other half's."""
-    plain, guided = (load_network(ModelFolder(TINY), name, "fp32") for name in ("unet", "unet_guided"))
+def test_guided_unet_equals_unet_with_zero_text() -> None:
+    """Bit for bit. It reads neither text nor latents of the unconditional half."""
+    plain, guided = (load_network(Checkpoint(TINY), name, FP32) for name in ("unet", "unet_guided"))
     assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
     inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
-    sample, silent = inputs["sample"].clone(), inputs["keys_values"].clone()
-    sample[2:], silent[2:] = sample[:2], 0
+    sample, zeroed = inputs["sample"].clone(), inputs["keys_values"].clone()
+    sample[2:], zeroed[2:] = sample[:2], 0
     inputs["sample"][2:] = inputs["keys_values"][2:] = float("nan")
     with torch.inference_mode():
-        expected = plain.module(sample, inputs["time_embeds"], silent)[0]
-        got = guided.module(inputs["sample"], inputs["time_embeds"], inputs["keys_values"])[0]
-        text = load_network(ModelFolder(TINY), "unet_text", "fp32").module(torch.zeros(1, 77, 224))[0]
-    assert torch.equal(got, expected)
-    assert not text.any()  # zeros are what no text comes to
+        expected = plain.module(sample, inputs["time_embeds"], zeroed)[0]
+        actual = guided.module(inputs["sample"], inputs["time_embeds"], inputs["keys_values"])[0]
+        text = load_network(Checkpoint(TINY), "unet_text", FP32).module(torch.zeros(1, 77, 224))[0]
+    assert torch.equal(actual, expected)
+    assert not text.any()  # an encoding of zeros has zero keys and values
 
 
-def test_the_unet_of_rows_that_are_told_no_text_does_not_read_one() -> None:
-    plain, untold = (load_network(ModelFolder(TINY), name, "fp32") for name in ("unet", "unet_unconditional"))
-    assert untold.tensors().keys() == plain.tensors().keys() and untold.signature == plain.signature
+def test_unconditional_unet_does_not_read_the_text() -> None:
+    plain, unconditional = (load_network(Checkpoint(TINY), name, FP32) for name in ("unet", "unet_unconditional"))
+    assert unconditional.tensors().keys() == plain.tensors().keys() and unconditional.signature == plain.signature
     inputs = example_inputs(plain.signature, 2, 64, 96, "cpu")
     sample, embeds, texts = inputs["sample"], inputs["time_embeds"], inputs["keys_values"]
     with torch.inference_mode():
         expected = plain.module(sample, embeds, torch.zeros_like(texts))[0]
-        assert torch.equal(untold.module(sample, embeds, torch.full_like(texts, float("nan")))[0], expected)
+        assert torch.equal(unconditional.module(sample, embeds, torch.full_like(texts, float("nan")))[0], expected)
 
 
-def test_a_gpu_s_build_has_engines_for_guided_rows(toy_folder: Path, folder_copy: Path, target: Target) -> None:
+def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target: Target) -> None:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = ((1, 512, 512), (2, 512, 512), (5, 512, 512), (8, 512, 768))
-    plan = BuildPlan("toy", ModelFolder(toy_folder), None, gpu, "fp32", sizes)
+    plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
     names = (components.UNET, components.UNET_UNCONDITIONAL, components.UNET_GUIDED)
     assert {*names} <= {*plan.components}
-    networks = [load_network(ModelFolder(toy_folder), name, "fp32", "meta") for name in names]
-    unet, unconditional, guided = networks
+    networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]
+    _, unconditional, guided = networks
     assert plan.buckets_of(unconditional) == [static_bucket(1, 512, 512)]
-    assert plan.buckets_of(guided) == [static_bucket(8, 512, 768)]  # two rows of 512x512 are a call each
+    assert plan.buckets_of(guided) == [static_bucket(8, 512, 768)]  # one image of 512x512 runs its halves concurrently
     bucket = static_bucket(2, 512, 512)
-    assert len({engine_key(network, gpu, bucket) for network in networks}) == 3
+    assert len({engine_key(one, gpu, bucket) for one in networks}) == 3
 
-    pair = replace(plan, sizes=((2, 512, 512), (1, 512, 768)))  # with no engine for the row that is told a text
+    pair = replace(plan, sizes=((2, 512, 512), (1, 512, 768)))  # without an engine for the conditional half alone
     assert not {components.UNET_UNCONDITIONAL} & {*pair.components}
     assert pair.buckets_of(guided) == [bucket]
 
     index = folder_copy / "model_index.json"
     index.write_text(json.dumps(json.loads(index.read_text()) | {"force_zeros_for_empty_prompt": False}))
     for other in (
-        replace(plan, target=target),  # whose loop cannot use them
+        replace(plan, target=target),  # its loop cannot use them
         replace(plan, sizes=((1, 512, 512), (5, 512, 512))),
-        replace(plan, tensorrt=Choices()),
-        replace(plan, base=ModelFolder(folder_copy)),  # whose unconditional text is an empty one
+        replace(plan, tensorrt=PlanOptions()),
+        replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
     ):
-        assert not {*components.GUIDED} & {*other.components}
+        assert not {*components.CFG_VARIANTS} & {*other.components}
 
 
 @pytest.mark.parametrize(("small", "large"), [(0, 2**40), (0, 0), (2**40, 2**40)])
-def test_the_fast_form_of_group_norm_is_group_norm(small: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's form, run here: the statistics are exact also where the mean is far from zero."""
-    monkeypatch.setattr(blocks, "_SMALL", small)
-    monkeypatch.setattr(blocks, "_LARGE", large)
+def test_channels_last_group_norm_equals_pytorch(small: int, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form for GPUs, on the CPU. Its statistics are exact even if the mean is far from zero."""
+    monkeypatch.setattr(blocks, "_SMALL_ELEMENTS", small)
+    monkeypatch.setattr(blocks, "_LARGE_ELEMENTS", large)
     norm = torch.nn.GroupNorm(8, 64)
-    # Weights of up to 2.4: one of 3.4, as other draws have, brings fp32's own rounding past what is allowed below.
-    drawn = torch.Generator().manual_seed(3)
-    torch.nn.init.normal_(norm.weight, generator=drawn)
-    torch.nn.init.normal_(norm.bias, generator=drawn)
+    # This seed's weights are at most 2.4. With 3.4, as of other seeds, fp32 rounding exceeds the bounds below.
+    generator = torch.Generator().manual_seed(3)
+    torch.nn.init.normal_(norm.weight, generator=generator)
+    torch.nn.init.normal_(norm.bias, generator=generator)
     for height, width in ((8, 8), (24, 16), (26, 38), (13, 19), (256, 256)):
         noise = torch.randn(2, 64, height, width, generator=torch.Generator().manual_seed(0))
         hidden = 3 * noise + 50
         torch.testing.assert_close(channels_last_group_norm(norm, hidden), norm(hidden), rtol=1e-4, atol=1e-4)
-        hidden = noise + 100  # where sums of squares are off by 1e-3
+        hidden = noise + 100  # sums of squares would be wrong by 1e-3
         exact = F.group_norm(hidden.double(), 8, norm.weight.double(), norm.bias.double(), norm.eps).float()
         torch.testing.assert_close(channels_last_group_norm(norm, hidden), exact, rtol=0, atol=2e-4)
 
 
-def in_phases(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+def upsample_in_phases(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
     upsampler = SimpleNamespace(conv=conv)
-    split_into_phases(upsampler)
+    subpixel_upsample(upsampler)
     upsampler.phases.to(memory_format=torch.channels_last)
     return upsample(upsampler, hidden)
 
 
-def upsampled(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
+def upsample_then_convolve(conv: torch.nn.Conv2d, hidden: torch.Tensor) -> torch.Tensor:
     out: torch.Tensor = conv(torch.nn.functional.interpolate(hidden, scale_factor=2.0, mode="nearest"))
     return out
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows, height, width", [(1, 8, 8), (3, 7, 5), (2, 1, 6), (2, 16, 9)])
+@pytest.mark.parametrize("batch, height, width", [(1, 8, 8), (3, 7, 5), (2, 1, 6), (2, 16, 9)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_upsampling_in_phases_is_a_convolution_of_twice_the_picture(
-    layout: torch.memory_format, rows: int, height: int, width: int
+def test_subpixel_upsample_equals_upsample_and_convolve(
+    layout: torch.memory_format, batch: int, height: int, width: int
 ) -> None:
     conv: Any = torch.nn.Conv2d(6, 10, 3, padding=1, dtype=torch.float64)
     conv = conv.to(memory_format=layout)
-    hidden = torch.randn(rows, 6, height, width, dtype=torch.float64).to(memory_format=layout)
-    got = in_phases(conv, hidden)
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(got, upsampled(conv, hidden), rtol=1e-12, atol=1e-12)
+    hidden = torch.randn(batch, 6, height, width, dtype=torch.float64).to(memory_format=layout)
+    actual = upsample_in_phases(conv, hidden)
+    assert actual.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(actual, upsample_then_convolve(conv, hidden), rtol=1e-12, atol=1e-12)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_upsampling_in_phases_rounds_as_little_as_the_convolution(dtype: torch.dtype) -> None:
+def test_subpixel_upsample_rounds_as_little_as_convolution(dtype: torch.dtype) -> None:
     conv = torch.nn.Conv2d(128, 128, 3, padding=1, dtype=torch.float64).to(dtype)
     hidden = torch.randn(2, 128, 16, 16).to(dtype)
-    # What half precision rounds after the convolution, before its bias, is the CPU's and not the weights'.
+    # On a CPU the result is rounded before the bias is added. That error is not the weights'.
     torch.nn.init.zeros_(conv.bias)
-    exact = upsampled(copy.deepcopy(conv).double(), hidden.double())
+    exact = upsample_then_convolve(copy.deepcopy(conv).double(), hidden.double())
 
     def error(out: torch.Tensor) -> float:
         return float((out.double() - exact).norm() / exact.norm())
 
-    plain, phases = error(upsampled(conv, hidden)), error(in_phases(conv, hidden))
+    plain, phases = error(upsample_then_convolve(conv, hidden)), error(upsample_in_phases(conv, hidden))
     assert 0 < phases < 1.5 * plain
 
 
 @torch.inference_mode()
-def test_a_convolution_by_tiles_has_the_weights_of_winograd_s_filtering() -> None:
-    """A^T [(weights) (B^T tile B)] A is the convolution of a tile, with the matrices of the literature."""
+def test_winograd_weights_match_the_literature() -> None:
+    """A^T [(weights) (B^T tile B)] A is the convolution of a tile, with the matrices of Lavin and Gray."""
     conv = torch.nn.Conv2d(5, 7, 3, bias=False, dtype=torch.float64)
     tile = torch.randn(5, 4, 4, dtype=torch.float64)
     into = torch.tensor([[1.0, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=torch.float64)
     out = torch.tensor([[1.0, 1, 1, 0], [0, 1, -1, -1]], dtype=torch.float64)
     places = (into @ tile @ into.T).flatten(1)  # [in, 16]
-    weights = transformed(conv.weight)
+    weights = transform_weight(conv.weight)
     assert weights.shape == (16, 7, 5) and weights.is_contiguous()
     products = torch.einsum("pnc,cp->np", weights, places).unflatten(1, (4, 4))
     torch.testing.assert_close(out @ products @ out.T, conv(tile[None])[0], rtol=1e-12, atol=1e-12)
 
 
-def test_weights_of_tiles_are_rounded_once() -> None:
+def test_winograd_weights_are_rounded_once() -> None:
     kernel = torch.randn(32, 16, 3, 3).half()
-    assert torch.equal(transformed(kernel), transformed(kernel.double()).half())
+    assert torch.equal(transform_weight(kernel), transform_weight(kernel.double()).half())
 
 
 @torch.inference_mode()
-def test_a_convolution_by_tiles_is_pytorch_s_own_where_it_is_called() -> None:
+def test_winograd_conv_call_equals_pytorch() -> None:
     conv = torch.nn.Conv2d(48, 40, 3, padding=1, dtype=torch.float64)
     hidden = torch.randn(2, 48, 9, 6, dtype=torch.float64)
     torch.testing.assert_close(WinogradConv(conv)(hidden), conv(hidden), rtol=1e-12, atol=1e-12)
@@ -334,15 +319,13 @@ def test_a_convolution_by_tiles_is_pytorch_s_own_where_it_is_called() -> None:
     assert (halves - conv.double()(hidden)).norm() < 1e-3 * halves.norm()
 
 
-def test_an_engine_of_our_kernels_is_held_against_pytorch_s_own_operations(
-    toy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a kernel that is wrong on some GPU would be compared with itself. Here it could not even be called."""
-    for name in ("_CHANNELS", "_FEWEST", "_BLOCK"):
+def test_validation_runs_pytorchs_own_operations(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a wrong kernel would be compared with itself. Without a GPU it cannot be called."""
+    for name in ("_MIN_WIDER_SIDE", "_MIN_NARROWER_SIDE", "_CHANNEL_BLOCK"):
         monkeypatch.setattr(winograd, name, 1)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # there may be no such device
-    folder = ModelFolder(toy_folder)
-    tiled, plain = (load_network(folder, "unet", "fp16", "cuda", plain=plain) for plain in (False, True))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # without such a device
+    folder = Checkpoint(toy_folder)
+    tiled, plain = (load_network(folder, "unet", FP16, "cuda", plain=plain) for plain in (False, True))
     assert any(isinstance(module, WinogradConv) for module in tiled.module.modules())
     names = [spec.name for spec in plain.signature.inputs]
 
@@ -359,32 +342,36 @@ def test_an_engine_of_our_kernels_is_held_against_pytorch_s_own_operations(
     assert blocks._has_kernels(tensor)
 
 
-@pytest.mark.parametrize("before, after, by_tiles", [
+@pytest.mark.parametrize("channels_in, channels_out, uses_winograd", [
     (640, 640, True), (320, 640, True), (960, 320, True), (320, 320, False), (640, 64, False), (660, 640, False),
 ])  # fmt: skip
-def test_wide_convolutions_alone_are_computed_by_tiles(before: int, after: int, by_tiles: bool) -> None:
+def test_only_wide_convolutions_use_winograd(channels_in: int, channels_out: int, uses_winograd: bool) -> None:
     with torch.device("meta"):
-        block = SimpleNamespace(conv1=torch.nn.Conv2d(before, after, 3), conv2=torch.nn.Conv2d(64, 64, 3))
-        transform_wide(block)
-    assert isinstance(block.conv1, WinogradConv) == by_tiles and isinstance(block.conv2, torch.nn.Conv2d)
+        block = SimpleNamespace(conv1=torch.nn.Conv2d(channels_in, channels_out, 3), conv2=torch.nn.Conv2d(64, 64, 3))
+        replace_wide_convs(block)
+    assert isinstance(block.conv1, WinogradConv) == uses_winograd and isinstance(block.conv2, torch.nn.Conv2d)
 
 
 @pytest.mark.parametrize("component", ["unet", "unet_unconditional", "unet_guided"])
-@pytest.mark.parametrize("precision, device, by_tiles", [
-    ("fp16", "cuda", True), ("bf16", "cuda", True), ("fp32", "cuda", False), ("fp16", "cpu", False),
+@pytest.mark.parametrize("precision, device, uses_winograd", [
+    (FP16, "cuda", True), (BF16, "cuda", True), (FP32, "cuda", False), (FP16, "cpu", False),
 ])  # fmt: skip
-def test_a_unet_is_computed_by_tiles_on_gpus_in_half_precision(
-    component: str, precision: Precision, device: str, by_tiles: bool, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_unet_uses_winograd_on_gpus_in_half_precision(
+    component: str,
+    precision: Precision,
+    device: str,
+    uses_winograd: bool,
+    toy_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kernels of Triton do that, and a release keeps a GPU's weights apart from others'."""
-    monkeypatch.setattr(winograd, "_CHANNELS", 1)
-    monkeypatch.setattr(winograd, "_FEWEST", 1)
-    monkeypatch.setattr(winograd, "_BLOCK", 1)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # there may be no such device
-    names = load_network(ModelFolder(toy_folder), component, precision, device).tensors()
-    form = names["mid_block.resnets.0.conv1.weight"].shape
-    assert (len(form) == 3 and form[0] == 16) == by_tiles and "mid_block.resnets.0.conv1.bias" in names
-    plain = load_network(ModelFolder(toy_folder), component, precision, device, plain=True)  # as TensorRT takes it
+    """Only Triton kernels can. A release stores a GPU's weights separately."""
+    for name in ("_MIN_WIDER_SIDE", "_MIN_NARROWER_SIDE", "_CHANNEL_BLOCK"):
+        monkeypatch.setattr(winograd, name, 1)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # without such a device
+    names = load_network(Checkpoint(toy_folder), component, precision, device).tensors()
+    shape = names["mid_block.resnets.0.conv1.weight"].shape
+    assert (len(shape) == 3 and shape[0] == 16) == uses_winograd and "mid_block.resnets.0.conv1.bias" in names
+    plain = load_network(Checkpoint(toy_folder), component, precision, device, plain=True)  # as for TensorRT
     assert plain.layout == "plain" and plain.tensors()["mid_block.resnets.0.conv1.weight"].ndim == 4
 
 
@@ -396,12 +383,12 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no first text encoder": (lambda folder: shutil.rmtree(folder / "text_encoder"), "no text_encoder/config.json"),
     "no scheduler": (lambda folder: shutil.rmtree(folder / "scheduler"), "no scheduler/scheduler_config.json"),
-    "a config that is no JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
-    "an index that is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "is no JSON object"),
+    "a config that is not JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
+    "an index that is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "is not a JSON object"),
     "a config without a key": (lambda folder: drop_key(folder / "vae", "scaling_factor"), "no scaling_factor"),
-    "scaling by nothing": (lambda folder: edit_config(folder / "vae", scaling_factor=None), "scaling_factor is None"),
+    "no scaling": (lambda folder: edit_config(folder / "vae", scaling_factor=None), "scaling_factor is None"),
     "scaling by zero": (lambda folder: edit_config(folder / "vae", scaling_factor=0), "scaling_factor is 0"),
-    "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]; give a"),
+    "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]. Give a"),
     "a file cut short": (
         lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 5000),
         "unet cannot be loaded",
@@ -424,65 +411,67 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a UNet for inpainting": (
         lambda folder: edit_config(folder / "unet", in_channels=9),
-        "takes 9 channels and the VAE gives 4",
+        "takes 9 channels and the VAE returns 4",
     ),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_folder_that_is_no_sdxl_is_refused_with_a_sentence(
-    what: str, folder_copy: Path, store_copy: Store, plan_of: Callable[[Path, str], BuildPlan]
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_folders_that_are_not_sdxl(
+    case: str, folder_copy: Path, store_copy: WritableStore, plan_of: Callable[[Path, str], BuildPlan]
 ) -> None:
-    change, says = REFUSED[what]
+    change, message = REFUSED[case]
     change(folder_copy)
-    with pytest.raises(ModelFolderError, match=says) as refusal:
+    with pytest.raises(CheckpointError, match=message) as refusal:
         build(plan_of(folder_copy, "refused"), store_copy)
     assert str(folder_copy) in str(refusal.value)
     assert not [name for name in store_copy.records("drafts") if name.startswith("refused.")]
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_weights_that_are_missing_are_never_random_ones(
-    component: str, folder_copy: Path, edit_weights: Callable[..., None]
-) -> None:
-    part = folder_copy / PARTS[component][1]
+def test_refuses_missing_weights(component: str, folder_copy: Path, edit_weights: Callable[..., None]) -> None:
+    subfolder = folder_copy / CLASSES[component][1]
     lost: list[str] = []
 
     def lose(tensors: dict[str, torch.Tensor]) -> None:
         lost.append(max(name for name in tensors if name.endswith("weight") and "encoder.conv" not in name))
         del tensors[lost[0]]
 
-    edit_weights(part, lose)
-    with pytest.raises(ModelFolderError, match="lacks 1 of its network's weights, ") as refusal:
-        load_network(ModelFolder(folder_copy), component, "fp32")
+    edit_weights(subfolder, lose)
+    with pytest.raises(CheckpointError, match="lacks 1 of its network's weights, ") as refusal:
+        load_network(Checkpoint(folder_copy), component, FP32)
     assert lost[0].removeprefix("text_model.") in str(refusal.value)
 
 
-def test_a_refiner_of_another_noise_schedule_is_refused(
-    folder_copy: Path, toy_folder: Path, store_copy: Store, toy_plan: BuildPlan
+def test_refuses_refiner_with_another_noise_schedule(
+    folder_copy: Path, toy_folder: Path, store_copy: WritableStore, toy_plan: BuildPlan
 ) -> None:
     file = folder_copy / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": 0.02}))
-    with pytest.raises(ModelFolderError, match="another noise schedule"):
-        build(replace(toy_plan, refiner=ModelFolder(folder_copy), model="refused"), store_copy)
+    with pytest.raises(CheckpointError, match="another noise schedule"):
+        build(replace(toy_plan, refiner=Checkpoint(folder_copy), model="refused"), store_copy)
 
 
 def key_of(folder: Path, component: str, target: Target) -> str:
-    network = load_network(ModelFolder(folder), component, "fp32")
+    network = load_network(Checkpoint(folder), component, FP32)
     return engine_key(network, target, dynamic_bucket(network.multiple))
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_where_a_network_comes_from_does_not_change_its_engine_s_key(
+def test_key_is_independent_of_provenance_and_weights(
     component: str, folder_copy: Path, toy_folder: Path, target: Target, edit_weights: Callable[..., None]
 ) -> None:
-    part = folder_copy / PARTS[component][1]
-    edit_weights(part, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
+    subfolder = folder_copy / CLASSES[component][1]
+    edit_weights(subfolder, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
     edit_config(
-        part, _name_or_path="someone/else", _diffusers_version="0.1", transformers_version="4.0", torch_dtype="float16"
+        subfolder,
+        _name_or_path="someone/else",
+        _diffusers_version="0.1",
+        transformers_version="4.0",
+        torch_dtype="float16",
     )
     if component == "vae_decoder":
-        edit_config(part, scaling_factor=0.3)  # applied outside of the engine
+        edit_config(subfolder, scaling_factor=0.3)  # applied outside of the engine
     assert key_of(folder_copy, component, target) == key_of(toy_folder, component, target)
 
 
@@ -496,29 +485,29 @@ def test_where_a_network_comes_from_does_not_change_its_engine_s_key(
         ("vae_decoder", {"norm_num_groups": 2}),
     ],
 )
-def test_another_architecture_is_another_key(
+def test_key_depends_on_the_architecture(
     component: str, entries: dict[str, object], folder_copy: Path, toy_folder: Path, target: Target
 ) -> None:
-    edit_config(folder_copy / PARTS[component][1], **entries)
+    edit_config(folder_copy / CLASSES[component][1], **entries)
     assert key_of(folder_copy, component, target) != key_of(toy_folder, component, target)
 
 
-def test_the_key_tells_targets_buckets_precisions_and_layouts_apart(toy_folder: Path, target: Target) -> None:
-    folder = ModelFolder(toy_folder)
-    network = load_network(folder, "unet", "fp32")
+def test_key_depends_on_target_bucket_precision_and_layout(toy_folder: Path, target: Target) -> None:
+    folder = Checkpoint(toy_folder)
+    network = load_network(folder, "unet", FP32)
     bucket = dynamic_bucket(network.multiple)
     keys = [
         engine_key(network, target, bucket),
         engine_key(network, replace(target, product="x86_64_v2"), bucket),
-        engine_key(network, target, dynamic_bucket(network.multiple, max_rows=8)),
-        engine_key(load_network(folder, "unet", "bf16"), target, bucket),
+        engine_key(network, target, dynamic_bucket(network.multiple, max_batch=8)),
+        engine_key(load_network(folder, "unet", BF16), target, bucket),
         engine_key(replace(network, layout="channels_last"), target, bucket),
     ]
     assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
-def test_the_key_of_another_version_of_a_library_is_another(
+def test_key_depends_on_library_versions(
     library: str, toy_folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = importlib.metadata.version

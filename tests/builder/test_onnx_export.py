@@ -1,4 +1,4 @@
-"""ONNX graphs hold no weights, name them as we do, compute what eager PyTorch does and draw the same picture."""
+"""ONNX graphs hold no weights but name them, compute as eager PyTorch does, and generate the same image."""
 
 import os
 import shutil
@@ -14,118 +14,90 @@ import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
-from engine_builder.backends.aot_inductor.compile import (
-    CompileError,
-    example_inputs,
-)
+from engine_builder.backends.aot_inductor.compile import CompileError, example_inputs
 from engine_builder.backends.onnx import export as onnx_export
 from engine_builder.backends.onnx.engine import OnnxEngine
-from engine_builder.backends.onnx.export import (
-    OnnxGraph,
-    export_graph,
-    graph_key,
-    literals,
-    operators,
-)
-from engine_builder.backends.onnx.graph_store import (
-    check_graph_runs,
-    export_model,
-    find_graph,
-    graph_of,
-    read_graph,
-)
+from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, literals, operators
+from engine_builder.backends.onnx.graph_store import BuiltGraph, check_graph_runs, export_model, graph_of, read_graph
 from engine_builder.building.validate import InaccurateEngine
-from engine_builder.networks.network import (
-    ModelFolder,
-    Network,
-    load_network,
-)
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import Network, load_network
 from engine_builder.releases.gc import named_blobs
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-)
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.request import GenerationRequest, resolve
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded
-from model.pipeline.text_to_image import (
-    LoadedModel,
-    generate,
-)
-from model.store.store import (
-    Store,
-    open_store,
-)
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import generate
+from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
 slow = pytest.mark.skipif(
-    not os.environ.get("PREHEAT_SLOW"), reason="takes minutes more: run `make slow`, which sets PREHEAT_SLOW"
+    not os.environ.get("PREHEAT_SLOW"), reason="takes minutes: run `make slow`, which sets PREHEAT_SLOW"
 )
 TESTED = [pytest.param(name, marks=slow if name in REFINER_COMPONENTS else ()) for name in COMPONENTS]
-KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # found again by their keys, as engines are
+KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # reused by their keys, as engines are
 SHAPES = ((1, 128, 64), (2, 64, 96), (5, 96, 192))
 EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
 
 
-def tiny(component: str, precision: str = "fp32") -> Network:
+def tiny(component: str, precision: Precision = FP32) -> Network:
     folder = MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER
-    return load_network(ModelFolder(folder), component, precision)
+    return load_network(Checkpoint(folder), component, precision)
 
 
 @pytest.fixture(scope="session")
-def kept() -> Store:
-    """A store that keeps what was exported from one run to the next."""
-    return open_store(KEPT_GRAPHS)
+def kept() -> WritableStore:
+    """A store that keeps exported graphs between test runs."""
+    return open_writable_store(KEPT_GRAPHS)
 
 
 @pytest.fixture(scope="session")
-def graphs(kept: Store, say: Callable[[str], None]) -> dict[str, OnnxGraph]:
-    """The components of data/tiny-sdxl in fp32, by `export_model`; the refiner's where slow tests run."""
-    refiner = ModelFolder(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
+def graphs(kept: WritableStore, say: Callable[[str], None]) -> dict[str, OnnxGraph]:
+    """The components of data/tiny-sdxl in fp32, by `export_model`; with the refiner's if slow tests run."""
+    refiner = Checkpoint(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
 
-    def report(component: str, doing: str, done: int, steps: int) -> None:
-        say(f"graphs {done}/{steps}: {component}: {doing}")
+    def report(component: str, activity: str, done: int, steps: int) -> None:
+        say(f"graphs {done}/{steps}: {component}: {activity}")
 
     with _alone(KEPT_GRAPHS.with_suffix(".lock")):
-        made = export_model(ModelFolder(MODEL_FOLDER), refiner, "fp32", kept, report)
+        made = export_model(Checkpoint(MODEL_FOLDER), refiner, FP32, kept, report)
     assert [one.component for one in made] == list(COMPONENTS if refiner else BASE_COMPONENTS)
     assert all(one.error <= 1e-4 for one in made)
-    return {one.component: read_graph(kept, one.kept) for one in made}
+    return {one.component: read_graph(kept, one.built) for one in made}
 
 
 @pytest.fixture(scope="module")
-def toy_unet(toy_folder: Path, exported: tuple[Store, Path]) -> tuple[Network, OnnxGraph]:
+def toy_unet(toy_folder: Path, exported: tuple[WritableStore, Path]) -> tuple[Network, OnnxGraph]:
     """The toy's UNet in fp16."""
-    network = load_network(ModelFolder(toy_folder), "unet", "fp16")
-    found = find_graph(exported[0], graph_key(network))
+    network = load_network(Checkpoint(toy_folder), "unet", FP16)
+    found = BuiltGraph.find(exported[0], graph_key(network))
     assert found is not None
     return network, read_graph(exported[0], found)
 
 
 def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
-    """Of every output at every shape, against eager PyTorch."""
+    """Return the error of every output at every shape against eager PyTorch."""
     found = []
-    for seed, (rows, height, width) in enumerate(SHAPES):
-        case = example_inputs(network.signature, rows, height, width, "cpu", seed)
+    for seed, (batch, height, width) in enumerate(SHAPES):
+        case = example_inputs(network.signature, batch, height, width, "cpu", seed)
         with torch.inference_mode():
             expected = network.module(*case.values())
-        got = engine.run(case)
-        assert [(n, t.dtype) for n, t in got.items()] == [
+        outputs = engine.run(case)
+        assert [(n, t.dtype) for n, t in outputs.items()] == [
             (spec.name, reference.dtype) for spec, reference in zip(network.signature.outputs, expected, strict=True)
         ]
-        for reference, output in zip(expected, got.values(), strict=True):
-            apart = (output.double() - reference.double()).abs()
-            found.append(float(apart.norm() / reference.double().norm() if relative else apart.max()))
+        for reference, output in zip(expected, outputs.values(), strict=True):
+            difference = (output.double() - reference.double()).abs()
+            found.append(float(difference.norm() / reference.double().norm() if relative else difference.max()))
     return found
 
 
 @pytest.mark.parametrize("component", TESTED)
-def test_fp32_is_eager_pytorch_at_three_shapes(component: str, graphs: dict[str, OnnxGraph]) -> None:
+def test_fp32_equals_eager_pytorch_at_three_shapes(component: str, graphs: dict[str, OnnxGraph]) -> None:
     network = tiny(component)
     engine = OnnxEngine(component, graphs[component], network.signature, network.tensors())
     assert max(errors(network, engine, relative=False)) <= 1e-4
@@ -135,17 +107,19 @@ def test_fp32_is_eager_pytorch_at_three_shapes(component: str, graphs: dict[str,
     "component",
     ["text_encoder_2", *(pytest.param(name, marks=slow) for name in ("unet", "vae_decoder", "refiner_unet"))],
 )
-def test_fp16_is_eager_pytorch_at_three_shapes(component: str, kept: Store) -> None:
-    network = tiny(component, "fp16")
+def test_fp16_equals_eager_pytorch_at_three_shapes(component: str, kept: WritableStore) -> None:
+    network = tiny(component, FP16)
     engine = OnnxEngine(component, graph_of(network, kept)[1], network.signature, network.tensors())
     assert max(errors(network, engine, relative=True)) <= 1e-2
 
 
 @pytest.mark.parametrize("component", ["unet_text", "unet_time", "unet"])
-def test_fp16_of_a_unet_s_parts(component: str, exported: tuple[Store, Path], toy_folder: Path) -> None:
+def test_fp16_of_the_three_unet_networks(
+    component: str, exported: tuple[WritableStore, Path], toy_folder: Path
+) -> None:
     """unet_time concatenates fp16 text and fp32 sizes."""
-    network = load_network(ModelFolder(toy_folder), component, "fp16")
-    found = find_graph(exported[0], graph_key(network))
+    network = load_network(Checkpoint(toy_folder), component, FP16)
+    found = BuiltGraph.find(exported[0], graph_key(network))
     assert found is not None
     graph = read_graph(exported[0], found)
     engine = OnnxEngine(component, graph, network.signature, network.tensors())
@@ -155,13 +129,13 @@ def test_fp16_of_a_unet_s_parts(component: str, exported: tuple[Store, Path], to
     assert {constant["dtype"] for constant in graph.constants.values()} == {"float16"}
 
 
-def test_bf16_is_refused_in_a_sentence(toy_folder: Path) -> None:
-    with pytest.raises(CompileError, match="in bf16 is not exported to ONNX.*choose fp32 or fp16"):
-        export_graph(load_network(ModelFolder(toy_folder), "vae_decoder", "bf16"))
+def test_refuses_bf16(toy_folder: Path) -> None:
+    with pytest.raises(CompileError, match="in bf16 cannot be exported to ONNX.*Choose fp32 or fp16"):
+        export_graph(load_network(Checkpoint(toy_folder), "vae_decoder", BF16))
 
 
 @pytest.mark.parametrize("component", ["unet", "vae_decoder"])
-def test_dimensions_have_the_signature_s_names(component: str, graphs: dict[str, OnnxGraph]) -> None:
+def test_dimensions_have_the_signatures_names(component: str, graphs: dict[str, OnnxGraph]) -> None:
     graph = onnx.load_from_string(graphs[component].model).graph
     sides = [[size.dim_param for size in value.type.tensor_type.shape.dim] for value in (*graph.input, *graph.output)]
     assert all(shape[0] == "rows" for shape in sides)
@@ -169,7 +143,7 @@ def test_dimensions_have_the_signature_s_names(component: str, graphs: dict[str,
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_a_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, OnnxGraph]) -> None:
+def test_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, OnnxGraph]) -> None:
     graph, network = graphs[component], tiny(component)
     tensors = network.tensors()
     external = [
@@ -181,37 +155,37 @@ def test_a_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, 
     for init in external:
         assert list(init.dims) == list(tensors[init.name].shape)
         assert not init.raw_data and not init.float_data
-    whole = graph.model + b"".join(value.numpy().tobytes() for value in literals(graph.model).values())
+    content = graph.model + b"".join(value.numpy().tobytes() for value in literals(graph.model).values())
     for name, tensor in tensors.items():
         varied = tensor.numel() > 1 and tensor.is_floating_point() and tensor.unique().numel() > 1
-        assert not varied or tensor.numpy().tobytes() not in whole, name
+        assert not varied or tensor.numpy().tobytes() not in content, name
     assert all(value.numel() <= 77 * 77 for value in literals(graph.model).values())
 
 
-def test_a_graph_says_nothing_of_where_it_was_made(graphs: dict[str, OnnxGraph]) -> None:
+def test_graph_contains_no_paths(graphs: dict[str, OnnxGraph]) -> None:
     for graph in graphs.values():
         assert b"site-packages" not in graph.model and str(REPOSITORY).encode() not in graph.model
         assert b".py" not in graph.model
 
 
-def test_another_model_of_the_architecture_has_the_same_graph(
+def test_models_of_one_architecture_have_the_same_graph(
     toy_folder: Path, folder_copy: Path, edit_weights: EditWeights
 ) -> None:
     def zero(tensors: dict[str, torch.Tensor]) -> None:
         for tensor in tensors.values():
-            tensor.zero_()  # the weights that invite an optimizer most
+            tensor.zero_()  # zeros are the easiest weights to optimize away
 
     edit_weights(folder_copy / "text_encoder", zero)
-    one, other = (load_network(ModelFolder(folder), "text_encoder", "fp32") for folder in (toy_folder, folder_copy))
+    one, other = (load_network(Checkpoint(folder), "text_encoder", FP32) for folder in (toy_folder, folder_copy))
     assert graph_key(one) == graph_key(other)
     graph = export_graph(one)
     assert graph == export_graph(other)
     engine = OnnxEngine("text_encoder", graph, other.signature, other.tensors())
     assert max(errors(other, engine, relative=False)) == 0.0
-    assert graph_key(load_network(ModelFolder(toy_folder), "text_encoder", "fp16")) != graph_key(one)
+    assert graph_key(load_network(Checkpoint(toy_folder), "text_encoder", FP16)) != graph_key(one)
 
 
-def test_weights_that_do_not_fit_are_refused(toy_unet: tuple[Network, OnnxGraph]) -> None:
+def test_refuses_weights_that_do_not_fit(toy_unet: tuple[Network, OnnxGraph]) -> None:
     network, graph = toy_unet
     tensors = network.tensors()
     name = next(iter(graph.constants))
@@ -219,23 +193,23 @@ def test_weights_that_do_not_fit_are_refused(toy_unet: tuple[Network, OnnxGraph]
         OnnxEngine("unet", graph, network.signature, {key: value for key, value in tensors.items() if key != name})
 
 
-def test_a_wrapper_that_bakes_a_tensor_in_is_refused() -> None:
-    class Baked(torch.nn.Module):
+def test_refuses_a_wrapper_with_a_constant_tensor() -> None:
+    class WithConstant(torch.nn.Module):
         def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (latents.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :3] * self.scale,)
 
     network = tiny("vae_decoder")
-    baked = Baked()
-    baked.scale = torch.randn(3, 1, 1)
+    module = WithConstant()
+    module.scale = torch.randn(3, 1, 1)
     with pytest.raises(CompileError, match="could not be exported .*device"):
-        export_graph(replace(network, module=baked))
+        export_graph(replace(network, module=module))
 
 
-def test_a_damaged_graph_is_refused(toy_unet: tuple[Network, OnnxGraph]) -> None:
+def test_refuses_a_damaged_graph(toy_unet: tuple[Network, OnnxGraph]) -> None:
     network, graph = toy_unet
     model = onnx.load_from_string(graph.model)
     model.graph.node[0].op_type = "NoSuchOperator"
-    with pytest.raises(CompileError, match="not sound"):
+    with pytest.raises(CompileError, match="is invalid"):
         onnx_export.check_graph(replace(graph, model=model.SerializeToString()), network.signature)
     constants = dict(graph.constants)
     name = next(iter(constants))
@@ -244,75 +218,73 @@ def test_a_damaged_graph_is_refused(toy_unet: tuple[Network, OnnxGraph]) -> None
         onnx_export.check_graph(replace(graph, constants=constants), network.signature)
 
 
-def test_a_graph_that_computes_something_else_is_not_kept(toy_unet: tuple[Network, OnnxGraph]) -> None:
+def test_refuses_a_graph_with_other_results(toy_unet: tuple[Network, OnnxGraph]) -> None:
     network, graph = toy_unet
     model = onnx.load_from_string(graph.model)
     node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
     node.op_type = "Tanh"
-    with pytest.raises(InaccurateEngine, match="The ONNX graph of unet is off"):
+    with pytest.raises(InaccurateEngine, match="The ONNX graph of unet differs by"):
         check_graph_runs(network, replace(graph, model=model.SerializeToString()))
 
 
 # -- in a store and in a folder -----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_what_onnx_runtime_opens(exported: tuple[Store, Path], toy_folder: Path) -> None:
+def test_onnx_runtime_opens_the_commands_output(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
     _, out = exported
     assert {path.name for path in out.iterdir()} == {"weights"} | {f"{name}.onnx" for name in BASE_COMPONENTS}
     for name in BASE_COMPONENTS:
         onnx.checker.check_model(out / f"{name}.onnx", full_check=True)
-    network = load_network(ModelFolder(toy_folder), "unet", "fp16")
+    network = load_network(Checkpoint(toy_folder), "unet", FP16)
     session = onnxruntime.InferenceSession(out / "unet.onnx", providers=["CPUExecutionProvider"])
     case = example_inputs(network.signature, 2, 64, 96, "cpu")
-    [got] = session.run(None, {name: tensor.numpy() for name, tensor in case.items()})
+    [actual] = session.run(None, {name: tensor.numpy() for name, tensor in case.items()})
     with torch.inference_mode():
         [expected] = network.module(*case.values())
-    assert np.linalg.norm(got - expected.numpy()) / np.linalg.norm(expected.numpy()) <= 1e-2
+    assert np.linalg.norm(actual - expected.numpy()) / np.linalg.norm(expected.numpy()) <= 1e-2
 
 
-def test_weights_are_in_a_store_once(exported: tuple[Store, Path], toy_folder: Path) -> None:
+def test_weights_are_stored_once(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
     store, _ = exported
-    tensor = load_network(ModelFolder(toy_folder), "unet", "fp16").tensors()["conv_in.weight"]
+    tensor = load_network(Checkpoint(toy_folder), "unet", FP16).tensors()["conv_in.weight"]
     holding = [
         size for digest, size, _ in store.blobs() if tensor.numpy().tobytes() in store.get(digest, size).read_bytes()
     ]
     assert len(holding) == 1
 
 
-def test_exporting_again_exports_nothing(exported: tuple[Store, Path], toy_folder: Path) -> None:
+def test_exporting_again_exports_nothing(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
     store, _ = exported
     before = {digest for digest, _, _ in store.blobs()}
-    again = export_model(ModelFolder(toy_folder), None, "fp16", store)
+    again = export_model(Checkpoint(toy_folder), None, FP16, store)
     assert not any(one.new for one in again)
     assert {digest for digest, _, _ in store.blobs()} == before
 
 
-def test_gc_keeps_graphs(exported: tuple[Store, Path]) -> None:
+def test_gc_keeps_graphs(exported: tuple[WritableStore, Path]) -> None:
     store, _ = exported
     named = named_blobs(store)
     for key in store.records("onnx"):
-        found = find_graph(store, key)
+        found = BuiltGraph.find(store, key)
         assert found is not None and {blob.sha256 for blob in found.blobs()} <= named
 
 
-def test_a_damaged_graph_in_a_store_is_exported_again(
-    exported: tuple[Store, Path], toy_folder: Path, tmp_path: Path
+def test_exports_again_if_the_stored_graph_is_damaged(
+    exported: tuple[WritableStore, Path], toy_folder: Path, tmp_path: Path
 ) -> None:
     root = Path(exported[0].url.removeprefix("file://"))
-    store = open_store(shutil.copytree(root, tmp_path / "store"))
-    network = load_network(ModelFolder(toy_folder), "text_encoder", "fp16")
-    found = find_graph(store, graph_key(network))
+    store = open_writable_store(shutil.copytree(root, tmp_path / "store"))
+    network = load_network(Checkpoint(toy_folder), "text_encoder", FP16)
+    found = BuiltGraph.find(store, graph_key(network))
     assert found is not None
     path = tmp_path / "store" / "blobs" / "sha256" / found.graph.sha256
     path.write_bytes(path.read_bytes()[:-1])
-    assert find_graph(store, graph_key(network)) is None
+    assert BuiltGraph.find(store, graph_key(network)) is None
     assert graph_of(network, store)[0].graph == found.graph
-    assert find_graph(store, graph_key(network)) is not None
+    assert BuiltGraph.find(store, graph_key(network)) is not None
 
 
-def test_a_folder_is_not_written_from_weights_that_lack_a_tensor(
-    toy_unet: tuple[Network, OnnxGraph], tmp_path: Path
-) -> None:
+def test_write_model_refuses_weights_that_lack_a_tensor(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
     network, graph = toy_unet
     tensors = network.tensors()
     name = next(iter(graph.constants))
@@ -325,7 +297,7 @@ def test_a_folder_is_not_written_from_weights_that_lack_a_tensor(
             onnx_export.write_model(graph, [file], tmp_path / f"{number}.onnx")
 
 
-def test_linked_weights_are_the_store_s_own_bytes(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
+def test_write_model_links_or_copies_weights(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
     network, graph = toy_unet
     file = tmp_path / "blob"
     save_file({key: tensor.contiguous() for key, tensor in network.tensors().items()}, file)
@@ -341,7 +313,7 @@ def test_linked_weights_are_the_store_s_own_bytes(toy_unet: tuple[Network, OnnxG
 
 
 @pytest.mark.parametrize("refiner", [False, pytest.param(True, marks=slow)], ids=["base", "refined"])
-def test_the_pipeline_draws_aot_inductor_s_picture(refiner: bool, graphs: dict[str, OnnxGraph], loaded: Loaded) -> None:
+def test_pipeline_generates_aot_inductors_image(refiner: bool, graphs: dict[str, OnnxGraph], loaded: Loaded) -> None:
     engines = dict(loaded.model.engines)
     for component, graph in graphs.items():
         network = tiny(component)
@@ -350,14 +322,14 @@ def test_the_pipeline_draws_aot_inductor_s_picture(refiner: bool, graphs: dict[s
     request = GenerationRequest(
         prompt="two green squares on a white background", seed=5, num_inference_steps=10, use_refiner=refiner
     )
-    settings = resolve(request, loaded.served)
-    pictures = [generate(model, [settings])[0][0].astype(int) for model in (loaded.model, through_onnx)]
-    assert np.abs(pictures[0] - pictures[1]).max() <= 2
-    assert pictures[0].std() > 10
+    params = resolve(request, loaded.served)
+    images = [generate(model, [params])[0][0].astype(int) for model in (loaded.model, through_onnx)]
+    assert np.abs(images[0] - images[1]).max() <= 2
+    assert images[0].std() > 10
 
 
-def test_every_operator_is_one_that_tensorrt_s_parser_lists(graphs: dict[str, OnnxGraph]) -> None:
-    """From docs/operators.md of onnx-tensorrt: what the parser takes, at least for some inputs."""
+def test_tensorrts_parser_lists_every_operator(graphs: dict[str, OnnxGraph]) -> None:
+    """The list is docs/operators.md of onnx-tensorrt: supported at least for some inputs."""
     used = {name for graph in graphs.values() for name in operators(graph.model)}
     assert used <= set(
         "Add ArgMax Cast Concat Conv Cos Equal Expand Gather GatherND Gelu Gemm InstanceNormalization IsNaN "

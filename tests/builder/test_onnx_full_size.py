@@ -1,6 +1,6 @@
-"""The graphs of SDXL base 1.0 and refiner 1.0 at full size: exported from their configs, checked, named.
+"""The graphs of SDXL base 1.0 and refiner 1.0 at full size, exported from their configs and checked.
 
-No weights are needed, and none are made: an export sees shapes alone. What it takes is minutes, not memory.
+An export needs shapes only, so no weights are made. It takes minutes, but little memory.
 """
 
 import json
@@ -14,30 +14,20 @@ import onnx
 import pytest
 import torch
 
-from engine_builder.backends.onnx.export import (
-    export_graph,
-    literals,
-    operators,
-)
+from engine_builder.backends.onnx.export import export_graph, literals, operators
 from engine_builder.checkpoints import random_sdxl
-from engine_builder.networks.network import (
-    ModelFolder,
-    load_network,
-)
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-    REFINER_TEXT_ENCODER_2,
-    TEXT_ENCODER,
-)
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import load_network
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS, REFINER_TEXT_ENCODER_2, TEXT_ENCODER
+from model.store.precision import FP16
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"),
-    reason="exports SDXL at full size for some six minutes: run `make slow`, which sets PREHEAT_SLOW",
+    reason="exports SDXL at full size, about six minutes: run `make slow`, which sets PREHEAT_SLOW",
 )
 # The refiner's text encoder is the base's second.
 COMPONENTS = [name for name in BASE_COMPONENTS + REFINER_COMPONENTS if name != REFINER_TEXT_ENCODER_2]
-# Parameters of the published checkpoints, which say that the configs are theirs.
+# Parameters of the published checkpoints, to check the configs.
 PARAMETERS = {
     "unet": 2_567_463_684,
     "refiner_unet": 2_259_526_660,
@@ -47,8 +37,8 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ModelFolder]:
-    """The base's and the refiner's folders (by whether it is the refiner's), of configs alone."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Checkpoint]:
+    """Folders with configs only: the base's (False) and the refiner's (True)."""
     root = tmp_path_factory.mktemp("sdxl")
     with torch.device("meta"):
         parts = {"vae": random_sdxl.vae(), "text_encoder_2": random_sdxl.text_encoder(second=True)}
@@ -61,26 +51,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, ModelFolder]
             if part == "vae" or part == "unet":
                 network.save_config(root / name / part)
             else:
-                # The checkpoints say 2, by which transformers knows to look for the largest id instead.
+                # The checkpoints have 2, for which transformers uses the largest id instead.
                 config = network.config.to_dict() | {"eos_token_id": 2}
                 (root / name / part).mkdir(parents=True)
                 (root / name / part / "config.json").write_text(json.dumps(config))
-    return {False: ModelFolder(root / "base"), True: ModelFolder(root / "refiner")}
+    return {False: Checkpoint(root / "base"), True: Checkpoint(root / "refiner")}
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_sdxl_exports_at_full_size(
-    component: str, folders: dict[bool, ModelFolder], say: Callable[[str], None], tmp_path: Path
+    component: str, folders: dict[bool, Checkpoint], say: Callable[[str], None], tmp_path: Path
 ) -> None:
-    began = time.perf_counter()
-    network = load_network(folders[component in REFINER_COMPONENTS], component, "fp16", device="meta")
-    graph = export_graph(network)  # which checks it: ONNX's checker, strict shape inference, names, types
-    seconds = time.perf_counter() - began
+    started = time.perf_counter()
+    network = load_network(folders[component in REFINER_COMPONENTS], component, FP16, device="meta")
+    graph = export_graph(network)  # checks it: ONNX's checker, strict shape inference, names, types
+    seconds = time.perf_counter() - started
     tensors = network.tensors()
     assert graph.constants.keys() <= tensors.keys()
-    if component != TEXT_ENCODER:  # whose last layer feeds nothing that is used
+    if component != TEXT_ENCODER:  # its last layer is not used
         assert graph.constants.keys() == tensors.keys()
-    # fp16 throughout: but for positions and the sinusoids of time and size, nothing is of another type.
+    # Everything is fp16, except positions and the sinusoids of time and size.
     assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
     assert operators(graph.model).get("Cast", 0) <= 3
     assert len(graph.model) < 2**20 and sum(value.nbytes for value in literals(graph.model).values()) < 2**14

@@ -19,7 +19,7 @@ def plan(*arguments: str) -> Result:
 def measured(tmp_path: Path) -> Path:
     """Closed loops of a server that takes four images at once."""
     rows = [
-        make_row(f"closed loop, {clients} clients 64x64", [1.0], "s", "fp32", 10, 1, extra={"images_per_second": rate})
+        make_row(f"closed loop, {clients} clients 64x64", [1.0], "s", "fp32", 10, 1, images_per_second=rate)
         for clients, rate in ((1, 2.0), (2, 3.0), (4, 4.0), (8, 4.1), (16, 4.0))
     ]
     rows.append(make_row("open loop, 2.00 requests/s 64x64", [1.0], "s", "fp32", 10, 1))
@@ -27,25 +27,25 @@ def measured(tmp_path: Path) -> Path:
     return tmp_path / "load.json"
 
 
-def test_the_curve_is_what_was_measured_up_to_where_more_clients_only_wait(measured: Path) -> None:
+def test_curve_ends_where_more_clients_only_wait(measured: Path) -> None:
     assert _measured_points(measured) == pytest.approx({1: 0.05, 2: 2 / 30, 4: 0.1})
 
 
-def test_a_plan_names_a_setting_that_the_platform_takes(measured: Path, tmp_path: Path) -> None:
-    out, picture = tmp_path / "production.json", tmp_path / "plan.png"
+def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None:
+    out, plot_file = tmp_path / "production.json", tmp_path / "plan.png"
     ran = plan(
         "constant:3", "--load", str(measured), "--steps", "10", "--cold-start", "20", "--p99", "3", "--hours", "0.3",
-        "--max-replica", "3", "--out", str(out), "--plot", str(picture),
+        "--max-replica", "3", "--out", str(out), "--plot", str(plot_file),
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     settings = json.loads(out.read_text())
     assert settings.keys() == json.loads(Path("truss/autoscaling/production.json").read_text()).keys()
     assert settings["concurrency_target"] == 4 and 1 <= settings["min_replica"] <= settings["max_replica"] == 3
     assert json.loads(ran.output.splitlines()[-1]) == settings
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_target_out_of_reach_is_said(measured: Path) -> None:
+def test_reports_an_unreachable_target(measured: Path) -> None:
     ran = plan(
         "constant:3", "--load", str(measured), "--steps", "10", "--cold-start", "20", "--p99", "0.2", "--hours", "0.2"
     )
@@ -54,9 +54,9 @@ def test_a_target_out_of_reach_is_said(measured: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "arguments",
     [["--curve", "1:x"], ["--curve", "0:1"], ["--curve", ""], [], ["--curve", "1:1", "--load", "here.json"]],
 )
-def test_a_curve_that_is_none_is_refused(wrong: list[str]) -> None:
-    ran = plan("constant:1", "--cold-start", "1", "--p99", "1", *wrong)
+def test_refuses_an_invalid_curve(arguments: list[str]) -> None:
+    ran = plan("constant:1", "--cold-start", "1", "--p99", "1", *arguments)
     assert ran.exit_code == 2, ran.output

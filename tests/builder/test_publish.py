@@ -1,27 +1,24 @@
-"""Publishing: drafts become a release once, and nothing else does."""
+"""Publishing: drafts become one release, once."""
 
 from pathlib import Path
 
 import pytest
 
 from engine_builder.releases.publish import NothingToPublish, publish
+from engine_builder.stores.store import WritableStore, open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
 from model.store.manifest import Manifest
-from model.store.store import (
-    Store,
-    open_store,
-)
 
 OTHER = "cuda-h200-sm90-torch2.13-cu130"
 
 
-def draft_of(store: Store) -> Manifest:
+def draft_of(store: WritableStore) -> Manifest:
     [name] = [name for name in store.records("drafts") if OTHER not in name]
     return Manifest.model_validate_json(store.read_record("drafts", name) or b"")
 
 
-def draft_for_another_target(store: Store, **changes: object) -> Manifest:
-    """What a machine with a GPU would have drafted of the same source."""
+def draft_for_another_target(store: WritableStore, **changes: object) -> Manifest:
+    """Write the draft that a machine with a GPU would make of the same source."""
     draft = draft_of(store)
     engines = tuple(engine.model_copy(update={"target": OTHER, "key": engine.key[::-1]}) for engine in draft.engines)
     other = draft.model_copy(update={"engines": engines, **changes})
@@ -29,7 +26,7 @@ def draft_for_another_target(store: Store, **changes: object) -> Manifest:
     return other
 
 
-def test_the_drafts_of_two_targets_are_one_release(store_copy: Store) -> None:
+def test_drafts_of_two_targets_become_one_release(store_copy: WritableStore) -> None:
     mine = draft_of(store_copy)
     draft_for_another_target(store_copy)
     manifest, new = publish(store_copy, "toy-sdxl")
@@ -40,15 +37,15 @@ def test_the_drafts_of_two_targets_are_one_release(store_copy: Store) -> None:
     assert {w.component: w for w in manifest.weights} == {w.component: w for w in mine.weights}
 
 
-def test_what_was_built_last_makes_no_other_release(store_copy: Store) -> None:
+def test_release_is_independent_of_build_order(store_copy: WritableStore) -> None:
     draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00")
     first, _ = publish(store_copy, "toy-sdxl")
     draft_for_another_target(store_copy, created="2099-01-01T00:00:00+00:00")
     assert publish(store_copy, "toy-sdxl") == (first, False)
 
 
-def test_what_tensorrt_was_asked_for_is_no_part_of_a_release(store_copy: Store) -> None:
-    """Else the release would tell which runtime was built last."""
+def test_release_does_not_name_tensorrts_options(store_copy: WritableStore) -> None:
+    """Otherwise the release would depend on the runtime that was built last."""
     builder = draft_of(store_copy).builder | {"tensorrt": "{}"}
     draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=builder)
     first, _ = publish(store_copy, "toy-sdxl")
@@ -57,7 +54,7 @@ def test_what_tensorrt_was_asked_for_is_no_part_of_a_release(store_copy: Store) 
     assert "tensorrt" not in first.builder
 
 
-def test_a_draft_of_an_older_source_is_left_out(store_copy: Store) -> None:
+def test_omits_a_draft_of_an_older_source(store_copy: WritableStore) -> None:
     older = draft_of(store_copy).builder | {"source": "older"}
     draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
     manifest, new = publish(store_copy, "toy-sdxl")
@@ -65,16 +62,16 @@ def test_a_draft_of_an_older_source_is_left_out(store_copy: Store) -> None:
     assert OTHER not in manifest.targets
 
 
-def test_the_same_content_is_the_same_release(store_copy: Store) -> None:
+def test_same_content_is_the_same_release(store_copy: WritableStore) -> None:
     before = store_copy.releases()
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/1", False)
     assert store_copy.releases() == before == ["toy-sdxl/1"]
 
 
-def test_a_name_that_is_taken_is_refused(store_copy: Store) -> None:
+def test_refuses_an_existing_name(store_copy: WritableStore) -> None:
     before = store_copy.read_release("toy-sdxl/1")
-    with pytest.raises(ReleaseExists, match="toy-sdxl/1 is published already"):
+    with pytest.raises(ReleaseExists, match="toy-sdxl/1 is already published"):
         publish(store_copy, "toy-sdxl/1")
     assert store_copy.read_release("toy-sdxl/1") == before
     assert publish(store_copy, "toy-sdxl/summer")[0].version == "summer"
@@ -83,30 +80,30 @@ def test_a_name_that_is_taken_is_refused(store_copy: Store) -> None:
     assert publish(store_copy, "toy-sdxl")[0].version == "11"
 
 
-def test_nothing_built_is_nothing_to_publish(tmp_path: Path, store_copy: Store) -> None:
-    with pytest.raises(NothingToPublish, match="has no build of toy-sdxl: run `preheat build` first"):
-        publish(open_store(tmp_path / "empty"), "toy-sdxl")
+def test_refuses_to_publish_without_a_build(tmp_path: Path, store_copy: WritableStore) -> None:
+    with pytest.raises(NothingToPublish, match="has no build of toy-sdxl. Run `preheat build` first"):
+        publish(open_writable_store(tmp_path / "empty"), "toy-sdxl")
     with pytest.raises(NothingToPublish, match="no build of another"):
         publish(store_copy, "another")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "toy-sdxl/../x", "a/b/c", "toy sdxl"])
-def test_a_name_that_is_none_is_refused(name: str, store_copy: Store) -> None:
-    with pytest.raises(ManifestError, match="is no release name"):
+def test_refuses_invalid_names(name: str, store_copy: WritableStore) -> None:
+    with pytest.raises(ManifestError, match="is not a release name"):
         publish(store_copy, name)
 
 
-def test_a_damaged_draft_is_named(store_copy: Store) -> None:
+def test_names_a_damaged_draft(store_copy: WritableStore) -> None:
     store_copy.write_record("drafts", "toy-sdxl.other.fp32", b'{"model": 1}')
     with pytest.raises(ManifestError, match="draft toy-sdxl.other.fp32 .* is damaged"):
         publish(store_copy, "toy-sdxl")
 
 
-def test_a_release_whose_blob_is_gone_or_damaged_is_not_published(store_copy: Store) -> None:
+def test_refuses_missing_or_damaged_blobs(store_copy: WritableStore) -> None:
     blob = draft_of(store_copy).weights[0].blobs[0]
     path = store_copy.get(blob.sha256, blob.bytes)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CorruptBlob):
         publish(store_copy, "toy-sdxl/2")
     path.unlink()
@@ -115,7 +112,7 @@ def test_a_release_whose_blob_is_gone_or_damaged_is_not_published(store_copy: St
     assert store_copy.releases() == ["toy-sdxl/1"]
 
 
-def test_the_next_version_follows_one_with_zeros_before_it(store_copy: Store) -> None:
+def test_next_version_follows_one_with_leading_zeros(store_copy: WritableStore) -> None:
     publish(store_copy, "toy-sdxl/007")
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/007", False)

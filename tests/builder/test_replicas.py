@@ -1,4 +1,4 @@
-"""The simulation of replicas: against queueing theory where it has a formula, by its promises where it has none."""
+"""The simulation of replicas: against the formulas of queueing theory, and by its own promises."""
 
 import itertools
 from pathlib import Path
@@ -10,7 +10,6 @@ from engine_builder.replicas.simulation import (
     Result,
     Server,
     candidates,
-    erlang_c_wait,
     paid_hours,
     recommend,
     simulate,
@@ -28,6 +27,17 @@ def exponential(mean: float):  # type: ignore[no-untyped-def]
     return lambda chance: chance.expovariate(1 / mean)
 
 
+def erlang_c_wait(rate: float, service_seconds: float, servers: int) -> float:
+    """Mean wait in an M/M/c queue (Erlang 1917): C(c, a) / (c / s - rate), with a = rate * s."""
+    load = rate * service_seconds
+    term, total = 1.0, 1.0
+    for k in range(1, servers):
+        term *= load / k
+        total += term
+    last = term * load / servers * servers / (servers - load)
+    return last / (total + last) / (servers / service_seconds - rate)
+
+
 # -- theory -----------------------------------------------------------------------------------------------------------
 
 
@@ -39,13 +49,13 @@ def exponential(mean: float):  # type: ignore[no-untyped-def]
         (0.9, 1.0, 1, 9.0),
     ],  # M/M/1: rho s / (1 - rho); M/M/2: rho^2 s/(1-rho^2)
 )
-def test_erlang_c_is_what_the_small_cases_say(rate: float, seconds: float, servers: int, wait: float) -> None:
+def test_erlang_c_of_small_cases(rate: float, seconds: float, servers: int, wait: float) -> None:
     assert erlang_c_wait(rate, seconds, servers) == pytest.approx(wait)
 
 
 @pytest.mark.parametrize("servers, load", [(1, 0.6), (4, 0.8), (8, 0.9)])
-def test_a_server_whose_steps_take_as_long_for_one_as_for_all_is_m_m_c(servers: int, load: float) -> None:
-    """Images with exponential numbers of steps, a batch that costs no more than one: servers side by side."""
+def test_server_with_constant_step_time_is_m_m_c(servers: int, load: float) -> None:
+    """Exponential numbers of steps, and a batch that takes the time of one image: parallel servers."""
     server = Server({1: 0.1, servers: 0.1}, steps=10, cold_start_seconds=0, max_queue=10**9)
     rate = load * servers / 1.0  # ten steps of a tenth of a second
     result = simulate(constant(rate, 60_000 / rate), server, STEADY, seed=3, steps=exponential(10))
@@ -54,9 +64,9 @@ def test_a_server_whose_steps_take_as_long_for_one_as_for_all_is_m_m_c(servers: 
     assert sum(result.latencies) / len(result.latencies) == pytest.approx(expected + 1.0, rel=0.05)
 
 
-def test_a_step_of_more_images_takes_what_the_curve_says() -> None:
+def test_step_time_follows_the_curve() -> None:
     server = Server({1: 0.1, 4: 0.4}, steps=10, cold_start_seconds=0)
-    assert [server.curve(images) for images in (1, 2, 3, 4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert [server.step_time(images) for images in (1, 2, 3, 4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert server.images_per_second == pytest.approx(1.0)
     alone = simulate(constant(0.001, 100_000), server, STEADY)
     assert alone.latency(0.5) == pytest.approx(1.0)
@@ -66,10 +76,10 @@ def test_a_step_of_more_images_takes_what_the_curve_says() -> None:
     assert sorted(together.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
 
 
-def test_letting_in_few_while_few_are_here_shortens_the_median_and_costs_nothing_when_full(
+def test_small_batches_shorten_the_median_latency(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A GPU that one image nearly fills, at 70 % of what it can do, and asked for more than it can do."""
+    """A GPU that one image nearly fills, at 70 % and 150 % of its capacity."""
     server = Server({1: 0.031, 2: 0.059, 4: 0.115, 8: 0.227}, steps=30, cold_start_seconds=0, max_queue=100)
     assert server.efficient == 1
     loads = [constant(share * server.images_per_second, 10_000) for share in (0.7, 1.5)]
@@ -83,7 +93,7 @@ def test_letting_in_few_while_few_are_here_shortens_the_median_and_costs_nothing
 
 # -- the platform -----------------------------------------------------------------------------------------------------
 
-SERVER = Server({1: 0.05, 8: 0.1}, steps=20, cold_start_seconds=45)  # 4 images/s at most, 1 s for an image alone
+SERVER = Server({1: 0.05, 8: 0.1}, steps=20, cold_start_seconds=45)  # at most 4 images/s, 1 s for a single image
 
 
 def test_every_request_is_answered_or_refused() -> None:
@@ -93,7 +103,7 @@ def test_every_request_is_answered_or_refused() -> None:
     assert result.refused > 0 and result.gpu_hours == pytest.approx(600 / 3600, rel=0.01)
 
 
-def test_replicas_follow_a_spike_after_a_cold_start_and_go_after_the_delay() -> None:
+def test_replicas_follow_a_spike_and_the_delay() -> None:
     scaling = Autoscaling(1, 6, autoscaling_window=60, scale_down_delay=300, concurrency_target=8)
     result = simulate(read_traffic("spike:0.5:12:20", 3), SERVER, scaling)
     counts = [count for _, count in result.replicas]
@@ -106,14 +116,14 @@ def test_replicas_follow_a_spike_after_a_cold_start_and_go_after_the_delay() -> 
     assert result.gpu_hours == pytest.approx(paid_hours(result.replicas, 3 * 3600), rel=0.01)
 
 
-def test_a_cold_start_is_waited_for_where_nothing_is_kept_running() -> None:
+def test_requests_wait_for_a_cold_start_without_replicas() -> None:
     result = simulate(constant(0.001, 20_000), SERVER, Autoscaling(0, 1, scale_down_delay=60))
     assert min(result.latencies) >= 1.0
-    assert result.latency(0.99) == pytest.approx(45 + 1 + 2.5, abs=4)  # and the autoscaler looks every 5 s
+    assert result.latency(0.99) == pytest.approx(45 + 1 + 2.5, abs=4)  # the autoscaler runs every 5 s
     assert result.gpu_hours < 0.5 * 20_000 / 3600
 
 
-def test_the_recommendation_is_the_cheapest_that_is_good_enough() -> None:
+def test_recommends_the_cheapest_sufficient_setting() -> None:
     def result(p99: float, hours: float, refused: int = 0) -> Result:
         return Result(latencies=[p99] * 100, refused=refused, gpu_hours=hours)
 
@@ -128,7 +138,7 @@ def test_the_recommendation_is_the_cheapest_that_is_good_enough() -> None:
     assert recommend(results, p99=0.5) is None
 
 
-def test_candidates_can_carry_the_traffic() -> None:
+def test_candidates_can_serve_the_traffic() -> None:
     tried = candidates(SERVER, constant(10, 3600), max_replica=6)
     assert {one.min_replica for one in tried} >= {1, 2} and max(one.min_replica for one in tried) <= 6
     assert {one.concurrency_target for one in tried} == {8}
@@ -155,20 +165,20 @@ def test_traffic_arrives_at_its_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["constant", "constant:-1", "wave:2:1.5", "spike:1:2", "constant:inf", "nowhere.csv"])
-def test_what_is_no_traffic_is_refused(text: str) -> None:
-    with pytest.raises(BadTraffic, match=f"{text.partition(':')[0]}.* is no traffic .*give constant:RATE"):
+def test_refuses_invalid_traffic(text: str) -> None:
+    with pytest.raises(BadTraffic, match=f"{text.partition(':')[0]}.* is not a valid traffic.*Give constant:RATE"):
         read_traffic(text, 1)
 
 
 @pytest.mark.parametrize("lines", ["0,1\n", "0,1\n0,2\n", "5,1\n1,1\n", "a,b\nc,d\n", "0,1,2\n1,1,2\n", "0,-1\n1,1\n"])
-def test_a_trace_that_is_none_is_refused(lines: str, tmp_path: Path) -> None:
+def test_refuses_an_invalid_trace(lines: str, tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text(lines)
     with pytest.raises(BadTraffic):
         read_traffic(str(tmp_path / "trace.csv"), 1)
 
 
 def test_thinning_keeps_the_process_poisson() -> None:
-    """The number in an hour varies as much as its mean is large."""
+    """The variance of the number per hour equals its mean."""
     counts = [sum(1 for _ in read_traffic("wave:0.05:0", 1).arrivals(seed)) for seed in range(400)]
     mean = sum(counts) / len(counts)
     assert mean == pytest.approx(180, rel=0.03)

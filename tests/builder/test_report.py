@@ -1,4 +1,4 @@
-"""The page of benchmarks is what the rows say, and rows that say nothing sound are refused."""
+"""The page of benchmarks is generated from the rows, and invalid rows are refused."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from engine_builder.benchmarks.report import plots_of, render, write_report
-from engine_builder.benchmarks.rows import REQUIRED, BadRows, append_rows, make_row, medians, percentile, read_rows
+from engine_builder.benchmarks.rows import BadRows, Row, append_rows, make_row, medians, percentile, read_rows
 from engine_builder.commands import main as cli
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -35,15 +35,15 @@ def write(folder: Path, rows: list[Entries], name: str = "full-size-sdxl") -> No
     (folder / f"{name}.json").write_text(json.dumps(rows))
 
 
-# -- what is committed --------------------------------------------------------------------------------------------
+# -- committed files ----------------------------------------------------------------------------------------------
 
 
-def test_the_committed_page_is_what_the_committed_rows_give() -> None:
+def test_committed_page_matches_the_committed_rows() -> None:
     page = DOCS / "benchmarks.md"
     assert page.read_text() == render(DOCS / "benchmarks", page), "run `preheat report`"
 
 
-def test_the_page_links_to_the_plots_that_are_there_and_to_no_others() -> None:
+def test_page_links_to_exactly_the_existing_plots() -> None:
     linked = re.findall(r"\]\((benchmarks/[^)]+\.svg)\)", (DOCS / "benchmarks.md").read_text())
     assert sorted(linked) == sorted(f"benchmarks/{path.name}" for path in (DOCS / "benchmarks").glob("*.svg"))
 
@@ -51,7 +51,7 @@ def test_the_page_links_to_the_plots_that_are_there_and_to_no_others() -> None:
 # -- the page -----------------------------------------------------------------------------------------------------
 
 
-def test_sections_are_those_that_rows_exist_for(folder: Path) -> None:
+def test_sections_are_those_with_rows(folder: Path) -> None:
     write(folder, [row()], "h200-sdxl")
     write(folder, [], "empty")
     text = render(folder, folder.with_suffix(".md"))
@@ -68,13 +68,13 @@ def test_notes_come_before_the_table(folder: Path) -> None:
     assert text.index("## CPU") < text.index("Measured at night.") < text.index("| case |")
 
 
-def test_what_rows_share_is_said_once(folder: Path) -> None:
+def test_shared_facts_are_listed_once(folder: Path) -> None:
     write(folder, [row(), row(steps=20), row(command="preheat bench sdxl/1 --refiner")])
     text = render(folder, folder.with_suffix(".md"))
     assert text.count("commit abc1234") == 2
 
 
-def test_words_of_a_row_break_no_table(folder: Path) -> None:
+def test_text_of_a_row_does_not_break_the_table(folder: Path) -> None:
     write(folder, [row(case="a | b\nc", command="echo `id`")])
     text = render(folder, folder.with_suffix(".md"))
     assert "| a \\| b c |" in text and "`echo 'id'`" in text
@@ -105,25 +105,23 @@ SWEEPS: dict[str, tuple[list[Entries], list[str]]] = {
 
 
 @pytest.mark.parametrize("rows, expected", SWEEPS.values(), ids=SWEEPS)
-def test_a_plot_is_drawn_where_rows_have_something_for_it(
-    folder: Path, rows: list[Entries], expected: list[str]
-) -> None:
-    assert [plot.name.removeprefix("x-") for plot in plots_of("x", rows)] == expected
+def test_plots_depend_on_the_rows(folder: Path, rows: list[Entries], expected: list[str]) -> None:
+    assert [plot.name.removeprefix("x-") for plot in plots_of("x", [Row(**entries) for entries in rows])] == expected
     write(folder, rows, "x")
-    drawn = write_report(folder, folder.with_suffix(".md"))
-    assert [path.name for path in drawn] == [f"x-{name}.svg" for name in expected]
-    for path in drawn:
+    plots = write_report(folder, folder.with_suffix(".md"))
+    assert [path.name for path in plots] == [f"x-{name}.svg" for name in expected]
+    for path in plots:
         assert path.read_text().startswith("<?xml") and path.stat().st_size > 1000
 
 
-def test_plots_say_what_the_rows_say(folder: Path) -> None:
+def test_plots_show_the_rows_values(folder: Path) -> None:
     write(folder, [row(case=f"case {n}", unit="s", phases={"import": 1.25, "warm_up": n}) for n in (1.5, 2.5)], "x")
     [path] = write_report(folder, folder.with_suffix(".md"))
     text = path.read_text()
     assert all(f">{word}<" in text for word in ("case 1.5", "case 2.5", "import", "warm up", "2.75", "3.75"))
 
 
-def test_the_same_rows_give_the_same_files_and_old_plots_go(folder: Path) -> None:
+def test_same_rows_give_same_files_and_old_plots_are_deleted(folder: Path) -> None:
     write(folder, [row(steps=10), row(steps=20)])
     [path] = write_report(folder, folder.with_suffix(".md"))
     before = path.read_bytes()
@@ -132,7 +130,7 @@ def test_the_same_rows_give_the_same_files_and_old_plots_go(folder: Path) -> Non
     assert path.read_bytes() == before and not (folder / "old.svg").exists()
 
 
-def test_a_page_elsewhere_links_to_where_the_plots_are(folder: Path) -> None:
+def test_page_in_another_folder_links_to_the_plots(folder: Path) -> None:
     write(folder, [row(steps=10), row(steps=20)], "x")
     page = folder.parent / "other" / "page.md"
     page.parent.mkdir()
@@ -140,14 +138,14 @@ def test_a_page_elsewhere_links_to_where_the_plots_are(folder: Path) -> None:
     assert "](../benchmarks/x-steps.svg)" in page.read_text()
 
 
-def test_a_folder_without_rows_loses_nothing(folder: Path) -> None:
+def test_folder_without_rows_is_not_changed(folder: Path) -> None:
     (folder / "mine.svg").write_text("mine")
     with pytest.raises(BadRows, match="no JSON file of rows"):
         write_report(folder, folder.with_suffix(".md"))
     assert (folder / "mine.svg").exists() and not folder.with_suffix(".md").exists()
 
 
-def test_bars_of_one_case_are_told_apart(folder: Path) -> None:
+def test_plots_several_bars_of_one_case(folder: Path) -> None:
     write(folder, [row(stages={"text": 1.0}), row(stages={"text": 2.0}), row(stages={"text": 3.0}, batch=2)], "x")
     write_report(folder, folder.with_suffix(".md"))
 
@@ -155,7 +153,7 @@ def test_bars_of_one_case_are_told_apart(folder: Path) -> None:
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
-def test_percentiles_are_of_values_that_were_measured() -> None:
+def test_percentiles_are_measured_values() -> None:
     values = [float(value) for value in range(1, 101)]
     assert [percentile(values, share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert percentile([7.0], 0.99) == 7.0 and percentile([3.0, 1.0, 2.0], 0.5) == 2.0
@@ -172,35 +170,39 @@ def test_medians_keep_the_order_of_the_phases() -> None:
     assert list(medians(runs).items()) == [("a", 2.0), ("b", 7.5), ("c", 6.0)]
 
 
-def test_a_row_has_all_that_is_needed_to_doubt_it(tmp_path: Path) -> None:
-    made = make_row("case", [3.0, 1.0, 2.0, 10.0], "s", "fp32", 20, 2, phases={"import": 1.0}, extra={"best": 1.0})
+def test_row_has_all_required_keys(tmp_path: Path) -> None:
+    made = make_row("case", [3.0, 1.0, 2.0, 10.0], "s", "fp32", 20, 2, phases={"import": 1.0}, best=1.0)
     entries = made.to_dict()
-    assert set(REQUIRED) | {"phases", "best"} == entries.keys()
+    assert row().keys() | {"phases", "best"} == entries.keys()
     assert (entries["value"], entries["p50"], entries["p99"], entries["runs"]) == (2.5, 2.0, 10.0, 4)
     path = tmp_path / "new" / "rows.json"
     append_rows(path, [made])
     append_rows(path, [made])
-    assert read_rows(path) == [entries, entries]
+    assert read_rows(path) == [made, made]
+    assert json.loads(path.read_text()) == [entries, entries]
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no list": ({}, "holds no list"),
-    "no object": ([7], "row 1 is no object"),
-    "a key missing": ([row(), {key: value for key, value in row().items() if key != "driver"}], "row 2 lacks driver"),
-    "text for a number": ([row(p90="11")], "row 1 has '11' for its p90"),
-    "truth for a number": ([row(runs=True)], "row 1 has True for its runs"),
-    "a number for text": ([row(gpu=7)], "row 1 has 7 for its gpu"),
-    "stages in a list": ([row(stages=[1])], "row 1 has stages"),
-    "a phase in words": ([row(phases={"import": "1"})], "row 1 has phases"),
+    "no list": ({}, "valid array"),
+    "no object": ([7], "row 1: .*object"),
+    "a key missing": (
+        [row(), {key: value for key, value in row().items() if key != "driver"}],
+        "row 2: driver: Field required",
+    ),
+    "text for a number": ([row(p90="11")], "row 1: p90: .*valid number"),
+    "truth for a number": ([row(runs=True)], "row 1: runs: .*valid integer"),
+    "a number for text": ([row(gpu=7)], "row 1: gpu: .*valid string"),
+    "stages in a list": ([row(stages=[1])], "row 1: stages: "),
+    "a phase in words": ([row(phases={"import": "1"})], "row 1: phases: import: .*valid number"),
 }
 
 
-@pytest.mark.parametrize("rows, words", BAD.values(), ids=BAD)
-def test_rows_that_say_nothing_sound_are_refused(folder: Path, rows: Any, words: str) -> None:
+@pytest.mark.parametrize("rows, message", BAD.values(), ids=BAD)
+def test_refuses_invalid_rows(folder: Path, rows: Any, message: str) -> None:
     (folder / "x.json").write_text(json.dumps(rows))
-    with pytest.raises(BadRows, match=words):
+    with pytest.raises(BadRows, match=message):
         render(folder, folder.with_suffix(".md"))
-    with pytest.raises(BadRows, match=words):
+    with pytest.raises(BadRows, match=message):
         append_rows(folder / "x.json", [])
 
 
@@ -212,7 +214,7 @@ def test_the_command_writes_the_page(folder: Path) -> None:
     assert (folder / "full-size-sdxl-steps.svg").exists()
 
 
-def test_bench_without_a_name_of_a_benchmark_is_latency() -> None:
+def test_bench_defaults_to_latency() -> None:
     for arguments in (["bench", "latency", "--help"], ["bench", "toy/1", "--help"]):
-        assert "Request to picture in this process" in CliRunner().invoke(cli.app, arguments).output
+        assert "Request to image in this process" in CliRunner().invoke(cli.app, arguments).output
     assert "Start of the real server" in CliRunner().invoke(cli.app, ["bench", "cold-start", "--help"]).output

@@ -1,4 +1,4 @@
-"""What a row says of the GPU it was measured on, asked of a stand-in for nvidia-smi."""
+"""A row's facts about the GPU, read from a fake nvidia-smi, and about the commit."""
 
 import subprocess
 import sys
@@ -33,22 +33,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     return found
 
 
-def test_a_row_tells_driver_and_clocks_as_found(gpu: SimpleNamespace) -> None:
-    row = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1, extra={"note": "x"}).to_dict()
+def test_row_has_driver_and_clocks(gpu: SimpleNamespace) -> None:
+    row = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1, note="x").to_dict()
     assert row["driver"] == "580.1"
     assert row["clocks"] == {"sm_mhz": 1755.0, "memory_mhz": 2619.0}
     assert row["note"] == "x"
 
 
-def test_a_driver_that_does_not_answer_costs_no_measurement(gpu: SimpleNamespace) -> None:
+def test_row_without_an_answer_of_the_driver(gpu: SimpleNamespace) -> None:
     gpu.uuid = "another"
     row = make_row("case", [1.0], "ms", "fp16", 30, 1).to_dict()
     assert row["value"] == 1.0 and row["driver"] == "" and "clocks" not in row
 
 
-def test_a_row_names_the_commit_of_this_code_wherever_it_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_has_this_codes_commit_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = make_row("case", [1.0], "ms", "fp16", 30, 1).commit
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     author = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
@@ -57,7 +55,7 @@ def test_a_row_names_the_commit_of_this_code_wherever_it_is_started(
     assert make_row("case", [1.0], "ms", "fp16", 30, 1).commit == here
 
 
-def test_the_command_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/preheat", "bench", "a/1", "--prompt", "a red circle"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     assert make_row("case", [1.0], "ms", "fp16", 30, 1).command == "preheat bench a/1 --prompt 'a red circle'"

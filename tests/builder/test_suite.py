@@ -1,4 +1,4 @@
-"""The suite of benchmarks: each case becomes one row, what cannot be served is said, peers run on the same weights."""
+"""The benchmark suite: one row per case, a line for cases that are not served, peers on the same weights."""
 
 import time
 from pathlib import Path
@@ -10,28 +10,18 @@ from engine_builder.benchmarks import bench, peers, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
 from engine_builder.checkpoints import random_sdxl
-from engine_builder.networks.network import (
-    ModelFolder,
-    ModelFolderError,
-    load_network,
-)
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-)
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.networks.network import load_network
+from model.api.request import GenerationRequest, resolve
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.images.encode import Pixels
 from model.loading.load import Loaded
+from model.store.precision import FP16
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_each_case_is_a_row_and_what_is_not_served_is_said(
-    loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_per_served_case(loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = (
         Case("first", 2, 2, side=64),
         Case("few-step", 2, 1, "LCM", 1.0, side=64),
@@ -39,25 +29,25 @@ def test_each_case_is_a_row_and_what_is_not_served_is_said(
         Case("too-large", 2, 2, side=4096),
     )
     monkeypatch.setattr(suite, "CASES", cases)
-    told: list[str] = []
-    rows = list(suite.run(loaded, None, told.append))
+    lines: list[str] = []
+    rows = list(suite.run(loaded, None, lines.append))
     assert [(row.case, row.unit, row.runs, row.steps, row.batch) for row in rows] == [
         ("first", "ms", 2, 2, 1),
         ("few-step", "ms", 2, 1, 1),
         ("many", "images/s", 3, 2, 2),
     ]
-    assert [line.partition(":")[0] for line in told] == ["first", "few-step", "many", "too-large"]
-    assert "left out" in told[3] and "4096" in told[3]
+    assert [line.partition(":")[0] for line in lines] == ["first", "few-step", "many", "too-large"]
+    assert "left out" in lines[3] and "4096" in lines[3]
 
 
-def test_the_peers_take_turns_with_the_first_case(
+def test_peers_are_interleaved_with_the_first_case(
     loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suite, "CASES", (Case("first", 1, 2, side=64),))
     made: list[object] = []
-    drawn: list[object] = []
+    generated: list[object] = []
     monkeypatch.setattr(peers, "diffusers_pipeline", lambda *given: made.append(given))
-    monkeypatch.setattr(peers, "draw_by_diffusers", lambda pipeline, like: drawn.append(like) or [])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(peers, "generate_by_diffusers", lambda pipeline, params: generated.append(params) or [])  # type: ignore[func-returns-value]
     rows = list(suite.run(loaded, str(toy_folder), lambda line: None))
     assert [(row.case, row.runs) for row in rows] == [
         ("first", 1),
@@ -66,16 +56,14 @@ def test_the_peers_take_turns_with_the_first_case(
         ("first, diffusers compiled", 10),
     ]
     like = resolve(Case("first", 1, 2, side=64).request(), loaded.served)
-    assert made == [(ModelFolder(toy_folder), rows[0].precision, compiled) for compiled in (False, True)]
-    assert set(drawn) == {like}
+    assert made == [(Checkpoint(toy_folder), rows[0].precision, compiled) for compiled in (False, True)]
+    assert set(generated) == {like}
     monkeypatch.setattr(suite, "bench_release", lambda *_: pytest.fail("measured"))
-    with pytest.raises(ModelFolderError):
+    with pytest.raises(CheckpointError):
         list(suite.run(loaded, "no such folder", lambda line: None))
 
 
-def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(
-    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_waits_for_the_last_encoding(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[float] = []
 
     def slowly(pixels: Pixels, *settings: object) -> str:
@@ -85,21 +73,21 @@ def test_offline_every_picture_is_encoded_and_the_last_ones_are_waited_for(
 
     monkeypatch.setattr(bench, "encode_base64", slowly)
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1, num_images=2)
-    began = time.perf_counter()
-    totals = bench.offline(loaded, [resolve(request, loaded.served)], 0, least=3)
+    started = time.perf_counter()
+    totals = bench.offline(loaded, [resolve(request, loaded.served)], 0, min_runs=3)
     assert len(encoded) == 3 * 2 and len(totals) == 3
     # No speed is asserted, only that the times add up to the end of the last encoding.
-    assert sum(totals) / 1000 > max(encoded) - began - 0.1
+    assert sum(totals) / 1000 > max(encoded) - started - 0.1
 
 
-def test_images_a_second_are_those_of_the_batch() -> None:
+def test_images_per_second_count_the_batch() -> None:
     row = make_row("case", [1000.0, 2000.0, 4000.0], "ms", "float16", 20, 8)
     rate = suite._per_second(row)
     assert (rate.unit, rate.p50, rate.p99) == ("images/s", 4.0, 2.0)
 
 
-def test_random_weights_make_a_folder_that_is_built_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real script on narrow networks: every component of the base and the refiner loads from what it wrote."""
+def test_random_sdxl_writes_a_loadable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real script on narrow networks: every component of base and refiner loads, twice the same."""
     narrow = {"block_out_channels": (32, 64, 64), "attention_head_dim": (1, 2, 2), "cross_attention_dim": 64}
     narrow |= {"transformer_layers_per_block": 1, "addition_time_embed_dim": 8}
     unet = random_sdxl.UNET | narrow | {"projection_class_embeddings_input_dim": 32 + 6 * 8}
@@ -113,8 +101,8 @@ def test_random_weights_make_a_folder_that_is_built_from(tmp_path: Path, monkeyp
     for folder in ("one", "two"):
         random_sdxl.write(tmp_path / folder, REPOSITORY / "data" / "tiny-sdxl", refiner=True)
     for name in BASE_COMPONENTS + REFINER_COMPONENTS:
-        part = "refiner" if name in REFINER_COMPONENTS else "."
-        first, second = (load_network(ModelFolder(tmp_path / one / part), name, "fp16") for one in ("one", "two"))
+        subfolder = "refiner" if name in REFINER_COMPONENTS else "."
+        first, second = (load_network(Checkpoint(tmp_path / one / subfolder), name, FP16) for one in ("one", "two"))
         assert first.tensors().keys() == second.tensors().keys() and first.tensors()
         for tensor, same in zip(first.tensors().values(), second.tensors().values(), strict=True):
             assert torch.equal(tensor, same)

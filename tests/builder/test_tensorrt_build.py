@@ -1,4 +1,4 @@
-"""What a TensorRT build decides and how it asks for it. TensorRT is a stand-in that notes calls; no engine is built."""
+"""The decisions of a TensorRT build and its calls. TensorRT is a fake that records calls; no engine is built."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -11,18 +11,14 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from engine_builder.backends.aot_inductor.compile import (
-    CompileError,
-    dynamic_bucket,
-    static_bucket,
-)
+from engine_builder.backends.aot_inductor.compile import CompileError, dynamic_bucket, static_bucket
 from engine_builder.backends.tensorrt.build import build_plan
 from engine_builder.backends.tensorrt.options import (
     COMPATIBILITY,
     REFIT,
-    BadChoice,
-    Choices,
-    read_choices,
+    InvalidOption,
+    PlanOptions,
+    parse_options,
     target_of,
 )
 from engine_builder.backends.tensorrt.plan_settings import (
@@ -36,27 +32,17 @@ from engine_builder.backends.tensorrt.plan_settings import (
     profiles,
     workspace_limit,
 )
-from engine_builder.backends.tensorrt.plan_store import (
-    KeptPlan,
-    find_plan,
-    read_timing_cache,
-    write_timing_cache,
-)
+from engine_builder.backends.tensorrt.plan_store import BuiltPlan, read_timing_cache, write_timing_cache
 from engine_builder.backends.tensorrt.progress import PhaseProgress
 from engine_builder.networks.network import Network
 from engine_builder.releases.gc import named_blobs
-from model.engines.components import (
-    text_signature,
-    vae_decoder_signature,
-)
+from engine_builder.stores.local import WritableLocalStore
+from model.engines.shapes import text_signature, vae_decoder_signature
 from model.engines.tensorrt import api as tensorrt_api
-from model.loading.runtimes import (
-    tensorrt_target,
-    tensorrt_targets,
-)
+from model.loading.runtimes import tensorrt_target, tensorrt_targets
 from model.loading.target import Target
-from model.store.local import LocalStore
 from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
+from model.store.precision import FP16, FP32, Precision
 
 GIB = 2**30
 H200 = Target("cuda", "h200", "sm90", "torch2.13-cu130")
@@ -72,7 +58,7 @@ UNET = Signature(
 # -- decisions ----------------------------------------------------------------------------------------------------
 
 
-def test_a_static_bucket_is_one_shape_of_every_input() -> None:
+def test_profile_of_static_bucket_has_one_shape() -> None:
     [one, other] = profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
     assert one == {
         "sample": Range((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
@@ -81,13 +67,13 @@ def test_a_static_bucket_is_one_shape_of_every_input() -> None:
     assert other["sample"].tuned == (8, 4, 64, 64) and other["time_ids"].tuned == (8, 6)
 
 
-def test_a_dynamic_bucket_reaches_from_its_smallest_to_its_largest() -> None:
-    [profile] = profiles(UNET, [dynamic_bucket(32, max_rows=16, max_side=1024)])
+def test_profile_of_dynamic_bucket_has_its_range() -> None:
+    [profile] = profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
     assert profile["sample"] == Range((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
     assert profile["time_ids"] == Range((1, 6), (16, 6), (16, 6))
 
 
-def test_profiles_follow_every_signature() -> None:
+def test_profiles_of_every_signature() -> None:
     for signature, buckets in (
         (text_signature(1280, 77, "float16", 1280), [static_bucket(1, None, None), static_bucket(2, None, None)]),
         (vae_decoder_signature(4, 8, "float16"), [static_bucket(1, 1024, 1024)]),
@@ -101,47 +87,52 @@ def test_profiles_follow_every_signature() -> None:
                     assert not isinstance(size, int) or profile[spec.name].smallest[number] == size
 
 
-def test_flags_strip_the_plan_and_name_one_refit() -> None:
-    assert builder_flags("identical", "fp16") == {
+def test_flags_strip_the_plan_and_set_one_refit() -> None:
+    assert builder_flags("identical", FP16) == {
         "STRIP_PLAN": True, "REFIT_IDENTICAL": True, "REFIT": False, "TF32": True
     }  # fmt: skip
-    assert builder_flags("any", "fp16")["REFIT"] and not builder_flags("any", "fp16")["REFIT_IDENTICAL"]
-    assert not builder_flags("identical", "fp32")["TF32"]
+    assert builder_flags("any", FP16)["REFIT"] and not builder_flags("any", FP16)["REFIT_IDENTICAL"]
+    assert not builder_flags("identical", FP32)["TF32"]
 
 
-def test_a_target_leaves_out_what_the_compatibility_makes_irrelevant() -> None:
+def test_target_depends_on_compatibility() -> None:
     keys = {choice: tensorrt_target(H200, "trt11.4", choice).key for choice in COMPATIBILITY}
     assert keys == {
         "none": "cuda-h200-sm90-trt11.4",
         "same_compute_capability": "cuda-sm90-trt11.4",
         "ampere_plus": "cuda-ampere_plus-trt11.4",
     }
-    assert [target.key for target in tensorrt_targets(H200, "trt11.4")] == list(keys.values()), "where servers look"
+    assert [target.key for target in tensorrt_targets(H200, "trt11.4")] == list(keys.values()), (
+        "in the order that servers look for them"
+    )
 
 
-def test_choices_are_read_as_they_are_typed() -> None:
-    assert read_choices("identical", "none", None, 3) == Choices()
-    assert read_choices("any", "ampere_plus", 1.5, 5) == Choices("any", "ampere_plus", 3 * 2**29, 5)
-    for wrong, words in (
-        (("same", "none", None, 3), "--refit 'same' is none of its choices .identical: takes the weights it was built"),
-        (("any", "hopper", None, 3), "--compatibility 'hopper' is none .* ampere_plus: runs on Ampere"),
+def test_parses_options() -> None:
+    assert parse_options("identical", "none", None, 3) == PlanOptions()
+    assert parse_options("any", "ampere_plus", 1.5, 5) == PlanOptions("any", "ampere_plus", 3 * 2**29, 5)
+    for arguments, message in (
+        (
+            ("same", "none", None, 3),
+            "--refit 'same' is not one .* .identical: takes the weights it was",
+        ),
+        (("any", "hopper", None, 3), "--compatibility 'hopper' is not .* ampere_plus: runs on Ampere"),
         (("any", "none", -1.0, 3), "workspace of -1.0 GiB"),
     ):
-        with pytest.raises(BadChoice, match=words):
-            read_choices(*wrong)
+        with pytest.raises(InvalidOption, match=message):
+            parse_options(*arguments)
     assert set(REFIT) == {"identical", "any"}
 
 
-def test_a_build_s_target_needs_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_needs_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     if tensorrt_api.installed_version() is None:
         with pytest.raises(tensorrt_api.TensorRTUnavailable, match="is not installed here"):
-            target_of(H200, Choices())
-    monkeypatch.setattr(tensorrt_api, "require", lambda device: "10.16.1.11")
-    assert target_of(H200, Choices()).key == "cuda-h200-sm90-trt10.16"
-    assert target_of(H200, Choices(compatibility="ampere_plus")).key == "cuda-ampere_plus-trt10.16"
+            target_of(H200, PlanOptions())
+    monkeypatch.setattr(tensorrt_api, "require", lambda *_: "10.16.1.11")
+    assert target_of(H200, PlanOptions()).key == "cuda-h200-sm90-trt10.16"
+    assert target_of(H200, PlanOptions(compatibility="ampere_plus")).key == "cuda-ampere_plus-trt10.16"
 
 
-def network(precision: Any = "fp16", **architecture: Any) -> Network:
+def network(precision: Precision = FP16, **architecture: Any) -> Network:
     made: Any = SimpleNamespace(
         component="unet", module=torch.nn.Identity(), signature=UNET, architecture=architecture, precision=precision
     )
@@ -159,61 +150,61 @@ def key(**changed: Any) -> str:
         "target": tensorrt_target(H200, "trt11.4", "none"),
         "version": "11.4.0.106",
         "buckets": [static_bucket(2, 1024, 1024)],
-        "choices": Choices(),
+        "options": PlanOptions(),
         "weights": weights(),
     }
     return plan_key(**(given | changed))
 
 
-def test_a_key_holds_all_that_decides_a_plan() -> None:
+def test_key_depends_on_everything_that_decides_a_plan() -> None:
     other_gpu = Target("cuda", "h100", "sm90", "trt11.4")
     keys = [
         key(),
-        key(network=network("fp32")),
+        key(network=network(FP32)),
         key(network=network(layers=3)),
         key(target=other_gpu),
         key(version="11.4.1.2"),
         key(buckets=[static_bucket(2, 1024, 768)]),
         key(buckets=[static_bucket(2, 1024, 1024), static_bucket(4, 1024, 1024)]),
-        key(choices=Choices(refit="any")),
-        key(choices=Choices(compatibility="ampere_plus")),
-        key(choices=Choices(workspace=GIB)),
-        key(choices=Choices(level=5)),
+        key(options=PlanOptions(refit="any")),
+        key(options=PlanOptions(compatibility="ampere_plus")),
+        key(options=PlanOptions(workspace=GIB)),
+        key(options=PlanOptions(level=5)),
         key(weights=weights("b")),
     ]
     assert len(set(keys)) == len(keys) and key() == key()
     assert len({profile_key(key(), number) for number in range(3)} | {key()}) == 4
 
 
-def test_only_an_identical_refit_is_bound_to_its_weights() -> None:
-    for_any = Choices(refit="any")
-    assert key(choices=for_any, weights=weights("a")) == key(choices=for_any, weights=weights("b"))
+def test_key_depends_on_weights_for_identical_refit_only() -> None:
+    for_any = PlanOptions(refit="any")
+    assert key(options=for_any, weights=weights("a")) == key(options=for_any, weights=weights("b"))
 
 
-def test_the_workspace_is_what_was_chosen_or_half_of_what_is_left() -> None:
-    assert workspace_limit(Choices(workspace=3 * GIB), 5 * GIB, 24 * GIB) == 3 * GIB
-    assert workspace_limit(Choices(), 5 * GIB, 24 * GIB) == 7 * GIB
-    assert workspace_limit(Choices(), 5 * GIB, 8 * GIB) == GIB // 4
+def test_workspace_is_explicit_or_half_of_free_memory() -> None:
+    assert workspace_limit(PlanOptions(workspace=3 * GIB), 5 * GIB, 24 * GIB) == 3 * GIB
+    assert workspace_limit(PlanOptions(), 5 * GIB, 24 * GIB) == 7 * GIB
+    assert workspace_limit(PlanOptions(), 5 * GIB, 8 * GIB) == GIB // 4
 
 
 @pytest.mark.parametrize(
-    ("gpu", "host", "words"),
+    ("gpu", "host", "message"),
     [
         (10, 64, "takes about 12.0 GiB of GPU memory and 10.0 GiB are free"),
         (24, 8, "takes about 15.0 GiB of memory and 8.0 GiB are free"),
     ],
 )
-def test_what_cannot_fit_is_refused_with_numbers(gpu: int, host: int, words: str) -> None:
-    with pytest.raises(NotEnoughMemory, match="Building unet " + words):
+def test_refuses_builds_that_do_not_fit(gpu: int, host: int, message: str) -> None:
+    with pytest.raises(NotEnoughMemory, match="Building unet " + message):
         check_build_memory("unet", 5 * GIB, 2 * GIB, gpu * GIB, host * GIB)
     check_build_memory("unet", 5 * GIB, 2 * GIB, 12 * GIB, 15 * GIB)
 
 
-def test_unsupported_nodes_are_listed_by_kind_most_frequent_first() -> None:
-    nodes = [{"operator": "IsInf", "name": f"n{i}", "reason": "no converter"} for i in range(3)]
-    nodes.insert(0, {"operator": "Resize", "name": "up", "reason": "cubic"})
+def test_lists_unsupported_nodes_by_frequency() -> None:
+    nodes = [("IsInf", f"n{i}", "no converter") for i in range(3)]
+    nodes.insert(0, ("Resize", "up", "cubic"))
     assert describe_unsupported(nodes) == "IsInf x3 (first: n0): no converter; Resize x1 (first: up): cubic"
-    many = [{"operator": f"Op{i}", "name": "n", "reason": "r"} for i in range(25)]
+    many = [(f"Op{i}", "n", "r") for i in range(25)]
     assert describe_unsupported(many).endswith("; and 5 more kinds")
     assert describe_unsupported([]) == ""
 
@@ -221,9 +212,9 @@ def test_unsupported_nodes_are_listed_by_kind_most_frequent_first() -> None:
 # -- progress -----------------------------------------------------------------------------------------------------
 
 
-def test_progress_tells_of_the_two_outer_phases_once_a_percent() -> None:
-    said: list[str] = []
-    progress = PhaseProgress(said.append)
+def test_reports_two_outer_phases_once_per_percent() -> None:
+    lines: list[str] = []
+    progress = PhaseProgress(lines.append)
     progress.start("Building Engine", None, 2)
     progress.start("Tactics", "Building Engine", 400)
     progress.start("Timing", "Tactics", 9)
@@ -233,12 +224,12 @@ def test_progress_tells_of_the_two_outer_phases_once_a_percent() -> None:
     progress.finish("Timing")
     progress.finish("Tactics")
     assert progress.step("Building Engine", 0) and progress.step("Building Engine", 1)
-    assert said[:3] == ["building: Building Engine 0%", "building: Tactics 0%", "building: Tactics 1%"]
-    assert len(said) == 2 + 100 + 2 and said[-1] == "building: Building Engine 100%"
-    assert not any("Timing" in line for line in said)
+    assert lines[:3] == ["building: Building Engine 0%", "building: Tactics 0%", "building: Tactics 1%"]
+    assert len(lines) == 2 + 100 + 2 and lines[-1] == "building: Building Engine 100%"
+    assert not any("Timing" in line for line in lines)
 
 
-def test_an_interrupt_stops_the_build_and_is_not_lost() -> None:
+def test_interrupt_stops_the_build_and_is_stored() -> None:
     def interrupt(line: str) -> None:
         if "50%" in line:
             raise KeyboardInterrupt
@@ -254,7 +245,7 @@ def test_an_interrupt_stops_the_build_and_is_not_lost() -> None:
 
 
 class FakeBuilder:
-    """`calls`, in order, and what to answer: `unsupported` node indices, `parses`, `builds`, `takes_cache`."""
+    """Records `calls` in order. `unsupported` (node indices), `parses`, `builds` and `takes_cache` set its answers."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -265,7 +256,7 @@ class FakeBuilder:
             clear_flag=lambda flag: self.note("clear", flag),
             set_memory_pool_limit=lambda pool, size: self.note("limit", pool, size),
             add_optimization_profile=lambda profile: self.note("profile", dict(profile.shapes)) or 0,
-            create_timing_cache=lambda data: SimpleNamespace(data=data, serialize=lambda: b"learned " + data),
+            create_timing_cache=lambda data: SimpleNamespace(data=data, serialize=lambda: b"updated " + data),
             set_timing_cache=lambda cache, loose: (
                 self.note("cache", cache.data, loose) or self.takes_cache or not cache.data
             ),
@@ -274,7 +265,7 @@ class FakeBuilder:
     def note(self, *call: Any) -> None:
         self.calls.append(call)
 
-    def said(self, name: str) -> list[tuple[Any, ...]]:
+    def calls_of(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
 
     def module(self) -> ModuleType:
@@ -302,12 +293,12 @@ class FakeBuilder:
 
             def build_serialized_network(self, network: str, config: Any) -> bytes | None:
                 config.progress_monitor.phase_start("Tactics", None, 4)
-                going = config.progress_monitor.step_complete("Tactics", 1)
+                proceed = config.progress_monitor.step_complete("Tactics", 1)
                 config.progress_monitor.phase_finish("Tactics")
                 fake.note("build")
                 if not fake.builds:
                     self.log.log("error", "Out of memory")
-                return b"plan" if fake.builds and going else None
+                return b"plan" if fake.builds and proceed else None
 
         class Parser:
             def __init__(self, network: str, log: Any) -> None:
@@ -351,7 +342,7 @@ class FakeBuilder:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
     made = FakeBuilder()
     monkeypatch.setitem(sys.modules, "tensorrt", made.module())
-    monkeypatch.setattr(tensorrt_api, "require", lambda device: "11.4.0.106")
+    monkeypatch.setattr(tensorrt_api, "require", lambda *_: "11.4.0.106")
     return made
 
 
@@ -363,57 +354,57 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "unet.onnx"
 
 
-def build(model: Path, tell: Callable[[str], None] = lambda _: None, **changed: Any) -> Any:
+def build(model: Path, report: Callable[[str], None] = lambda _: None, **changed: Any) -> Any:
     made = profiles(UNET, [static_bucket(2, 512, 512), static_bucket(4, 512, 512)])
-    given: dict[str, Any] = {"choices": Choices(), "timing_cache": b"old"} | changed
-    return build_plan("unet", model, made, "fp32", given["choices"], 3 * GIB, given["timing_cache"], tell)
+    given: dict[str, Any] = {"options": PlanOptions(), "timing_cache": b"old"} | changed
+    return build_plan("unet", model, made, FP32, given["options"], 3 * GIB, given["timing_cache"], report)
 
 
-def test_a_build_asks_for_what_was_decided(fake: FakeBuilder, model: Path) -> None:
-    said: list[str] = []
-    built = build(model, said.append, choices=Choices(compatibility="same_compute_capability", level=5))
-    assert (built.data, built.timing_cache) == (b"plan", b"learned old")
-    assert fake.said("network") == [(2,), (2,)]  # strongly typed, for the check and for the build
-    assert set(fake.said("set")) == {("STRIP_PLAN",), ("REFIT_IDENTICAL",)}
-    assert set(fake.said("clear")) == {("REFIT",), ("TF32",)}
-    assert fake.said("limit") == [("WORKSPACE", 3 * GIB)]
-    assert fake.said("cache") == [(b"old", False)]
+def test_build_sets_all_options(fake: FakeBuilder, model: Path) -> None:
+    lines: list[str] = []
+    built = build(model, lines.append, options=PlanOptions(compatibility="same_compute_capability", level=5))
+    assert (built.data, built.timing_cache) == (b"plan", b"updated old")
+    assert fake.calls_of("network") == [(2,), (2,)]  # strongly typed, for the check and for the build
+    assert set(fake.calls_of("set")) == {("STRIP_PLAN",), ("REFIT_IDENTICAL",)}
+    assert set(fake.calls_of("clear")) == {("REFIT",), ("TF32",)}
+    assert fake.calls_of("limit") == [("WORKSPACE", 3 * GIB)]
+    assert fake.calls_of("cache") == [(b"old", False)]
     assert fake.config.profiling_verbosity == "DETAILED"
     assert fake.config.hardware_compatibility_level == "SAME_COMPUTE_CAPABILITY"
     assert fake.config.builder_optimization_level == 5
-    shapes = [profile for (profile,) in fake.said("profile")]
+    shapes = [profile for (profile,) in fake.calls_of("profile")]
     assert [profile["sample"][0] for profile in shapes] == [(2, 4, 64, 64), (4, 4, 64, 64)]
     assert all(set(profile) == {"sample", "time_ids"} for profile in shapes)
-    assert said == ["building: Tactics 0%", "building: Tactics 50%"]
+    assert lines == ["building: Tactics 0%", "building: Tactics 50%"]
 
 
-def test_a_timing_cache_of_another_version_is_begun_anew(fake: FakeBuilder, model: Path) -> None:
+def test_replaces_a_timing_cache_of_another_version(fake: FakeBuilder, model: Path) -> None:
     fake.takes_cache = False
-    assert build(model).timing_cache == b"learned "
-    assert fake.said("cache") == [(b"old", False), (b"", False)]
+    assert build(model).timing_cache == b"updated "
+    assert fake.calls_of("cache") == [(b"old", False), (b"", False)]
 
 
-def test_unsupported_nodes_are_named_before_anything_is_built(fake: FakeBuilder, model: Path) -> None:
+def test_refuses_unsupported_nodes_before_building(fake: FakeBuilder, model: Path) -> None:
     fake.unsupported = [1]
     with pytest.raises(CompileError, match=r"does not take these nodes of unet.*Neg x1 \(first: second\): why\."):
         build(model)
-    assert not fake.said("parse") and not fake.said("build")
+    assert not fake.calls_of("parse") and not fake.calls_of("build")
 
 
-def test_a_graph_that_does_not_parse_is_refused(fake: FakeBuilder, model: Path) -> None:
+def test_refuses_a_graph_that_does_not_parse(fake: FakeBuilder, model: Path) -> None:
     fake.parses = False
     with pytest.raises(CompileError, match=r"cannot read unet's ONNX graph: Neg x1 \(first: b\): why\."):
         build(model)
-    assert not fake.said("build")
+    assert not fake.calls_of("build")
 
 
-def test_a_build_that_fails_says_why_and_what_helps(fake: FakeBuilder, model: Path) -> None:
+def test_failed_build_has_reason_and_remedy(fake: FakeBuilder, model: Path) -> None:
     fake.builds = False
-    with pytest.raises(CompileError, match="could not build unet .Out of memory.: give more --workspace"):
+    with pytest.raises(CompileError, match=r"could not build unet \(Out of memory\)\. Give more --workspace"):
         build(model)
 
 
-def test_an_interrupted_build_ends_with_the_interrupt(fake: FakeBuilder, model: Path) -> None:
+def test_interrupted_build_raises_the_interrupt(fake: FakeBuilder, model: Path) -> None:
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
 
@@ -424,8 +415,8 @@ def test_an_interrupted_build_ends_with_the_interrupt(fake: FakeBuilder, model: 
 # -- in a store ---------------------------------------------------------------------------------------------------
 
 
-def test_a_timing_cache_is_kept_for_its_target_alone(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+def test_timing_caches_are_stored_by_target(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
     targets = [tensorrt_target(H200, tag, choice) for tag in ("trt10.16", "trt11.4") for choice in COMPATIBILITY]
     for number, target in enumerate(targets):
         assert read_timing_cache(store, target) == b""
@@ -439,19 +430,19 @@ def test_a_timing_cache_is_kept_for_its_target_alone(tmp_path: Path) -> None:
 
 
 def test_gc_keeps_timing_caches(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    write_timing_cache(store, tensorrt_target(H200, "trt11.4", "none"), b"learned")
+    store = WritableLocalStore(tmp_path)
+    write_timing_cache(store, tensorrt_target(H200, "trt11.4", "none"), b"times")
     assert {digest for digest, _, _ in store.blobs()} <= named_blobs(store)
 
 
-def test_a_plan_is_found_while_all_of_it_is_there(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
+def test_finds_a_plan_only_if_all_blobs_are_intact(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
     blobs = [Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in (b"plan", b"{}", b"literals", b"onnx")]
-    kept = KeptPlan(
+    built = BuiltPlan(
         plan=blobs[0], constants=blobs[1], literals=blobs[2], onnx=blobs[3], runtime_version="11.4.0.106",
         build_seconds=1.0, workspace_bytes=[1], benchmarks=[Benchmark(median=1.0, runs=2)],
     )  # fmt: skip
-    store.write_record("engines", "k", kept.model_dump_json().encode())
-    assert find_plan(store, "k") == kept and find_plan(store, "other") is None
+    built.write(store, "k")
+    assert BuiltPlan.find(store, "k") == built and BuiltPlan.find(store, "other") is None
     (tmp_path / "blobs" / "sha256" / blobs[3].sha256).write_bytes(b"ONNX")
-    assert find_plan(store, "k") is None
+    assert BuiltPlan.find(store, "k") is None

@@ -1,6 +1,6 @@
-"""TensorRT itself: build, refit, run, capture. Skipped where it or its GPU is not; docs/tensorrt.md has the commands.
+"""Build, refit, run and capture with the real TensorRT. Skipped without it or a GPU; docs/tensorrt.md has the commands.
 
-These tests were written against TensorRT's interface and have not been run where they were written.
+These tests were written against TensorRT's interface, and were not run when they were written.
 """
 
 import os
@@ -15,46 +15,27 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.backends.aot_inductor.compile import (
-    build_target,
-    example_inputs,
-)
-from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.aot_inductor.compile import build_target, example_inputs
+from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.validate import tolerance
-from engine_builder.networks.network import (
-    ModelFolder,
-    load_network,
-)
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.engines.components import UNET
-from model.engines.tensorrt.api import (
-    installed_version,
-    version_tag,
-)
+from model.engines.tensorrt.api import installed_version, version_tag
 from model.engines.tensorrt.plans import Plans
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
-from model.loading.runtimes import (
-    targets_of,
-    tensorrt_target,
-)
+from model.loading.load import Loaded, load_release
+from model.loading.runtimes import targets_of, tensorrt_target
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
-from model.store.store import (
-    Store,
-    open_store,
-)
+from model.store.precision import FP16
 from model.weights.cache import WeightsCache
 from tests.conftest import MODEL_FOLDER, REPOSITORY
 from tests.stand_ins.reference import Reference
@@ -62,7 +43,7 @@ from tests.stand_ins.reference import Reference
 
 def _missing() -> str:
     if installed_version() is None:
-        return "TensorRT is not installed here: docs/tensorrt.md says how to run these tests where it is"
+        return "TensorRT is not installed: see docs/tensorrt.md"
     return "" if torch.cuda.is_available() else "TensorRT needs an NVIDIA GPU that PyTorch can use"
 
 
@@ -71,75 +52,75 @@ pytestmark = [pytest.mark.tensorrt, pytest.mark.skipif(bool(_missing()), reason=
 SIZES = ((2, 256, 256), (4, 256, 256))
 
 
-def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", choices: Choices | None = None) -> BuildPlan:
-    chosen = choices or Choices()
+def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanOptions | None = None) -> BuildPlan:
+    chosen = options or PlanOptions()
     version = installed_version()
     assert version is not None
     target = tensorrt_target(build_target(), version_tag(version), chosen.compatibility)
-    return BuildPlan(name, ModelFolder(folder), None, target, "fp16", SIZES, tensorrt=chosen)
+    return BuildPlan(name, Checkpoint(folder), None, target, FP16, SIZES, tensorrt=chosen)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> tuple[Store, Manifest]:
+def built(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> tuple[WritableStore, Manifest]:
     """data/tiny-sdxl without its refiner, in fp16, published."""
-    store = open_store(tmp_path_factory.mktemp("tensorrt") / "store")
-    began = time.perf_counter()
-    build(plan_of(), store, lambda component, doing, done, steps: say(f"{done}/{steps} {component}: {doing}"))
+    store = open_writable_store(tmp_path_factory.mktemp("tensorrt") / "store")
+    started = time.perf_counter()
+    build(plan_of(), store, lambda component, activity, done, steps: say(f"{done}/{steps} {component}: {activity}"))
     manifest, _ = publish(store, "tiny-sdxl")
-    say(f"built for {', '.join(manifest.targets)} in {time.perf_counter() - began:.0f} s")
+    say(f"built for {', '.join(manifest.targets)} in {time.perf_counter() - started:.0f} s")
     return store, manifest
 
 
 @pytest.fixture(scope="module")
-def served(built: tuple[Store, Manifest]) -> Loaded:
+def served(built: tuple[WritableStore, Manifest]) -> Loaded:
     return load_release(built[0], built[1].name, targets_of("tensorrt", detect_targets()), [], ColdStart())
 
 
-def test_every_engine_is_eager_pytorch(built: tuple[Store, Manifest], say: Callable[[str], None]) -> None:
+def test_every_engine_equals_eager_pytorch(built: tuple[WritableStore, Manifest], say: Callable[[str], None]) -> None:
     for engine in built[1].engines:
         assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version()
         assert engine.benchmark is not None and engine.tensorrt is not None
-        network = load_network(ModelFolder(MODEL_FOLDER), engine.component, "fp16", "meta")
+        network = load_network(Checkpoint(MODEL_FOLDER), engine.component, FP16, "meta")
         assert 0.0 < engine.accuracy.relative <= tolerance(network, "cuda")
         say(
-            f"{engine.component} {engine.bucket.rows.max} rows: relative error {engine.accuracy.relative:.1e}, "
+            f"{engine.component} batch {engine.bucket.batch.max}: relative error {engine.accuracy.relative:.1e}, "
             f"{engine.benchmark.median:.2f} ms, workspace {engine.tensorrt.workspace_bytes / 2**20:.1f} MiB, "
             f"plan {engine.blob.bytes / 2**10:.0f} KiB"
         )
 
 
-def test_a_component_s_engines_share_one_plan_without_weights(built: tuple[Store, Manifest]) -> None:
+def test_engines_of_a_component_share_one_plan_without_weights(built: tuple[WritableStore, Manifest]) -> None:
     store, manifest = built
     for component in manifest.components:
         [blob] = {engine.blob for engine in manifest.engines if engine.component == component}
-        held = store.get(blob.sha256, blob.bytes).read_bytes()
-        network = load_network(ModelFolder(MODEL_FOLDER), component, "fp16")
+        content = store.get(blob.sha256, blob.bytes).read_bytes()
+        network = load_network(Checkpoint(MODEL_FOLDER), component, FP16)
         for name, tensor in network.tensors().items():
             if tensor.is_floating_point() and tensor.numel() > 64 and tensor.unique().numel() > 1:
-                assert tensor.contiguous().numpy().tobytes() not in held, f"{component}: {name}"
+                assert tensor.contiguous().numpy().tobytes() not in content, f"{component}: {name}"
 
 
-def test_building_again_builds_nothing_and_the_timing_cache_is_kept(built: tuple[Store, Manifest]) -> None:
+def test_building_again_builds_nothing(built: tuple[WritableStore, Manifest]) -> None:
     store, _ = built
     assert read_timing_cache(store, plan_of().target)
     result = build(plan_of(name="again"), store)
     assert result.compiled == () and set(result.reused) == set(plan_of().components)
 
 
-def test_the_picture_is_diffusers_picture(served: Loaded) -> None:
-    """fp16 against fp32: the same picture, not the same bits."""
+def test_image_equals_diffusers(served: Loaded) -> None:
+    """fp16 against fp32: the same image, not the same bits."""
     request = GenerationRequest(prompt="a large red circle on a blue background", seed=7, num_inference_steps=20)
-    settings = resolve(request, served.served)
-    picture = generate(served.model, [settings])[0][0].astype(int)
-    expected = Reference(MODEL_FOLDER).draw(settings).astype(int)
-    assert np.abs(picture - expected).mean() <= 2
+    params = resolve(request, served.served)
+    image = generate(served.model, [params])[0][0].astype(int)
+    expected = Reference(MODEL_FOLDER).draw(params).astype(int)
+    assert np.abs(image - expected).mean() <= 2
     assert served.runtime == "tensorrt"
 
 
-def test_a_graph_captures_an_engine_and_replays_it(built: tuple[Store, Manifest]) -> None:
+def test_cuda_graph_captures_and_replays_an_engine(built: tuple[WritableStore, Manifest]) -> None:
     store, manifest = built
     device = torch.device("cuda", 0)
-    record = next(e for e in manifest.engines if e.component == UNET and e.bucket.rows.max == 2)
+    record = next(e for e in manifest.engines if e.component == UNET and e.bucket.batch.max == 2)
     weights = next(w for w in manifest.weights if w.component == UNET)
     tensors = WeightsCache(store, device).load(weights)
     engine = Plans(store, device).open(record, tensors)
@@ -155,29 +136,29 @@ def test_a_graph_captures_an_engine_and_replays_it(built: tuple[Store, Manifest]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             outputs = engine.run(inputs)
-        for case, wanted in zip(cases, expected, strict=True):
+        for case, reference in zip(cases, expected, strict=True):
             for name, tensor in case.items():
                 inputs[name].copy_(tensor)
             graph.replay()
             torch.cuda.synchronize()
-            for name, tensor in wanted.items():
+            for name, tensor in reference.items():
                 torch.testing.assert_close(outputs[name], tensor, rtol=0, atol=0)
 
 
-def test_any_refit_takes_another_model_s_weights(
-    built: tuple[Store, Manifest], folder_of_tiny: Path, tmp_path: Path
+def test_refit_any_takes_another_models_weights(
+    built: tuple[WritableStore, Manifest], folder_of_tiny: Path, tmp_path: Path
 ) -> None:
-    """Without a build: the second model's engines are found, refit and held against its own eager PyTorch."""
-    store = open_store(tmp_path / "store")
-    first = build(plan_of(choices=Choices(refit="any")), store)
-    second = build(plan_of(folder_of_tiny, "other", Choices(refit="any")), store)
+    """Without a build: the second model's engines are found, refit and compared with its own eager PyTorch."""
+    store = open_writable_store(tmp_path / "store")
+    first = build(plan_of(options=PlanOptions(refit="any")), store)
+    second = build(plan_of(folder_of_tiny, "other", PlanOptions(refit="any")), store)
     assert set(first.compiled) == set(plan_of().components) and second.compiled == ()
     assert {e.key for e in first.draft.engines} == {e.key for e in second.draft.engines}
 
 
 @pytest.fixture
 def folder_of_tiny(tmp_path: Path) -> Path:
-    """data/tiny-sdxl with its UNet's weights moved a little."""
+    """data/tiny-sdxl with a slightly changed UNet."""
     import shutil
 
     from safetensors.torch import load_file, save_file
@@ -190,31 +171,30 @@ def folder_of_tiny(tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_identical_refit_builds_another_model_anew(built: tuple[Store, Manifest], folder_of_tiny: Path) -> None:
-    result = build(replace(plan_of(folder_of_tiny, "moved")), built[0])
+def test_refit_identical_builds_for_another_model(built: tuple[WritableStore, Manifest], folder_of_tiny: Path) -> None:
+    result = build(replace(plan_of(folder_of_tiny, "changed")), built[0])
     assert "unet" in result.compiled and "text_encoder" in result.reused
 
 
 @pytest.mark.parametrize("compatibility", ["same_compute_capability", "ampere_plus"])
-def test_a_compatible_plan_is_found_by_its_own_key(compatibility: str, tmp_path: Path) -> None:
-    chosen = Choices(compatibility=compatibility)  # type: ignore[arg-type]
-    store = open_store(tmp_path / "store")
-    build(plan_of(choices=chosen), store)
+def test_compatible_plan_is_found_by_its_target(compatibility: str, tmp_path: Path) -> None:
+    chosen = PlanOptions(compatibility=compatibility)  # type: ignore[arg-type]
+    store = open_writable_store(tmp_path / "store")
+    build(plan_of(options=chosen), store)
     publish(store, "tiny-sdxl")
     loaded = load_release(store, "tiny-sdxl/1", targets_of("tensorrt", detect_targets()), [], ColdStart())
-    assert loaded.target == plan_of(choices=chosen).target.key
+    assert loaded.target == plan_of(options=chosen).target.key
 
 
-def test_without_its_gpu_it_says_a_sentence_and_lives(built: tuple[Store, Manifest]) -> None:
+def test_without_gpu_require_raises_instead_of_crashing(built: tuple[WritableStore, Manifest]) -> None:
     """Deserializing without a GPU would be a segmentation fault."""
     script = (
-        "import sys, torch\n"
         "from model.engines.tensorrt.api import TensorRTUnavailable, require\n"
-        "try:\n    require(torch.device('cuda'))\n"
+        "try:\n    require()\n"
         "except TensorRTUnavailable as error:\n    print(error)\n"
     )
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=REPOSITORY, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert said.returncode == 0 and "needs an NVIDIA GPU" in said.stdout, said.stderr
+    assert result.returncode == 0 and "needs an NVIDIA GPU" in result.stdout, result.stderr

@@ -1,8 +1,7 @@
-"""The whole way of TensorRT's engines, from a folder to a picture, with a stand-in that runs their ONNX graphs.
+"""TensorRT engines from a folder to an image, with a fake TensorRT that runs their ONNX graphs.
 
-What it shows is ours: that a plan without a single constant in it gets all of them back by name from the release's
-blobs, that profiles hold what is run, that engines are found again, refused and chosen. TensorRT's part is a stand-in's
-(tests/stand_ins/onnx_tensorrt.py).
+The tests cover Preheat's part: a plan without constants gets all of them by name from the release's blobs, profiles
+hold the shapes that run, engines are reused, refused and selected. The fake is tests/stand_ins/onnx_tensorrt.py.
 """
 
 import json
@@ -16,33 +15,22 @@ import numpy as np
 import pytest
 import torch
 
-from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import NotEnoughMemory
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
-from model.api.request import (
-    GenerationRequest,
-    resolve,
-)
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
-from model.loading.target import (
-    Target,
-    detect_targets,
-)
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
-from model.store.store import (
-    Store,
-    open_store,
-)
+from model.store.precision import FP16
 from tests.stand_ins import onnx_tensorrt
 from tests.stand_ins.fake_tensorrt import FakeCuda
 
@@ -52,10 +40,10 @@ PlanOf = Callable[[Path, str], BuildPlan]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stand_in() -> Iterator[None]:
+def fake_tensorrt() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tensorrt", onnx_tensorrt.module())
-        patch.setattr(tensorrt_api, "require", lambda device: onnx_tensorrt.VERSION)
+        patch.setattr(tensorrt_api, "require", lambda *_: onnx_tensorrt.VERSION)
         patch.setattr(tensorrt_api, "installed_version", lambda: onnx_tensorrt.VERSION)
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**33, 2**34))
         cuda = FakeCuda(lambda *_: True)
@@ -66,45 +54,45 @@ def stand_in() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plan(toy_plan: BuildPlan) -> BuildPlan:
-    return replace(toy_plan, target=TARGET, precision="fp16", tensorrt=Choices(), sizes=((2, 64, 64),))
+    return replace(toy_plan, target=TARGET, precision=FP16, tensorrt=PlanOptions(), sizes=((2, 64, 64),))
 
 
 @pytest.fixture(scope="module")
-def said() -> list[str]:
+def progress() -> list[str]:
     return []
 
 
 @pytest.fixture(scope="module")
 def built(
-    plan: BuildPlan, exported: tuple[Store, Path], tmp_path_factory: pytest.TempPathFactory, said: list[str]
-) -> tuple[Store, Manifest]:
-    """The toy's plans, of graphs that were exported before, published."""
+    plan: BuildPlan, exported: tuple[WritableStore, Path], tmp_path_factory: pytest.TempPathFactory, progress: list[str]
+) -> tuple[WritableStore, Manifest]:
+    """The toy's plans, built from graphs that were exported before, published."""
     folder = Path(exported[0].url.removeprefix("file://"))
-    store = open_store(shutil.copytree(folder, tmp_path_factory.mktemp("way") / "store"))
-    result = build(plan, store, lambda component, doing, *_: said.append(f"{component} {doing}"))
+    store = open_writable_store(shutil.copytree(folder, tmp_path_factory.mktemp("way") / "store"))
+    result = build(plan, store, lambda component, activity, *_: progress.append(f"{component} {activity}"))
     assert set(result.compiled) == set(plan.components)
     return store, publish(store, plan.model)[0]
 
 
-def load(built: tuple[Store, Manifest]) -> Loaded:
+def load(built: tuple[WritableStore, Manifest]) -> Loaded:
     return load_release(built[0], built[1].name, [TARGET], [], ColdStart())
 
 
-def draw(loaded: Loaded) -> np.ndarray:
+def generate_one(loaded: Loaded) -> np.ndarray:
     request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
     return generate(loaded.model, [resolve(request, loaded.served)])[0][0].astype(int)
 
 
-def test_a_release_of_plans_draws_aot_inductor_s_picture(built: tuple[Store, Manifest], toy_store: Store) -> None:
-    """In fp16, against fp32."""
+def test_plans_generate_aot_inductors_image(built: tuple[WritableStore, Manifest], toy_store: WritableStore) -> None:
+    """Plans in fp16, AOTInductor in fp32."""
     loaded = load(built)
     assert (loaded.runtime, loaded.target) == ("tensorrt", TARGET.key)
-    expected = draw(load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart()))
-    picture = draw(loaded)
-    assert picture.std() > 10 and np.abs(picture - expected).max() <= 8
+    expected = generate_one(load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart()))
+    image = generate_one(loaded)
+    assert image.std() > 10 and np.abs(image - expected).max() <= 8
 
 
-def test_every_engine_is_on_record(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+def test_manifest_describes_every_engine(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:
     for engine in built[1].engines:
         assert engine.runtime == "tensorrt" and engine.runtime_version == onnx_tensorrt.VERSION
         assert engine.accuracy.relative <= 5e-3 and engine.benchmark is not None
@@ -114,9 +102,9 @@ def test_every_engine_is_on_record(built: tuple[Store, Manifest], plan: BuildPla
     assert {engine.component for engine in built[1].engines} == set(plan.components)
 
 
-def test_a_build_says_what_it_does(built: tuple[Store, Manifest], said: list[str]) -> None:
-    doing = [line.removeprefix("unet ") for line in said if line.startswith("unet ")]
-    assert doing == [
+def test_build_reports_progress(built: tuple[WritableStore, Manifest], progress: list[str]) -> None:
+    activities = [line.removeprefix("unet ") for line in progress if line.startswith("unet ")]
+    assert activities == [
         "writing weights",
         "exporting to ONNX",
         "building: Building 0%",
@@ -125,7 +113,7 @@ def test_a_build_says_what_it_does(built: tuple[Store, Manifest], said: list[str
     ]
 
 
-def test_building_again_builds_nothing(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+def test_building_again_builds_nothing(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:
     store, manifest = built
     assert build(plan, store).compiled == ()
     again = build(replace(plan, model="again"), store)
@@ -133,68 +121,72 @@ def test_building_again_builds_nothing(built: tuple[Store, Manifest], plan: Buil
     assert {engine.key for engine in again.draft.engines} == {engine.key for engine in manifest.engines}
 
 
-def test_a_plan_that_was_kept_and_fails_its_check_is_built_anew(
-    built: tuple[Store, Manifest], plan: BuildPlan, tmp_path: Path
+def test_rebuilds_a_stored_plan_that_fails_its_check(
+    built: tuple[WritableStore, Manifest], plan: BuildPlan, tmp_path: Path
 ) -> None:
-    """It stands in the way of no later build; nor does one that cannot be opened."""
-    store = open_store(shutil.copytree(built[0].url.removeprefix("file://"), tmp_path / "store"))
+    """Nor can one that does not open block a later build."""
+    store = open_writable_store(shutil.copytree(built[0].url.removeprefix("file://"), tmp_path / "store"))
     records = {key: json.loads(store.read_record("engines", key) or b"") for key in store.records("engines")}
     plans = {engine.component: engine.blob.sha256 for engine in built[1].engines}
     [unet] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["unet"]]
     [vae] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["vae_decoder"]]
     store.write_record("engines", unet, json.dumps(records[unet] | {"plan": records[vae]["plan"]}).encode())
-    said: list[str] = []
-    anew = build(replace(plan, model="anew"), store, lambda component, doing, *_: said.append(f"{component} {doing}"))
-    assert anew.compiled == ("unet",)
-    assert [line for line in said if line.startswith("unet to be built anew: the plan that was kept is of no use. ")]
-    assert {engine.key for engine in anew.draft.engines} == {engine.key for engine in built[1].engines}
-    assert next(e.blob.sha256 for e in anew.draft.engines if e.component == "unet") == plans["unet"]
+    lines: list[str] = []
+    rebuilt = build(
+        replace(plan, model="rebuilt"), store, lambda component, activity, *_: lines.append(f"{component} {activity}")
+    )
+    assert rebuilt.compiled == ("unet",)
+    assert [line for line in lines if line.startswith("unet rebuilding: the stored plan failed its check. ")]
+    assert {engine.key for engine in rebuilt.draft.engines} == {engine.key for engine in built[1].engines}
+    assert next(e.blob.sha256 for e in rebuilt.draft.engines if e.component == "unet") == plans["unet"]
 
 
-def test_a_timing_cache_goes_from_build_to_build(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+def test_builds_share_the_timing_cache(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:
     cache = read_timing_cache(built[0], plan.target)
     assert set(cache) == set(b"+") and len(cache) >= len(plan.components)
 
 
-def test_buckets_are_profiles_of_one_plan(built: tuple[Store, Manifest], plan: BuildPlan) -> None:
+def test_buckets_are_profiles_of_one_plan(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:
     draft = build(replace(plan, model="several", sizes=((1, 64, 64), (2, 64, 64), (2, 64, 96))), built[0]).draft
     unets = [engine for engine in draft.engines if engine.component == "unet"]
     assert len(unets) == 3 and len({engine.blob for engine in unets}) == 1 and len({e.key for e in unets}) == 3
     assert [engine.tensorrt.profile for engine in unets if engine.tensorrt] == [0, 1, 2]
 
 
-def test_only_a_plan_for_any_weights_takes_another_model_s(
-    built: tuple[Store, Manifest], plan: BuildPlan, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
+def test_only_refit_any_takes_another_models_weights(
+    built: tuple[WritableStore, Manifest],
+    plan: BuildPlan,
+    folder_copy: Path,
+    plan_of: PlanOf,
+    edit_weights: EditWeights,
 ) -> None:
-    def move(tensors: dict[str, torch.Tensor]) -> None:
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
         for tensor in tensors.values():
             tensor.mul_(1.1)
 
-    edit_weights(folder_copy / "unet", move)
+    edit_weights(folder_copy / "unet", scale)
     other = replace(plan, model="other", base=plan_of(folder_copy, "other").base)
     store = built[0]
     assert set(build(other, store).compiled) == {"unet", "unet_text", "unet_time"}
-    for_any = Choices(refit="any")
+    for_any = PlanOptions(refit="any")
     build(replace(plan, tensorrt=for_any), store)
     assert build(replace(other, tensorrt=for_any), store).compiled == ()
 
 
-def test_a_release_whose_weights_were_exchanged_is_refused(built: tuple[Store, Manifest]) -> None:
+def test_refuses_a_release_with_exchanged_weights(built: tuple[WritableStore, Manifest]) -> None:
     store, manifest = built
     [other] = [w for w in manifest.weights if w.component == "text_encoder"]
     exchanged = tuple(
         w.model_copy(update={"blobs": other.blobs}) if w.component == "text_encoder_2" else w for w in manifest.weights
     )
     store.write_release(manifest.model_copy(update={"version": "exchanged", "weights": exchanged}))
-    with pytest.raises(EngineError, match="text_encoder_2 plan takes the weights it was built with"):
+    with pytest.raises(EngineError, match="text_encoder_2 plan takes only the weights it was built with"):
         load_release(store, f"{manifest.model}/exchanged", [TARGET], [], ColdStart())
 
 
-def test_a_build_that_cannot_fit_is_refused_and_leaves_no_plan(
-    plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_build_stores_no_plan(plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**20, 2**34))
-    store = open_store(tmp_path / "store")
+    store = open_writable_store(tmp_path / "store")
     with pytest.raises(NotEnoughMemory, match="Building text_encoder takes about .* GiB of GPU memory"):
         build(plan, store)
     assert store.records("engines") == [] and store.records("drafts") == []

@@ -1,4 +1,4 @@
-"""What the compiler measured of kernels is found again by the next build for that target, and by no other."""
+"""The compiler's measurements are reused by the next build for the same target only."""
 
 import os
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ import pytest
 from torch._inductor.codecache import PersistentCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from engine_builder.backends.aot_inductor.tuning import tuning_kept_in
+from engine_builder.backends.aot_inductor.tuning import use_tuning_cache
 
 
 class Candidate:
-    """A kernel that might do a matrix product."""
+    """A candidate kernel for a matrix product."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -25,7 +25,7 @@ CANDIDATES = [Candidate("triton"), Candidate("cublas")]
 
 
 def measured(folder: Path) -> tuple[dict[str, float], int]:
-    """Ask Inductor's own cache for the candidates' times as its autotuner does; and how often they were measured."""
+    """Look up the candidates in Inductor's cache, as its autotuner does. Returns times and number of measurements."""
     runs = 0
 
     def benchmark(candidates: Sequence[Candidate]) -> dict[Candidate, float]:
@@ -33,32 +33,32 @@ def measured(folder: Path) -> tuple[dict[str, float], int]:
         runs += 1
         return {candidate: 0.5 + index for index, candidate in enumerate(candidates)}
 
-    with tuning_kept_in(folder):
+    with use_tuning_cache(folder):
         times = PersistentCache().lookup(CANDIDATES, "mm", "2048x1280x1280 float16", benchmark)
     return {candidate.name: time for candidate, time in times.items()}, runs
 
 
-def test_a_product_is_measured_once_a_target(tmp_path: Path) -> None:
+def test_measures_once_per_target(tmp_path: Path) -> None:
     times = {"triton": 0.5, "cublas": 1.5}
     assert measured(tmp_path / "h200") == (times, 1)
     assert measured(tmp_path / "h200") == (times, 0)
     assert measured(tmp_path / "a10g") == (times, 1)
 
 
-def test_the_environment_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restores_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
-    with pytest.raises(KeyError), tuning_kept_in(tmp_path / "h200") as folder:
+    with pytest.raises(KeyError), use_tuning_cache(tmp_path / "h200") as folder:
         assert cache_dir() == str(folder) == str(tmp_path / "h200")
-        os.environ["TRITON_CACHE_DIR"] = "/elsewhere"  # as Inductor does where there is none
+        os.environ["TRITON_CACHE_DIR"] = "/elsewhere"  # as Inductor does if it is not set
         raise KeyError
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "/somewhere"
-    default = cache_dir()  # now Inductor itself has written it into the environment, which nobody chose
-    with tuning_kept_in(tmp_path / "h200") as folder:
+    default = cache_dir()  # now Inductor itself has set the variable
+    with use_tuning_cache(tmp_path / "h200") as folder:
         assert cache_dir() == str(folder) != default
 
 
-def test_a_folder_that_was_chosen_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_an_explicit_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "chosen"))
     assert measured(tmp_path / "h200")[1] == 1
     assert not (tmp_path / "h200").exists() and any((tmp_path / "chosen" / "cache").iterdir())

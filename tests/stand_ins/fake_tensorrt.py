@@ -1,7 +1,7 @@
-"""A module in TensorRT's place that notes every call, and an engine that computes y = x * w + b from raw addresses.
+"""A fake `tensorrt` module that records every call, with an engine that computes y = x * w + b from raw addresses.
 
-It stands in for one thing only: whether Preheat calls TensorRT in the right order, with the right addresses, and what
-it makes of refusals. That TensorRT does what its interface says is not tested with it. Memory is the CPU's.
+It tests that Preheat calls TensorRT in the right order and with the right addresses, and how it handles refusals. It
+does not test TensorRT itself. Memory is the CPU's.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ def floats(address: int, count: int) -> Any:
 
 
 class Fake:
-    """The module (`module`) and what was done with it (`calls`). Change `weights`, `profiles`, `refuse` to fail it."""
+    """The fake `module` and its recorded `calls`. Change `weights`, `profiles` or `refuse` to make it fail."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -151,7 +151,7 @@ def _module(fake: Fake) -> ModuleType:
 
 
 class FakeCuda:
-    """torch.cuda's streams and events on a machine without a GPU, with what was asked of them."""
+    """torch.cuda's streams and events without a GPU. Calls are passed to `note`."""
 
     def __init__(self, note: Callable[..., Any]) -> None:
         self.current = 7

@@ -1,7 +1,7 @@
-"""An HTTP proxy of ours between a client and an object store, that does to bytes what networks and disks do.
+"""An HTTP proxy between a client and an object store that injects the faults of networks and disks.
 
-Passes every request on unchanged (the Host header too, which the signature covers) and every answer back, except those
-that a fault was ordered for: the next ones whose method and path match. Keeps what it saw. Knows nothing of S3.
+It forwards every request unchanged (with its Host header, which the signature covers) and every answer, except those
+that an ordered fault matches by method and path. It records the requests. It does not know S3.
 """
 
 import http.client
@@ -16,19 +16,19 @@ from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import urlsplit
 
-_CHUNK = 64 * 2**10  # bytes passed on at a time
+_CHUNK_BYTES = 64 * 2**10  # forwarded at a time
 
 Kind = Literal["drop", "reset", "status", "corrupt", "truncate", "stall", "drop_answer"]
 
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that match.
+    """A fault of the next `times` requests that match.
 
-    drop: the connection ends after `at` bytes of the body. reset: the same, with a TCP reset. status: answers `status`
-    without asking the store. corrupt: one bit of byte `at` differs. truncate: the body ends at `at`, and the headers
-    agree with that. stall: nothing comes after `at` bytes until the proxy ends. drop_answer: the store does what was
-    asked, and the client never hears of it.
+    drop: the connection ends after `at` bytes of the body. reset: the same, with a TCP reset. status: the proxy answers
+    `status` itself. corrupt: one bit of byte `at` is flipped. truncate: the body ends at `at`, and the headers agree.
+    stall: after `at` bytes nothing more is sent until the proxy ends. drop_answer: the store serves the request, and
+    its answer is lost.
     """
 
     kind: Kind
@@ -38,7 +38,7 @@ class Fault:
     code: str = "SlowDown"
     method: str = "GET"
     path: str = ""
-    """What the request's path contains."""
+    """A part of the request's path."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FaultyProxy:
     upstream: str
     seen: list[Seen] = field(default_factory=list)
     on_bytes: Callable[[int], None] = lambda count: None
-    """Called with the number of body bytes that have been passed back so far, all answers together."""
+    """Called with the total number of body bytes forwarded so far."""
 
     def __post_init__(self) -> None:
         self._faults: list[Fault] = []
@@ -76,18 +76,18 @@ class FaultyProxy:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def order(self, fault: Fault) -> None:
-        """Let a fault happen from now on."""
+        """Inject a fault from now on."""
         with self._lock:
             self._faults.append(fault)
 
     @property
     def pending(self) -> int:
-        """How many times ordered faults have yet to happen."""
+        """Number of ordered faults that have not happened."""
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
     def clear(self) -> None:
-        """Forget the orders and what was seen."""
+        """Delete the orders and the recorded requests."""
         with self._lock:
             self._faults.clear()
             self.seen.clear()
@@ -95,11 +95,11 @@ class FaultyProxy:
             self.on_bytes = lambda count: None
 
     def bytes_asked(self, path: str) -> list[str]:
-        """The Range headers of the GET requests whose path contains `path`."""
+        """Return the Range headers of the GET requests whose path contains `path`."""
         return [seen.headers.get("Range", "") for seen in self.seen if seen.method == "GET" and path in seen.path]
 
     def take(self, method: str, path: str) -> Fault | None:
-        """The fault for this request, if one was ordered."""
+        """Return the fault for this request, or None."""
         with self._lock:
             for fault in self._faults:
                 if fault.times > 0 and method == fault.method and fault.path in path:
@@ -118,7 +118,7 @@ class FaultyProxy:
         self.on_bytes(total)
 
     def hold(self) -> None:
-        """Until the proxy ends."""
+        """Wait until the proxy ends."""
         self._ended.wait()
 
     def __enter__(self) -> Self:
@@ -140,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # between two requests: clients may go as they like
+        with suppress(ConnectionError):  # clients may disconnect between two requests
             super().handle()
 
     def _pass_on(self) -> None:
@@ -154,13 +154,13 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
-                # The gateway must not wait for a "continue" that we have no use for: the body is here already.
+                # The body is complete, so the gateway must not wait for a "continue".
                 if name.lower() not in ("expect", "connection"):
                     upstream.putheader(name, value)
             upstream.endheaders(body or None)
             self._answer(upstream.getresponse(), fault)
         except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # the client has gone
+            self.close_connection = True  # the client has disconnected
         finally:
             upstream.close()
 
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in ("connection", "transfer-encoding"):
                 self.send_header(name, value)
         if "Content-Length" not in answer.headers:
-            # Chunked, as lists are: short, so passed on whole.
+            # Chunked, as lists are. They are short, so they are forwarded whole.
             body = answer.read()
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -232,5 +232,5 @@ class _Handler(BaseHTTPRequestHandler):
 def _chunks(answer: http.client.HTTPResponse, method: str) -> Iterator[bytes]:
     if method == "HEAD":
         return
-    while chunk := answer.read(_CHUNK):
+    while chunk := answer.read(_CHUNK_BYTES):
         yield chunk

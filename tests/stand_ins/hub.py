@@ -1,4 +1,4 @@
-"""A server of ours that speaks as much of the Hub's protocol as downloading one repository takes."""
+"""A server with the part of the Hub's protocol that downloads one repository."""
 
 import hashlib
 import json
@@ -15,8 +15,7 @@ _COMMIT = "c" * 40
 
 @dataclass
 class Hub:
-    """A running server. `served`: the paths of the repository's files that were downloaded; `cut`: of those whose
-    downloads break off."""
+    """A running server. `served`: paths of the downloaded files; `cut`: paths whose downloads are interrupted."""
 
     url: str
     served: list[str] = field(default_factory=list)

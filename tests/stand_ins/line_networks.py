@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine_builder.building.eager_engine import ANY_BUCKET
-from model.api.request import GenerationSettings
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines import components
-from model.engines.components import Widths
+from model.engines import components, shapes
 from model.engines.engine import EngineSet
-from model.pipeline.text_to_image import LoadedModel
-from model.store.manifest import RefinerSettings, Settings, Signature
+from model.engines.shapes import Widths
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import GenerationParams
+from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
 TEXT_WIDTH = 4
 WIDTHS = Widths(
@@ -44,7 +44,7 @@ class Stub:
 
     def __post_init__(self) -> None:
         self.bucket = ANY_BUCKET
-        self.overlaps = True
+        self.concurrent = True
         self.seen: list[dict[str, torch.Tensor]] = []
         self.poison: tuple[int, float] | None = None  # (call, value) of an output that is no number
         self.fails: Exception | None = None  # raised by every call while it is set
@@ -52,7 +52,7 @@ class Stub:
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.fails is not None:
             raise self.fails
-        components.solve(self.signature, inputs, self.component)
+        shapes.bind_shapes(self.signature, inputs, self.component)
         self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
         outputs = self._outputs(inputs)
         if self.poison is not None and len(self.seen) - 1 == self.poison[0]:
@@ -80,29 +80,29 @@ def line_model() -> LoadedModel:
     context = 2 * TEXT_WIDTH
     refined = replace(WIDTHS, time_ids=5)
     signatures = {
-        components.TEXT_ENCODER: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", None),
-        components.TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.REFINER_TEXT_ENCODER_2: components.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.UNET_TEXT: components.unet_text_signature(WIDTHS.tokens, context, 2 * context, "float32"),
-        components.UNET_TIME: components.unet_time_signature(WIDTHS, 7, "float32"),
-        components.UNET: components.unet_signature(WIDTHS, 7, 2 * context, "float32"),
-        components.REFINER_UNET_TEXT: components.unet_text_signature(WIDTHS.tokens, TEXT_WIDTH, context, "float32"),
-        components.REFINER_UNET_TIME: components.unet_time_signature(refined, 6, "float32"),
-        components.REFINER_UNET: components.unet_signature(refined, 6, context, "float32"),
-        components.VAE_DECODER: components.vae_decoder_signature(4, 8, "float32"),
+        components.TEXT_ENCODER: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", None),
+        components.TEXT_ENCODER_2: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
+        components.REFINER_TEXT_ENCODER_2: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
+        components.UNET_TEXT: shapes.unet_text_signature(WIDTHS.tokens, context, 2 * context, "float32"),
+        components.UNET_TIME: shapes.unet_time_signature(WIDTHS, 7, "float32"),
+        components.UNET: shapes.unet_signature(WIDTHS, 7, 2 * context, "float32"),
+        components.REFINER_UNET_TEXT: shapes.unet_text_signature(WIDTHS.tokens, TEXT_WIDTH, context, "float32"),
+        components.REFINER_UNET_TIME: shapes.unet_time_signature(refined, 6, "float32"),
+        components.REFINER_UNET: shapes.unet_signature(refined, 6, context, "float32"),
+        components.VAE_DECODER: shapes.vae_decoder_signature(4, 8, "float32"),
     }
     return LoadedModel(
         engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
         tokenizers={"tokenizer": Words(), "tokenizer_2": Words()},  # type: ignore[dict-item]
         noise_schedules={"base": SCHEDULE, "refiner": SCHEDULE},
-        settings=Settings(
+        settings=ModelFacts(
             native_height=64,
             native_width=64,
             vae_scale_factor=8,
             vae_scaling_factor=0.5,
             latent_channels=4,
             force_zeros_for_empty_prompt=True,
-            refiner=RefinerSettings(force_zeros_for_empty_prompt=False, requires_aesthetics_score=True),
+            refiner=RefinerFacts(force_zeros_for_empty_prompt=False, requires_aesthetics_score=True),
         ),
         device=torch.device("cpu"),
     )
@@ -114,7 +114,7 @@ def stub(model: LoadedModel, component: str) -> Stub:
     return engine
 
 
-PLAIN = GenerationSettings(
+PLAIN = GenerationParams(
     prompt="one two three", negative_prompt=None, width=96, height=64, num_inference_steps=4, guidance_scale=7.5,
     end_cfg_frac=1.0, scheduler="Euler", use_refiner=False, denoising_frac=0.5, seed=3, num_images=1,
     output_format="png", quality=95,

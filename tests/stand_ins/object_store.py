@@ -1,7 +1,7 @@
 """A real S3-compatible store on this machine: Ceph's RADOS Gateway over one monitor and one disk in memory.
 
-Everything listens on 127.0.0.1 and lies in one folder; what was started is ended by its own handle. A cluster of one
-has no authentication inside (the gateway's own, S3's, is the real one), so it is for tests and nothing else.
+All daemons listen on 127.0.0.1, write to one folder, and are stopped by their handles. The cluster has no internal
+authentication (only the gateway's, which is that of S3), so it is for tests only.
 """
 
 import json
@@ -22,9 +22,9 @@ INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "setpriv")
 ACCESS_KEY = "preheatpreheatpreheat"
 SECRET_KEY = "a-secret-for-tests-that-opens-nothing-else"
-_DISK = 16 * 2**30  # bytes; only what is written takes memory
-_RESTARTS = 10  # of all daemons together, while they start
-_READY_SECONDS = 120  # of one daemon; a machine that needs more is broken
+_DISK_BYTES = 16 * 2**30  # only written bytes use memory
+_MAX_RESTARTS = 10  # of all daemons together, while they start
+_READY_SECONDS = 120  # of one daemon, enough for any machine
 
 _CONFIG = """\
 [global]
@@ -70,12 +70,12 @@ rgw gc obj min wait = 60
 
 
 def missing_programs() -> list[str]:
-    """What of Ceph is not installed here."""
+    """Return the programs of Ceph that are not installed."""
     return [program for program in PROGRAMS if shutil.which(program) is None]
 
 
 class ObjectStore:
-    """Ceph RADOS Gateway in `folder`, started on entering and ended on leaving."""
+    """Ceph RADOS Gateway in `folder`, as a context manager."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,7 +90,7 @@ class ObjectStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes boto3 talk to this store."""
+        """The environment that makes boto3 use this store."""
         return credentials() | {"AWS_ENDPOINT_URL": self.url}
 
     def __enter__(self) -> Self:
@@ -112,7 +112,7 @@ class ObjectStore:
             (folder / name).mkdir(parents=True)
         self._config = folder / "ceph.conf"
         self._config.write_text(
-            _CONFIG.format(fsid=fsid, folder=folder, mon_port=self._mon_port, rgw_port=self._rgw_port, disk=_DISK)
+            _CONFIG.format(fsid=fsid, folder=folder, mon_port=self._mon_port, rgw_port=self._rgw_port, disk=_DISK_BYTES)
         )
         monmap, address = folder / "monmap", f"[v1:127.0.0.1:{self._mon_port}]"
         self._call("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, str(monmap))
@@ -131,7 +131,7 @@ class ObjectStore:
         self._wait("the gateway", self._answers)
 
     def _stop(self) -> None:
-        """The gateway first: each daemon waits for those behind it."""
+        """Stop the gateway first, because each daemon waits for those behind it."""
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
@@ -151,18 +151,18 @@ class ObjectStore:
         return self._call_again("ceph", "--connect-timeout", "30", *arguments)
 
     def _call_again(self, *command: str) -> str:
-        """Call what talks to the monitor until it succeeds, for it may be too early; so it must do so twice, too."""
-        said: list[str] = []
+        """Repeat a command until the monitor is ready. The command must be safe to repeat."""
+        output: list[str] = []
 
         def ask() -> bool:
             try:
-                said.append(self._call(*command))
+                output.append(self._call(*command))
             except RuntimeError as error:
                 self._refusal = str(error)
-            return bool(said)
+            return bool(output)
 
         self._wait(command[0], ask)
-        return said[0]
+        return output[0]
 
     def _call(self, *command: str) -> str:
         done = subprocess.run([*command, "-c", str(self._config)], capture_output=True, text=True, env=_environment())
@@ -176,7 +176,7 @@ class ObjectStore:
     def _popen(self, *command: str) -> "subprocess.Popen[bytes]":
         with (self._folder / f"{command[0]}.out").open("ab") as out:
             return subprocess.Popen(
-                # So that a killed test run leaves no daemon behind.
+                # A killed test run must leave no daemon behind.
                 ["setpriv", "--pdeathsig", "TERM", *command, "-c", str(self._config), "-f"],
                 stdout=out,
                 stderr=out,
@@ -190,11 +190,11 @@ class ObjectStore:
                 if daemon.poll() is None:
                     continue
                 command = [str(word) for word in cast(list[str], daemon.args)[3:-3]]
-                said = (self._folder / f"{command[0]}.out").read_text()[-2000:]
-                # A daemon that asks the monitor before it has learnt which cluster this is ends with "wrong fsid".
+                output = (self._folder / f"{command[0]}.out").read_text()[-2000:]
+                # A daemon that asks the monitor too early ends with "wrong fsid".
                 self._restarts += 1
-                if self._restarts > _RESTARTS:
-                    raise RuntimeError(f"{command[0]} ended with {daemon.returncode}: {said}")
+                if self._restarts > _MAX_RESTARTS:
+                    raise RuntimeError(f"{command[0]} ended with {daemon.returncode}: {output}")
                 self._daemons[place] = self._popen(*command)
             if time.monotonic() > end:
                 raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s ({self._refusal}): {self._folder}")
@@ -202,7 +202,7 @@ class ObjectStore:
 
 
 def credentials() -> dict[str, str]:
-    """Who may use the store, as the environment says it to boto3; nothing of this machine's own is looked at."""
+    """Return the environment with the store's credentials, and without this machine's own."""
     return {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -215,7 +215,7 @@ def credentials() -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """Ceph's programs read CEPH_* and would take a cluster that it names for ours."""
+    """Return the environment without CEPH_*, which could name another cluster."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
 
 

@@ -1,8 +1,8 @@
-"""A module in TensorRT's place whose plans are ONNX graphs without any constant, run by ONNX Runtime on the CPU.
+"""A fake `tensorrt` module whose plans are ONNX graphs without constants, run by ONNX Runtime on the CPU.
 
-With it the whole way is walked that TensorRT's engines go: export, files, parser, profiles, stripped plan, refit by
-name from raw addresses, shapes, execution on raw addresses. It is strict where TensorRT's documentation is: a plan runs
-with nothing but what it was refit with, and no shape outside its profile. It says nothing about TensorRT.
+It covers all steps of TensorRT engines: export, files, parser, profiles, stripped plan, refit by name from raw
+addresses, shapes, execution on raw addresses. It is as strict as TensorRT's documentation: a plan runs only with the
+weights of its refit, and only with shapes of its profile. It does not test TensorRT itself.
 """
 
 import ctypes
@@ -152,7 +152,7 @@ class _Refitter:
         options.log_severity_level = 3
         model = onnx.load_from_string(self._engine.data)
         for initializer in model.graph.initializer:
-            if initializer.name in self._given:  # else ONNX Runtime says which is missing
+            if initializer.name in self._given:  # otherwise ONNX Runtime names the missing one
                 initializer.CopyFrom(onnx.numpy_helper.from_array(self._given[initializer.name], initializer.name))
         self._engine.session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
@@ -198,7 +198,7 @@ class _Weights:
 
 
 def module() -> ModuleType:
-    """The stand-in, to be put into sys.modules as "tensorrt"."""
+    """Return the fake, to be put into sys.modules as "tensorrt"."""
     made: Any = ModuleType("tensorrt")
     made.__version__ = VERSION
     made.ILogger, made.Builder, made.OnnxParser, made.Refitter, made.Weights = (

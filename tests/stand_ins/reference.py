@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.api.request import GenerationSettings
+from model.pipeline.params import GenerationParams
 
 _SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Euler": ("EulerDiscreteScheduler", {}),
@@ -35,7 +35,7 @@ class Reference:
         self._refiner = _pipeline(diffusers.StableDiffusionXLImg2ImgPipeline, refiner) if refiner.is_dir() else None
         self._scheduler_config = dict(self._base.scheduler.config)
 
-    def draw(self, settings: GenerationSettings) -> npt.NDArray[np.uint8]:
+    def draw(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
         """The first image of a request, [height, width, 3], as people draw it with diffusers.
 
         Base and refiner as in diffusers' guide to the ensemble of experts: denoising_end, denoising_start.
@@ -44,7 +44,7 @@ class Reference:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             return self._draw(settings)
 
-    def _draw(self, settings: GenerationSettings) -> npt.NDArray[np.uint8]:
+    def _draw(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
         steps = settings.num_inference_steps
         guided = round(settings.end_cfg_frac * steps)
         asked = {
@@ -81,7 +81,7 @@ def _pipeline(kind: Any, folder: Path) -> Any:
     return pipeline
 
 
-def _guidance(settings: GenerationSettings, guided: int, steps: int) -> dict[str, Any]:
+def _guidance(settings: GenerationParams, guided: int, steps: int) -> dict[str, Any]:
     """Guidance in the first `guided` of a pipeline's own steps; where it ends between two, a callback ends it."""
     if guided <= 0:
         return {"guidance_scale": 1.0}

@@ -1,7 +1,7 @@
-"""A release without a model: four components that are all one small linear network, and tokenizers of three words.
+"""A release without a model: all components are one small linear network, and the tokenizers know three words.
 
-With `FAKE` parts nothing is compiled, and everything can be done with it but opening its engines; `toy()` compiles
-the network once a process, in some ten seconds.
+With `FAKE` parts nothing is compiled, and only opening the engines fails. `toy()` compiles the network once a process,
+which takes some ten seconds.
 """
 
 import functools
@@ -21,30 +21,25 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.networks.network import Network
+from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-    dtype_name,
-)
-from model.loading.target import (
-    Target,
-    detect_targets,
-)
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.engines.shapes import dtype_name
+from model.loading.target import Target, detect_targets
 from model.store.manifest import (
     Accuracy,
     Blob,
     Bucket,
     EngineRecord,
     Manifest,
-    RefinerSettings,
-    Settings,
+    ModelFacts,
+    RefinerFacts,
     Signature,
     TensorSpec,
     TokenizerRecord,
     WeightsRecord,
 )
-from model.store.store import Store
+from model.store.precision import FP32
 
 NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")
@@ -52,11 +47,11 @@ SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", dtype="float32", shape=_SHAPE),),
     outputs=(TensorSpec(name="y", dtype="float32", shape=_SHAPE),),
 )
-BUCKET = compiler.dynamic_bucket(8, max_rows=4, max_side=512)
+BUCKET = compiler.dynamic_bucket(8, max_batch=4, max_side=512)
 
 
 class Toy(nn.Module):
-    """[rows, 4, height/8, width/8] -> the same shape, through two linear layers over the channels."""
+    """[batch, 4, height/8, width/8] -> the same shape, through two linear layers over the channels."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -77,20 +72,20 @@ class Parts:
     constants: bytes
 
 
-FAKE = Parts(b"this is no engine", b"{}")
+FAKE = Parts(b"not an engine", b"{}")
 
 
 @functools.cache
 def toy() -> Parts:
-    """A compiled `Toy`, for this machine."""
-    network = Network("unet", Toy().eval(), SIGNATURE, {}, "fp32", "plain", 8)
+    """Compile a `Toy` for this machine."""
+    network = Network("unet", Toy().eval(), SIGNATURE, {}, FP32, "plain", 8)
     with tempfile.TemporaryDirectory() as folder:
         made = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
         return Parts(made.package.read_bytes(), made.constants_json())
 
 
 def cpu_target() -> Target:
-    """What this machine would build for if it had no GPU."""
+    """Return the CPU target that this machine builds for."""
     return next(target for target in detect_targets() if target.product != "x86_64_v4")
 
 
@@ -98,8 +93,8 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return dict(Toy(seed).named_parameters())
 
 
-def keep(store: Store, data: bytes) -> Blob:
-    """Bytes in the store."""
+def keep(store: WritableStore, data: bytes) -> Blob:
+    """Put bytes into the store."""
     return Blob(sha256=store.put_bytes(data), bytes=len(data))
 
 
@@ -109,8 +104,8 @@ def tokenizer_json() -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
-def draft(store: Store, parts: Parts = FAKE, refiner: bool = False, bucket: Bucket = BUCKET) -> Manifest:
-    """A manifest whose blobs are all in the store; not written. Each component has two blobs of weights of its own."""
+def draft(store: WritableStore, parts: Parts = FAKE, refiner: bool = False, bucket: Bucket = BUCKET) -> Manifest:
+    """Store all blobs and return the manifest, unpublished. Each component has its own two blobs of weights."""
     names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
     engine, constants = keep(store, parts.engine), keep(store, parts.constants)
     weights = []
@@ -129,14 +124,14 @@ def draft(store: Store, parts: Parts = FAKE, refiner: bool = False, bucket: Buck
         family="sdxl",
         created="2026-01-01T00:00:00+00:00",
         builder={"preheat": "0"},
-        settings=Settings(
+        settings=ModelFacts(
             native_height=64,
             native_width=64,
             vae_scale_factor=8,
             vae_scaling_factor=0.13025,
             latent_channels=4,
             force_zeros_for_empty_prompt=True,
-            refiner=RefinerSettings(force_zeros_for_empty_prompt=True, requires_aesthetics_score=False)
+            refiner=RefinerFacts(force_zeros_for_empty_prompt=True, requires_aesthetics_score=False)
             if refiner
             else None,
         ),
@@ -167,21 +162,14 @@ def draft(store: Store, parts: Parts = FAKE, refiner: bool = False, bucket: Buck
 
 
 def write_raw(root: Path, entries: dict[str, Any] | bytes, name: str = NAME) -> None:
-    """Put a manifest, sound or not, where a store in `root` looks for it."""
+    """Write a manifest, valid or not, to where a store in `root` looks for it."""
     path = root / "releases" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(entries if isinstance(entries, bytes) else json.dumps(entries).encode())
 
 
-def map_of(**shapes: tuple[str, list[int]]) -> bytes:
-    """A map of constants by hand: constant=(dtype, shape), each mapped to the tensor of its own name."""
-    return json.dumps(
-        {name: {"tensor": name, "dtype": dtype, "shape": shape} for name, (dtype, shape) in shapes.items()}
-    ).encode()
-
-
 def toy_map(change: dict[str, dict[str, Any]] | None = None) -> bytes:
-    """The map of constants of `Toy`, with entries changed."""
+    """Return the map of constants of `Toy`, with entries changed."""
     entries: dict[str, dict[str, Any]] = {
         name: {"tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         for name, tensor in tensors(0).items()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model.cuda.streams import SideStream
-from model.pipeline.text_to_image import LoadedModel
+from model.pipeline.loaded_model import LoadedModel
 
 
 class Race(Exception):

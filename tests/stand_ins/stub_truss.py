@@ -4,11 +4,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from engine_builder.local_server.server import (
-    Layout,
-    build_context,
-    lay_out,
-)
+from engine_builder.local_server.server import Layout, build_context, lay_out
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -1,6 +1,6 @@
-"""The smallest SDXL that diffusers will run: two UNet blocks of a few channels, random weights, a 2x VAE.
+"""The smallest SDXL that diffusers runs: two UNet blocks of a few channels, random weights, a 2x VAE.
 
-It draws noise, but has every part that a build looks at, and compiles in seconds.
+It generates noise, has all files that a build reads, and compiles in seconds.
 """
 
 import json
@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 TOKENS = 77
-VOCABULARY = 960  # of the tokenizer that is copied beside it
+VOCABULARY = 960  # of the copied tokenizer
 
 
 def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | None = None) -> Path:
     """Write the toy in diffusers' layout, with `tokenizer` (a CLIP tokenizer folder) twice. Returns `folder`.
 
-    `timestep_cond`: the width of the guidance that its UNet embeds, as one distilled to; None: it embeds none.
+    `timestep_cond`: width of the guidance scale that the UNet embeds, as distilled ones do; None: it embeds none.
     """
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
@@ -64,16 +64,16 @@ def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | Non
     for name, network in networks.items():
         with torch.no_grad():
             for key, parameter in network.named_parameters():
-                # Also what starts as zeros and ones: no tensor of a toy may be found in an engine by chance.
+                # Also tensors of zeros and ones: no tensor of a toy may be in an engine by chance.
                 mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
-                # Guidance is felt, or nothing could be seen of it.
+                # Large, so that guidance changes the image visibly.
                 spread = 2.0 if "cond_proj" in key else 0.1
                 parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
         network.save_pretrained(folder / name)
     EulerDiscreteScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1
     ).save_pretrained(folder / "scheduler")
-    _add_what_samplers_disagree_on(folder / "scheduler" / "scheduler_config.json")
+    _add_sampler_specific_keys(folder / "scheduler" / "scheduler_config.json")
     for name in ("tokenizer", "tokenizer_2"):
         shutil.copytree(tokenizer, folder / name)
     index = {
@@ -91,7 +91,7 @@ def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | Non
     return folder
 
 
-def _add_what_samplers_disagree_on(config: Path) -> None:
-    """SDXL's own scheduler_config.json carries these keys of other samplers, and so must any that is served."""
+def _add_sampler_specific_keys(config: Path) -> None:
+    """Add keys of other samplers, which SDXL's own scheduler_config.json has too."""
     entries = json.loads(config.read_text()) | {"clip_sample": False, "set_alpha_to_one": False}
     config.write_text(json.dumps(entries))

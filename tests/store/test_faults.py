@@ -1,5 +1,7 @@
-"""What networks, disks and kill -9 do to a fetch. Each time it succeeds by trying again, or is refused with a sentence,
-and nothing that is wrong is ever in the cache."""
+"""Faults of networks and disks, and kill -9, during a fetch. It succeeds after retries or is refused with an error.
+
+The cache never holds wrong bytes.
+"""
 
 import hashlib
 import os
@@ -12,19 +14,18 @@ from typing import Any
 
 import pytest
 
+from engine_builder.stores.s3 import WritableS3Store
+from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store import s3 as s3_module
 from model.store import s3_bucket
 from model.store.manifest import Blob
-from model.store.s3 import S3Store
 from tests.conftest import Opener
 from tests.stand_ins import releases
 from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
 from tests.stand_ins.object_store import ObjectStore
+from tests.store.processes import finish, own_mounts, python
 from tests.store.test_cache import here
-from tests.store.test_cache import run as run_alone
-from tests.store.test_local import own_mounts
-from tests.store.test_s3 import finish, python
 
 PART = 256 * 2**10
 SIZE = 4 * PART + 1000
@@ -33,9 +34,9 @@ KILLS = int(os.environ.get("PREHEAT_SOAK_KILLS", "5"))
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small parts, so that a blob has several; and no waiting between tries, which is not what is tried here."""
-    monkeypatch.setattr(s3_module, "PART", PART)
-    monkeypatch.setattr(s3_bucket, "_PAUSE", 0.0)
+    """Use small parts, so that a blob has several, and no pauses between retries."""
+    monkeypatch.setattr(s3_module, "PART_BYTES", PART)
+    monkeypatch.setattr(s3_bucket, "FIRST_PAUSE_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -50,26 +51,26 @@ def blob(open_bucket: Opener, data: bytes, tmp_path: Path) -> Blob:
 
 
 @pytest.fixture
-def store(open_bucket: Opener, proxy: FaultyProxy) -> S3Store:
+def store(open_bucket: Opener, proxy: FaultyProxy) -> WritableS3Store:
     """The bucket, through the proxy."""
     return open_bucket(endpoint=proxy.url, attempts=4, timeout=1.0)
 
 
 @pytest.fixture
-def patient(open_bucket: Opener, proxy: FaultyProxy) -> S3Store:
-    """The same, for requests that are counted: a busy machine is no reason to ask again."""
+def patient(open_bucket: Opener, proxy: FaultyProxy) -> WritableS3Store:
+    """The same with a long timeout, for tests that count requests on a busy machine."""
     return open_bucket(endpoint=proxy.url, attempts=4)
 
 
 @pytest.fixture(autouse=True)
 def sound(tmp_path: Path) -> Iterator[None]:
-    """Whatever a test did: what the cache has under a digest is what the digest says."""
+    """After each test, all cached bytes match their digest."""
     yield
     for path in (tmp_path / "cache" / "blobs" / "sha256").glob("*"):
         assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
 
 
-MENDED = [
+PASSING_FAULTS = [
     Fault("drop", at=0),
     Fault("drop", at=100_000),
     Fault("drop", at=PART - 1, times=3),
@@ -85,9 +86,11 @@ MENDED = [
 ]
 
 
-@pytest.mark.parametrize("fault", MENDED, ids=lambda fault: f"{fault.kind}-{fault.status}-{fault.at}-{fault.times}")
-def test_a_fault_that_passes_is_overcome(
-    store: S3Store, proxy: FaultyProxy, blob: Blob, data: bytes, tmp_path: Path, fault: Fault
+@pytest.mark.parametrize(
+    "fault", PASSING_FAULTS, ids=lambda fault: f"{fault.kind}-{fault.status}-{fault.at}-{fault.times}"
+)
+def test_passing_fault_is_overcome(
+    store: WritableS3Store, proxy: FaultyProxy, blob: Blob, data: bytes, tmp_path: Path, fault: Fault
 ) -> None:
     proxy.order(Fault(**vars(fault)))
     assert store.get(blob.sha256, blob.bytes).read_bytes() == data
@@ -95,7 +98,7 @@ def test_a_fault_that_passes_is_overcome(
     assert here(tmp_path / "cache") == {blob.sha256} and not here(tmp_path / "cache", "partial")
 
 
-REFUSED = [
+LASTING_FAULTS = [
     (Fault("drop", at=10), "breaks off at byte 20 of"),
     (Fault("reset", at=0), "breaks off at byte 0 of"),
     (Fault("truncate", at=0), "breaks off at byte 0 of"),
@@ -106,13 +109,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("fault, said", REFUSED, ids=lambda value: getattr(value, "kind", None))
-def test_a_fault_that_stays_is_said(
-    open_bucket: Opener, proxy: FaultyProxy, blob: Blob, tmp_path: Path, fault: Fault, said: str
+@pytest.mark.parametrize("fault, words", LASTING_FAULTS, ids=lambda value: getattr(value, "kind", None))
+def test_lasting_fault_is_reported(
+    open_bucket: Opener, proxy: FaultyProxy, blob: Blob, tmp_path: Path, fault: Fault, words: str
 ) -> None:
     store = open_bucket(endpoint=proxy.url, attempts=2, timeout=0.3)
     proxy.order(Fault(**vars(fault) | {"times": 10_000}))
-    with pytest.raises(StoreError, match=said) as caught:
+    with pytest.raises(StoreError, match=words) as caught:
         store.get(blob.sha256, blob.bytes)
     assert "\n" not in str(caught.value)
     assert not here(tmp_path / "cache")
@@ -121,17 +124,17 @@ def test_a_fault_that_stays_is_said(
     assert len(store.get(blob.sha256, blob.bytes).read_bytes()) == SIZE
 
 
-def test_a_body_that_breaks_off_is_asked_for_from_there(patient: S3Store, proxy: FaultyProxy, blob: Blob) -> None:
-    proxy.order(Fault("truncate", at=500))  # of whichever part is asked for first, and the last has 1,000 bytes
+def test_broken_body_is_resumed(patient: WritableS3Store, proxy: FaultyProxy, blob: Blob) -> None:
+    proxy.order(Fault("truncate", at=500))  # of the part that is requested first; the last has 1,000 bytes
     patient.get(blob.sha256, blob.bytes)
-    asked = proxy.bytes_asked(blob.sha256)
-    assert len(asked) == 6
-    starts = {int(range_.removeprefix("bytes=").partition("-")[0]) for range_ in asked}
+    ranges = proxy.bytes_asked(blob.sha256)
+    assert len(ranges) == 6
+    starts = {int(one.removeprefix("bytes=").partition("-")[0]) for one in ranges}
     again = starts - set(range(0, SIZE, PART))
     assert len(again) == 1 and (again.pop() - 500) % PART == 0
 
 
-def test_finished_parts_are_kept_from_one_start_to_the_next(
+def test_finished_parts_are_kept_between_starts(
     open_bucket: Opener, proxy: FaultyProxy, blob: Blob, data: bytes
 ) -> None:
     last = f"bytes={4 * PART}-{SIZE - 1}"
@@ -143,7 +146,7 @@ def test_finished_parts_are_kept_from_one_start_to_the_next(
             return Fault("drop") if self.failing and self.seen[-1].headers.get("Range") == last else None
 
     with LastFails(proxy.upstream) as failing:
-        with pytest.raises(StoreError, match="what came is kept"):
+        with pytest.raises(StoreError, match="bytes received are kept"):
             open_bucket(endpoint=failing.url, attempts=1).get(blob.sha256, blob.bytes)
         failing.clear()
         failing.failing = False
@@ -151,7 +154,7 @@ def test_finished_parts_are_kept_from_one_start_to_the_next(
         assert failing.bytes_asked(blob.sha256) == [last]
 
 
-def test_a_wrong_byte_costs_one_more_try_and_is_then_refused(patient: S3Store, proxy: FaultyProxy, blob: Blob) -> None:
+def test_wrong_byte_is_refused_after_one_retry(patient: WritableS3Store, proxy: FaultyProxy, blob: Blob) -> None:
     proxy.order(Fault("corrupt", times=10_000))
     with pytest.raises(CorruptBlob):
         patient.get(blob.sha256, blob.bytes)
@@ -159,7 +162,7 @@ def test_a_wrong_byte_costs_one_more_try_and_is_then_refused(patient: S3Store, p
 
 
 @pytest.mark.parametrize("fault", [Fault("drop", at=10, times=2), Fault("corrupt", at=40, times=2), Fault("truncate")])
-def test_a_manifest_that_arrives_damaged_is_asked_for_again(store: S3Store, proxy: FaultyProxy, fault: Fault) -> None:
+def test_damaged_manifest_is_requested_again(store: WritableS3Store, proxy: FaultyProxy, fault: Fault) -> None:
     manifest = releases.draft(store)
     store.write_release(manifest)
     store.write_record("drafts", "x", manifest.to_json())
@@ -183,10 +186,10 @@ def test_a_manifest_that_arrives_damaged_is_asked_for_again(store: S3Store, prox
     ],
     ids=lambda fault: f"{fault.kind}-{fault.code}-{fault.method}",
 )
-def test_an_upload_is_sent_again(
-    store: S3Store, proxy: FaultyProxy, fault: Fault, s3: Any, bucket: str, tmp_path: Path
+def test_upload_is_retried(
+    store: WritableS3Store, proxy: FaultyProxy, fault: Fault, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
-    size = s3_bucket.UPLOAD_PART + 1000
+    size = UPLOAD_PART_BYTES + 1000
     file = tmp_path / "file"
     file.write_bytes(bytes(size))
     proxy.order(Fault(**vars(fault)))
@@ -199,11 +202,13 @@ def test_an_upload_is_sent_again(
 
 FETCH = """
     import hashlib, sys
-    from model.store import open_store, s3
+    from model.settings import read_settings
+    from model.store import s3
     from model.store.manifest import Blob
+    from model.store.store import open_store
 
-    s3.PART = int(sys.argv[2])
-    store = open_store(sys.argv[1])
+    s3.PART_BYTES = int(sys.argv[2])
+    store = open_store(sys.argv[1], read_settings().store_options())
     blobs = [Blob(sha256=name, bytes=int(size)) for name, size in (each.split(":") for each in sys.argv[3:])]
     store.fetch(blobs)
     for blob in blobs:
@@ -214,10 +219,10 @@ FETCH = """
 """
 
 
-def test_after_kill_9_at_any_moment_the_next_start_succeeds(
+def test_start_after_kill_9_at_any_moment(
     open_bucket: Opener, object_store: ObjectStore, proxy: FaultyProxy, bucket: str, tmp_path: Path
 ) -> None:
-    """The moment is a number of bytes that have come, drawn anew each time; the proxy kills when they have passed."""
+    """The proxy kills the process after a random number of bytes."""
     maker = open_bucket(cache_dir=tmp_path / "unused")
     contents = [random.Random(i).randbytes(3 * PART + 1000 * i) for i in range(4)]
     blobs = [Blob(sha256=maker.put_bytes(content), bytes=len(content)) for content in contents]
@@ -250,13 +255,13 @@ def test_after_kill_9_at_any_moment_the_next_start_succeeds(
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
             if number % 2:
                 path.unlink()  # for the next round
-    assert killed, "every fetch was over before its end came"
+    assert killed, "every fetch ended before it was killed"
 
 
-def test_a_fetcher_that_is_killed_is_replaced_by_the_one_that_waits(
+def test_waiting_process_replaces_killed_fetcher(
     open_bucket: Opener, object_store: ObjectStore, proxy: FaultyProxy, blob: Blob, bucket: str, tmp_path: Path
 ) -> None:
-    """The first one's body stalls for good; the second waits for its lock, and goes on when it is killed."""
+    """The first one's body stalls. The second waits for its lock, and continues when it is killed."""
     environment = object_store.environment | {"PREHEAT_CACHE_DIR": str(tmp_path / "cache")}
     arguments = [f"s3://{bucket}", PART, f"{blob.sha256}:{blob.bytes}"]
     proxy.order(Fault("stall", at=1000, times=10_000))
@@ -272,7 +277,7 @@ def test_a_fetcher_that_is_killed_is_replaced_by_the_one_that_waits(
     assert finish(second) == "fetched\n"
 
 
-def test_processes_that_start_together_fetch_each_blob_once(
+def test_concurrent_processes_fetch_each_blob_once(
     open_bucket: Opener, object_store: ObjectStore, proxy: FaultyProxy, bucket: str, tmp_path: Path
 ) -> None:
     maker = open_bucket(cache_dir=tmp_path / "unused")
@@ -294,13 +299,14 @@ FULL = """
     import os, subprocess, sys
     from pathlib import Path
     from model.errors import StoreError
-    from model.store import open_store
+    from model.settings import read_settings
+    from model.store.store import open_store
     from tests.store.test_cache import here
 
     root = Path(sys.argv[1])
     root.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(root)], check=True)
-    store = open_store(os.environ["URL"])
+    store = open_store(os.environ["URL"], read_settings().store_options())
     digest, size = os.environ["BLOB"].split(":")
     small = os.environ["SMALL"]
     store.get(small, 5)
@@ -315,19 +321,13 @@ FULL = """
 """
 
 
-def test_a_cache_on_a_full_disk_is_said_and_stays_sound(
-    open_bucket: Opener,
-    object_store: ObjectStore,
-    bucket: str,
-    blob: Blob,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_cache_on_full_disk_stays_valid(
+    open_bucket: Opener, object_store: ObjectStore, bucket: str, blob: Blob, tmp_path: Path
 ) -> None:
     small = open_bucket(cache_dir=tmp_path / "unused").put_bytes(b"small")
     root = tmp_path / "full"
     variables = {"URL": f"s3://{bucket}", "BLOB": f"{blob.sha256}:{blob.bytes}", "SMALL": small}
-    for name, value in (object_store.environment | variables | {"PREHEAT_CACHE_DIR": str(root)}).items():
-        monkeypatch.setenv(name, value)
-    said, state, size = run_alone(FULL, root, *own_mounts())
-    assert said.startswith(f"The cache {root} is full (No space left on device): make room on that disk")
+    environment = object_store.environment | variables | {"PREHEAT_CACHE_DIR": str(root)}
+    message, state, size = finish(python(FULL, root, prefix=own_mounts(), environment=environment)).splitlines()
+    assert message.startswith(f"The cache {root} is full (No space left on device). Free space on that disk")
     assert state == "True set()" and int(size) == SIZE

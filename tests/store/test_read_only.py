@@ -1,4 +1,4 @@
-"""A folder that can only be read is a store: a mount of the platform's, an image's layer. Nothing of it is copied."""
+"""Serve from a read-only folder, such as a mount or an image layer. Nothing is copied."""
 
 import json
 import os
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from model.store.local import LocalStore
+from engine_builder.stores.local import WritableLocalStore
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME, cpu_target
-from tests.store.test_local import finish, own_mounts, python
+from tests.store.processes import finish, own_mounts, python
 
 SERVE = """
     import json, subprocess, sys, tempfile
@@ -24,10 +24,10 @@ SERVE = """
     from model.loading.load import load_release
     from model.loading.prefetch import Prefetch
     from model.loading.target import Target
+    from model.settings import read_settings
 
-    prefetch = Prefetch({"store": root.as_uri(), "release": "toy/1"}, {})
-    store = prefetch.store(root.as_uri())
-    loaded = load_release(store, "toy/1", [Target(*sys.argv[3:])], [], ColdStart())
+    prefetch = Prefetch(read_settings({"store": root.as_uri(), "release": "toy/1"}), {})
+    loaded = load_release(prefetch.store(), "toy/1", [Target(*sys.argv[3:])], [], ColdStart())
     y = loaded.model.engines["unet"].run({"x": torch.ones(1, 4, 8, 8)}, 64, 64)["y"]
     assert torch.isfinite(y).all()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/blobs/" in line}
@@ -38,14 +38,14 @@ SERVE = """
 """
 
 
-def test_a_read_only_folder_is_served_without_copying_its_weights(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store")
+def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path / "store")
     manifest = releases.draft(store, releases.toy())
     store.write_release(manifest)
     (tmp_path / "temporary").mkdir()
     before = {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))}
     target = cpu_target()
-    said = json.loads(
+    result = json.loads(
         finish(
             python(
                 SERVE, store.root, tmp_path / "temporary", target.device, target.product, target.capability,
@@ -53,29 +53,29 @@ def test_a_read_only_folder_is_served_without_copying_its_weights(tmp_path: Path
             )
         )
     )  # fmt: skip
-    assert said["refused"] == "Read-only file system"
+    assert result["refused"] == "Read-only file system"
     weights = {str(store.root / "blobs" / "sha256" / b.sha256) for record in manifest.weights for b in record.blobs}
-    assert set(said["mapped"]) == weights, "they are in memory as the files that they are"
+    assert set(result["mapped"]) == weights, "the files themselves are mapped"
     assert {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))} == before
-    assert not list((tmp_path / "temporary").iterdir()), "no blob was copied beside it either"
+    assert not list((tmp_path / "temporary").iterdir()), "no blob was copied elsewhere"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without the right to write: run as root")
-def test_a_user_who_may_only_read_is_served(tmp_path: Path) -> None:
-    """As in an image that runs as another user than the one who filled the folder."""
-    store = LocalStore(tmp_path / "store")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to a user who may not write: run as root")
+def test_serves_user_who_may_only_read(tmp_path: Path) -> None:
+    """As in an image that runs as another user than the folder's writer."""
+    store = WritableLocalStore(tmp_path / "store")
     store.write_release(releases.draft(store, releases.toy()))
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)
     script = """
         import os, sys
-        from model.store.local import LocalStore
+        from engine_builder.stores.local import WritableLocalStore
 
         os.setgroups([])
         os.setgid(65534)
         os.setuid(65534)
-        store = LocalStore(sys.argv[1])
+        store = WritableLocalStore(sys.argv[1])
         manifest = store.read_release("toy/1")
         for digest, blob in manifest.blobs().items():
             store.get(digest, blob.bytes)
@@ -84,5 +84,5 @@ def test_a_user_who_may_only_read_is_served(tmp_path: Path) -> None:
         except Exception as error:
             print(error)
     """
-    said = finish(python(script, store.root))
-    assert "cannot be written: Permission denied" in said and LocalStore(store.root).releases() == [NAME]
+    output = finish(python(script, store.root))
+    assert "cannot be written: Permission denied" in output and WritableLocalStore(store.root).releases() == [NAME]

@@ -1,40 +1,26 @@
-"""A store in a bucket of a real object store: it keeps what it is given, and says in a sentence what is wrong."""
+"""A store in a bucket of a real object store."""
 
 import hashlib
 import http.client
-import os
 import random
-import subprocess
-import sys
-import textwrap
 import threading
-from collections.abc import Mapping
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, read_age
-from engine_builder.releases.mirror import copy_release
+from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
+from engine_builder.stores.store import open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
 from model.store import s3 as s3_module
 from model.store import s3_bucket
 from model.store.manifest import Blob
-from model.store.s3 import S3Store, split_url
-from model.store.store import (
-    Store,
-    StoreOptions,
-    open_store,
-)
+from model.store.s3 import split_url
 from tests.conftest import Opener
-from tests.stand_ins import object_store as ceph
 from tests.stand_ins import releases
 from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
 from tests.stand_ins.object_store import ObjectStore
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.store.processes import finish, python
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -49,12 +35,12 @@ def keys(s3: Any, bucket: str) -> list[str]:
     return [entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
 
 
-# -- what every store promises ------------------------------------------------------------------------------------
+# -- blobs and records --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 1000, s3_bucket.UPLOAD_PART, 2 * s3_bucket.UPLOAD_PART + 1])
-def test_a_blob_comes_back(open_bucket: Opener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "PART", 5 * 2**20)  # several ranges, the last one short
+@pytest.mark.parametrize("size", [0, 1, 1000, UPLOAD_PART_BYTES, 2 * UPLOAD_PART_BYTES + 1])
+def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)  # several ranges, the last one short
     store, data = open_bucket("a/prefix"), noise(size)
     file = tmp_path / "file"
     file.write_bytes(data)
@@ -69,22 +55,22 @@ def test_a_blob_comes_back(open_bucket: Opener, tmp_path: Path, size: int, monke
     store.check(digest, size)
 
 
-def test_bytes_are_put_as_files_are(open_bucket: Opener, s3: Any, bucket: str) -> None:
+def test_put_bytes(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket("p")
-    large = noise(s3_bucket.UPLOAD_PART + 5)
+    large = noise(UPLOAD_PART_BYTES + 5)
     for data in (b"", b"small", large):
         assert store.put_bytes(data) == store.put_bytes(data) == sha256(data)
         assert s3.get_object(Bucket=bucket, Key=f"p/blobs/sha256/{sha256(data)}")["Body"].read() == data
 
 
-def test_the_cache_is_the_layout_of_a_local_store(open_bucket: Opener, tmp_path: Path) -> None:
+def test_cache_has_the_layout_of_a_local_store(open_bucket: Opener, tmp_path: Path) -> None:
     store = open_bucket()
     digest = store.put_bytes(b"bytes")
     store.get(digest, 5)
-    assert open_store(tmp_path / "cache").get(digest, 5).read_bytes() == b"bytes"
+    assert open_writable_store(tmp_path / "cache").get(digest, 5).read_bytes() == b"bytes"
 
 
-def test_a_cached_blob_is_not_asked_for_again(open_bucket: Opener, proxy: FaultyProxy) -> None:
+def test_cached_blob_needs_no_request(open_bucket: Opener, proxy: FaultyProxy) -> None:
     store = open_bucket(endpoint=proxy.url)
     digest = store.put_bytes(b"bytes")
     store.get(digest, 5)
@@ -92,8 +78,8 @@ def test_a_cached_blob_is_not_asked_for_again(open_bucket: Opener, proxy: Faulty
     assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.seen
 
 
-class Taking:
-    """A sink that keeps what it is given, through a buffer of an odd size."""
+class KeepingSink:
+    """A sink that keeps all bytes, through a buffer of an odd size."""
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
@@ -108,10 +94,10 @@ class Taking:
         self.data[at : at + len(data)] = data
 
 
-def test_a_blob_is_streamed_and_cached_at_once(
+def test_stream_caches_and_hashes_in_one_pass(
     open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_module, "PART", 256 * 2**10)
+    monkeypatch.setattr(s3_module, "PART_BYTES", 256 * 2**10)
     data = random.Random(5).randbytes(1_200_000)
     digest = open_bucket(cache_dir=tmp_path / "unused").put_bytes(data)
     hashed = 0
@@ -130,31 +116,29 @@ def test_a_blob_is_streamed_and_cached_at_once(
             return self._inner.hexdigest()
 
     monkeypatch.setattr(hashlib, "sha256", lambda *data: sha256(*data) if data else Counting())
-    for asked in (5, 0):  # from the bucket, and then from the cache
+    for requests in (5, 0):  # from the bucket, then from the cache
         proxy.clear()
         proxy.seen.clear()
-        sink, hashed = Taking(len(data)), 0
+        sink, hashed = KeepingSink(len(data)), 0
         open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
         assert sink.data == data and sink.begun == 1 and hashed == len(data)
-        assert len(proxy.bytes_asked(digest)) == asked
+        assert len(proxy.bytes_asked(digest)) == requests
     cached = tmp_path / "cache" / "blobs" / "sha256" / digest
     assert cached.read_bytes() == data
 
     cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    sink = Taking(len(data))
+    sink = KeepingSink(len(data))
     open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
     assert sink.data == data and sink.begun == 2, "a damaged copy is fetched again"
     assert cached.read_bytes() == data
 
 
-def test_a_damaged_blob_is_streamed_again_and_then_refused(
-    open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path
-) -> None:
+def test_stream_refuses_damage_after_one_retry(open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path) -> None:
     data = random.Random(6).randbytes(300_000)
     store = open_bucket()
     digest = store.put_bytes(data)
     s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data[:-1] + bytes([data[-1] ^ 1]))
-    sink = Taking(len(data))
+    sink = KeepingSink(len(data))
     with pytest.raises(CorruptBlob, match="its bytes have changed"):
         store.stream(digest, len(data), sink)
     assert sink.begun == 2
@@ -162,8 +146,8 @@ def test_a_damaged_blob_is_streamed_again_and_then_refused(
         assert not list((tmp_path / "cache" / folder).iterdir())
 
 
-def test_blobs_are_fetched_side_by_side(open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """Each answer waits until three are asked for, so one after the other would never end."""
+def test_fetches_blobs_in_parallel(open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:
+    """Each answer waits for three requests, so sequential requests would never end."""
     store = open_bucket()
     blobs = [Blob(sha256=store.put_bytes(bytes([i]) * 10), bytes=10) for i in range(3)]
     together = threading.Barrier(3)
@@ -179,39 +163,39 @@ def test_blobs_are_fetched_side_by_side(open_bucket: Opener, proxy: FaultyProxy,
     assert all((tmp_path / "other" / "blobs" / "sha256" / blob.sha256).exists() for blob in blobs)
 
 
-def test_a_missing_blob_is_named(open_bucket: Opener) -> None:
+def test_missing_blob_is_named(open_bucket: Opener) -> None:
     store = open_bucket()
     digest = sha256(b"never put")
     assert not store.has(digest)
     blob = Blob(sha256=digest, bytes=9)
-    for ask in (lambda: store.get(digest, 9), lambda: store.check(digest, 9), lambda: store.fetch([blob])):
+    for request in (lambda: store.get(digest, 9), lambda: store.check(digest, 9), lambda: store.fetch([blob])):
         with pytest.raises(CorruptBlob, match=rf"Blob {digest[:12]} is missing from s3://.*preheat publish"):
-            ask()
-    with pytest.raises(ManifestError, match="no SHA-256"):
+            request()
+    with pytest.raises(ManifestError, match="not a SHA-256"):
         store.get("../../etc/passwd", 9)
 
 
 @pytest.mark.parametrize(
-    "found, said", [(b"byteS", "its bytes have changed"), (b"byt", "has 3 bytes"), (b"bytes more", "has 10 bytes")]
+    "found, words", [(b"byteS", "its bytes have changed"), (b"byt", "has 3 bytes"), (b"bytes more", "has 10 bytes")]
 )
-def test_a_blob_that_is_damaged_in_the_bucket_is_refused(
-    open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path, found: bytes, said: str
+def test_refuses_damage_in_the_bucket(
+    open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path, found: bytes, words: str
 ) -> None:
     store = open_bucket()
     digest = store.put_bytes(b"bytes")
     s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=found)
-    with pytest.raises(CorruptBlob, match=said):
+    with pytest.raises(CorruptBlob, match=words):
         store.get(digest, 5)
-    with pytest.raises(CorruptBlob, match=said):
+    with pytest.raises(CorruptBlob, match=words):
         store.check(digest, 5)
-    with pytest.raises(CorruptBlob, match=said):
+    with pytest.raises(CorruptBlob, match=words):
         store.read(digest, memoryview(bytearray(5)))
     assert not [
         path for name in ("blobs", "partial") for path in (tmp_path / "cache" / name).rglob("*") if path.is_file()
     ]
 
 
-def test_damage_in_the_bucket_is_found_though_the_cache_has_the_blob(open_bucket: Opener, s3: Any, bucket: str) -> None:
+def test_check_ignores_the_cache(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket()
     digest = store.put_bytes(b"bytes")
     store.get(digest, 5)
@@ -220,7 +204,7 @@ def test_damage_in_the_bucket_is_found_though_the_cache_has_the_blob(open_bucket
         store.check(digest, 5)
 
 
-def test_a_damaged_blob_in_the_cache_is_fetched_again(open_bucket: Opener, tmp_path: Path) -> None:
+def test_damaged_cached_blob_is_fetched_again(open_bucket: Opener, tmp_path: Path) -> None:
     digest = open_bucket().put_bytes(b"bytes")
     path = open_bucket().get(digest, 5)
     path.write_bytes(b"other")
@@ -235,46 +219,44 @@ def test_records_are_kept_rewritten_and_listed(open_bucket: Opener) -> None:
     store.write_record("engines", "y", b"")
     assert store.read_record("drafts", "x") == b"two" and store.read_record("engines", "y") == b""
     assert store.records("drafts") == ["x"] and store.records("engines") == ["y"]
-    with pytest.raises(StoreError, match="no name for a record"):
+    with pytest.raises(StoreError, match="not a valid name for a record"):
         store.write_record("drafts", "../x", b"")
 
 
-def test_two_prefixes_of_a_bucket_are_two_stores(open_bucket: Opener) -> None:
+def test_prefixes_of_a_bucket_are_separate_stores(open_bucket: Opener) -> None:
     one, other = open_bucket("a"), open_bucket("a/b")
     digest = one.put_bytes(b"bytes")
     one.write_release(releases.draft(one))
     assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.NAME]
 
 
-def test_more_releases_than_a_page_are_all_listed(
+def test_lists_releases_of_several_pages(
     open_bucket: Opener, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_bucket, "LIST_PAGE", 3)
+    monkeypatch.setattr(s3_bucket, "LIST_PAGE_KEYS", 3)
     names = [f"toy/{i}" for i in range(8)]
     for name in names:
         s3.put_object(Bucket=bucket, Key=f"releases/{name}.json", Body=b"")
-    for stranger in ("releases/README.json", "releases/a/b/c.json", "releases/toy/x.txt", "releases/toy/.json"):
-        s3.put_object(Bucket=bucket, Key=stranger, Body=b"")
+    for other in ("releases/README.json", "releases/a/b/c.json", "releases/toy/x.txt", "releases/toy/.json"):
+        s3.put_object(Bucket=bucket, Key=other, Body=b"")
     assert open_bucket().releases() == sorted(names)
 
 
 # -- releases -----------------------------------------------------------------------------------------------------
 
 
-def test_a_release_is_written_once(open_bucket: Opener) -> None:
+def test_release_is_written_once(open_bucket: Opener) -> None:
     store = open_bucket()
     manifest = releases.draft(store)
     store.write_release(manifest)
     assert open_bucket().read_release(releases.NAME) == manifest
-    with pytest.raises(ReleaseExists, match="toy/1 is published already"):
+    with pytest.raises(ReleaseExists, match="toy/1 is already published"):
         open_bucket().write_release(manifest)
-    with pytest.raises(ReleaseNotFound, match=r"No release toy/2 in s3://\S+ \(releases there: toy/1\)"):
+    with pytest.raises(ReleaseNotFound, match=r"Release toy/2 was not found in s3://\S+\. Available: toy/1\."):
         store.read_release("toy/2")
 
 
-def test_a_release_of_which_a_blob_is_missing_or_short_is_not_published(
-    open_bucket: Opener, s3: Any, bucket: str
-) -> None:
+def test_refuses_release_with_bad_blob(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket()
     manifest = releases.draft(store)
     digest = manifest.weights[2].blobs[0].sha256
@@ -288,8 +270,8 @@ def test_a_release_of_which_a_blob_is_missing_or_short_is_not_published(
     assert store.releases() == []
 
 
-def test_a_publisher_whose_answer_was_lost_has_won(open_bucket: Opener, proxy: FaultyProxy) -> None:
-    """The request is sent again, and then finds the name taken: by itself."""
+def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    """botocore repeats the request, which then finds the name taken by itself."""
     store = open_bucket(endpoint=proxy.url)
     manifest = releases.draft(store)
     proxy.order(Fault("drop_answer", method="PUT", path="/releases/"))
@@ -303,11 +285,12 @@ PUBLISH = """
     import sys
     from pathlib import Path
     from model.errors import ReleaseExists
-    from model.store import open_store
+    from engine_builder.stores.store import open_writable_store
+    from model.settings import read_settings
     from model.store.manifest import Manifest
 
     url, draft, versions, me = sys.argv[1:]
-    store = open_store(url)
+    store = open_writable_store(url, read_settings().store_options())
     manifest = Manifest.model_validate_json(Path(draft).read_bytes())
     store.releases()
     print("ready", flush=True)
@@ -321,26 +304,7 @@ PUBLISH = """
 """
 
 
-def python(script: str, *arguments: object, environment: Mapping[str, str]) -> "subprocess.Popen[str]":
-    """Run a script in this repository, with nothing of this machine's own credentials."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", textwrap.dedent(script), *map(str, arguments)],
-        cwd=REPOSITORY,
-        env={**{k: v for k, v in os.environ.items() if not k.startswith(("AWS_", "PREHEAT_"))}, **environment},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> str:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return out
-
-
-def test_of_racing_publishers_exactly_one_wins(
+def test_exactly_one_racing_publisher_wins(
     open_bucket: Opener, object_store: ObjectStore, bucket: str, tmp_path: Path
 ) -> None:
     store = open_bucket()
@@ -362,283 +326,44 @@ def test_of_racing_publishers_exactly_one_wins(
             assert store.read_release(f"toy/{version}").created == me
 
 
-def test_a_release_is_copied_from_a_folder_to_a_bucket_and_back(open_bucket: Opener, tmp_path: Path) -> None:
-    folder, there, back = open_store(tmp_path / "folder"), open_bucket(), open_store(tmp_path / "back")
-    manifest = releases.draft(folder)
-    folder.write_release(manifest)
-    assert copy_release(folder, there, "toy/1") == (manifest, True)
-    assert copy_release(there, back, "toy/1") == (manifest, True)
-    assert copy_release(folder, there, "toy/1") == (manifest, False)
-    for digest, blob in manifest.blobs().items():
-        assert back.get(digest, blob.bytes).read_bytes() == folder.get(digest, blob.bytes).read_bytes()
-    other = open_store(tmp_path / "other")
-    other.write_release(releases.draft(other).model_copy(update={"created": "2027-01-01T00:00:00+00:00"}))
-    with pytest.raises(ReleaseExists, match="has another release toy/1"):
-        copy_release(other, there, "toy/1")
+# -- requests and URLs --------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_blob_is_not_copied(open_bucket: Opener, tmp_path: Path) -> None:
-    folder, there = open_store(tmp_path / "folder"), open_bucket()
-    manifest = releases.draft(folder)
-    folder.write_release(manifest)
-    path = folder.get(manifest.weights[0].blobs[0].sha256, manifest.weights[0].blobs[0].bytes)
-    path.write_bytes(bytes(len(path.read_bytes())))
-    with pytest.raises(CorruptBlob):
-        copy_release(folder, there, "toy/1")
-    assert there.releases() == []
-
-
-# -- gc -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store of either kind; only the one in a bucket needs the object store."""
-    if request.param == "folder":
-        return open_store(tmp_path / "folder")
-    return request.getfixturevalue("open_bucket")("gc")
-
-
-def test_gc_deletes_what_nothing_names_and_nothing_else(any_store: Store) -> None:
-    manifest = releases.draft(any_store)
-    any_store.write_release(manifest)
-    named = set(manifest.blobs())
-    drafted, noted, lost = (any_store.put_bytes(data) for data in (b"drafted", b"noted", b"lost"))
-    draft = manifest.model_copy(update={"model": "other"}).to_json()
-    spare = manifest.tokenizers["tokenizer"].blob.sha256
-    any_store.write_record("drafts", "other", draft.replace(spare.encode(), drafted.encode()))
-    any_store.write_record("engines", "key", f'{{"blob": {{"sha256": "{noted}"}}, "a newer": "field"}}'.encode())
-    young = find_garbage(any_store, 3600)
-    assert (young.blobs, young.young, young.kept) == ({}, 1, len(named) + 2)
-    assert delete_garbage(any_store, young) == 0 and any_store.has(lost)
-    old = find_garbage(any_store, 3600, now=datetime.now(UTC).timestamp() + 3601)
-    assert old.blobs == {lost: 4} and any_store.has(lost)
-    assert delete_garbage(any_store, old) == 4
-    assert {digest for digest, _, _ in any_store.blobs()} == named | {drafted, noted}
-
-
-def test_gc_keeps_what_was_put_or_named_since_it_looked(any_store: Store) -> None:
-    drafted, put = any_store.put_bytes(b"drafted"), any_store.put_bytes(b"put")
-    now = datetime.now(UTC).timestamp()
-    garbage = find_garbage(any_store, 0, now=now + 60)
-    assert set(garbage.blobs) == {drafted, put}
-    any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
-    since = replace(garbage, limit=now - 60)  # as if both had been there for long, and put again
-    assert delete_garbage(any_store, since) == 0
-    assert any_store.has(drafted) and any_store.has(put)
-    assert delete_garbage(any_store, garbage) == len(b"put")
-    assert any_store.has(drafted) and not any_store.has(put)
-
-
-def test_gc_deletes_nothing_where_a_manifest_cannot_be_read(any_store: Store, tmp_path: Path) -> None:
-    lost = any_store.put_bytes(b"lost")
-    manifest = releases.draft(any_store)
-    any_store.write_release(manifest)
-    newer = manifest.to_json().replace(b'"schema_version": 1', b'"schema_version": 2')
-    if isinstance(any_store, S3Store):
-        any_store._bucket.client.put_object(Bucket=any_store.bucket, Key="gc/releases/toy/1.json", Body=newer)
-    else:
-        (tmp_path / "folder" / "releases" / "toy" / "1.json").write_bytes(newer)
-    with pytest.raises(ManifestError, match="schema"):
-        find_garbage(any_store, 0, now=datetime.now(UTC).timestamp() + 60)
-    assert any_store.has(lost)
-
-
-def test_a_blob_that_a_build_finds_looks_new_to_gc(any_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it had lain there for two hours: the clock runs ahead instead of the blob's being old."""
-    digest = any_store.put_bytes(b"bytes")
-    before = next(put for _, _, put in any_store.blobs())
-    monkeypatch.setattr("model.store.local.REFRESH_AGE", -1)
-    monkeypatch.setattr("model.store.s3.REFRESH_AGE", -1)
-    assert any_store.put_bytes(b"bytes") == digest
-    assert next(put for _, _, put in any_store.blobs()) > before
-    any_store.check(digest, 5)
-
-
-def test_gc_clears_away_uploads_whose_writer_died(open_bucket: Opener, s3: Any, bucket: str) -> None:
-    store = open_bucket("gc")
-    digest = sha256(b"x")
-    for key in (f"gc/blobs/sha256/{digest}", f"other/blobs/sha256/{digest}"):
-        s3.create_multipart_upload(Bucket=bucket, Key=key)
-    now = datetime.now(UTC).timestamp()
-    delete_garbage(store, find_garbage(store, 3600))
-    assert len(s3.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 2, "one may be going on"
-    assert store.delete_unfinished(now + 60) == 1
-    assert [u["Key"] for u in s3.list_multipart_uploads(Bucket=bucket)["Uploads"]] == [f"other/blobs/sha256/{digest}"]
-
-
-def test_a_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: str, proxy: FaultyProxy) -> None:
+def test_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: str, proxy: FaultyProxy) -> None:
     store = open_bucket(endpoint=proxy.url, attempts=2)
     proxy.order(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
     with pytest.raises(StoreError, match=r"fails, also after several tries \(500 InternalError\)"):
-        store.put_bytes(noise(2 * s3_bucket.UPLOAD_PART))
+        store.put_bytes(noise(2 * UPLOAD_PART_BYTES))
     assert keys(s3, bucket) == [] and not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
-
-
-# -- sentences ----------------------------------------------------------------------------------------------------
-
-
-def say(store: S3Store) -> str:
-    with pytest.raises(StoreError) as caught:
-        store.read_release("toy/1")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_wrong_credentials_are_said(open_bucket: Opener) -> None:
-    assert "does not accept the credentials" in say(open_bucket(secret_access_key="wrong"))
-    assert "(InvalidAccessKeyId): set AWS_ACCESS_KEY_ID" in say(open_bucket(access_key_id="nobody"))
-
-
-def test_no_credentials_are_said(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("AWS_"):
-            monkeypatch.delenv(name)
-    for name in ("AWS_EC2_METADATA_DISABLED", "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, ceph.credentials()[name])
-    said = say(open_bucket(access_key_id=None, secret_access_key=None))
-    assert said.startswith("There are no credentials for s3://") and "aws_access_key_id" in said
-    said = say(open_bucket(access_key_id=None, secret_access_key=None, profile="nobody"))
-    assert said.startswith("There is no profile for s3://")
-
-
-def test_a_missing_bucket_is_said(open_bucket: Opener) -> None:
-    store = open_bucket(name="preheat-no-such-bucket")
-    assert say(store).startswith("There is no bucket for s3://preheat-no-such-bucket at http://127.0.0.1:")
-    for ask in (store.releases, lambda: store.has(sha256(b"")), lambda: store.put_bytes(b"x")):
-        with pytest.raises(StoreError, match="There is no bucket"):
-            ask()
-
-
-def test_an_endpoint_that_is_not_there_is_said(open_bucket: Opener) -> None:
-    said = say(open_bucket(endpoint="http://127.0.0.1:1", attempts=1))
-    assert "at http://127.0.0.1:1 cannot be reached (EndpointConnectionError): check the endpoint" in said
-    for wrong in ("127.0.0.1:1", "http://"):
-        assert "is no endpoint: give a URL" in say(open_bucket(endpoint=wrong))
-
-
-def test_a_clock_that_is_wrong_is_said(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    import botocore.auth
-
-    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: datetime(2020, 1, 1, tzinfo=UTC))
-    assert "refuses this machine's clock (RequestTimeTooSkewed): set the clock" in say(open_bucket())
-
-
-@pytest.mark.parametrize(
-    "status, code, said",
-    [
-        (503, "SlowDown", "is too busy, also after several tries (SlowDown)"),
-        (500, "InternalError", "fails, also after several tries (500 InternalError)"),
-        (403, "AccessDenied", "Release toy/1 may not be touched in s3://"),
-        (400, "ExpiredToken", "have expired (ExpiredToken): get new ones"),
-        (400, "AuthorizationHeaderMalformed", "lies in another region"),
-        (501, "NotImplemented", "use a service with conditional PutObject"),
-        (418, "Teapot", "Release toy/1 was refused by s3://"),
-    ],
-)
-def test_what_a_service_answers_is_said(
-    open_bucket: Opener, proxy: FaultyProxy, status: int, code: str, said: str
-) -> None:
-    proxy.order(Fault("status", times=99, status=status, code=code))
-    assert said in say(open_bucket(endpoint=proxy.url, attempts=2))
 
 
 @pytest.mark.parametrize(
     "url", ["s3://", "s3:///x", "s3://UPPER", "s3://b", "s3://bucket?x", "s3://bucket/a/../b", "s3://bucket/a//b"]
 )
-def test_a_url_that_names_no_bucket_is_refused(url: str) -> None:
-    with pytest.raises(StoreError, match="is no store in a bucket: give s3://bucket"):
+def test_refuses_invalid_bucket_url(url: str) -> None:
+    with pytest.raises(StoreError, match="is not the URL of a bucket. Give s3://bucket"):
         split_url(url)
 
 
-def test_a_url_s_parts() -> None:
+def test_splits_url() -> None:
     assert split_url("s3://bucket") == split_url("s3://bucket/") == ("bucket", "")
     assert split_url("s3://my.bucket-1/a/b/") == ("my.bucket-1", "a/b")
 
 
-# -- settings -----------------------------------------------------------------------------------------------------
+def test_local_store_does_not_import_boto3(tmp_path: Path) -> None:
+    script = """
+        import sys
+        from engine_builder.stores.store import open_writable_store
+        from model.store.store import open_store
+
+        open_store(sys.argv[1]), open_writable_store(sys.argv[1])
+        print(sys.modules.keys() & {"boto3", "torch", "numpy"})
+    """
+    assert finish(python(script, tmp_path)) == "set()\n"
 
 
-class SecretNotFound(Exception):
-    """As the server's."""
-
-
-class Secrets(Mapping[str, str]):
-    """As Truss's: a missing one raises a class of its own, and the whole cannot be listed."""
-
-    def __init__(self, **secrets: str) -> None:
-        self._secrets = secrets
-
-    def __getitem__(self, key: str) -> str:
-        if not self._secrets.get(key):
-            raise SecretNotFound(key)
-        return self._secrets[key]
-
-    def __iter__(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return 2
-
-
-@pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that says nothing."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "PREHEAT_", "XDG_")):
-            monkeypatch.delenv(name)
-
-
-def test_credentials_come_from_the_secrets_unless_the_environment_has_some(
-    bare: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secrets = Secrets(aws_access_key_id="id\n", aws_secret_access_key="key\n")
-    options = StoreOptions.from_deployment({"profile": "p"}, secrets)
-    assert (options.access_key_id, options.secret_access_key, options.session_token) == ("id", "key", None)
-    assert options.profile is None
-    for lacking in (None, {}, Secrets(aws_access_key_id="id"), Secrets()):
-        options = StoreOptions.from_deployment({"profile": "p"}, lacking)
-        assert (options.access_key_id, options.secret_access_key, options.profile) == (None, None, "p")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
-    assert StoreOptions.from_deployment({}, secrets).access_key_id is None
-
-
-def test_a_secret_that_fails_otherwise_is_not_taken_for_a_missing_one(bare: None) -> None:
-    class Broken(Secrets):
-        def __getitem__(self, key: str) -> str:
-            raise PermissionError(key)
-
-    with pytest.raises(PermissionError):
-        StoreOptions.from_deployment({}, Broken())
-
-
-def test_the_environment_comes_before_the_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
-    options = StoreOptions.from_deployment(settings)
-    assert options.cache_folder == Path("/config") and options.cache_bytes == 2 * 2**30
-    assert (options.endpoint, options.region) == ("http://config", "config")
-    monkeypatch.setenv("PREHEAT_CACHE_DIR", "/environment")
-    monkeypatch.setenv("PREHEAT_CACHE_BYTES", "1000")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://environment")
-    monkeypatch.setenv("AWS_REGION", "environment")
-    options = StoreOptions.from_deployment(settings)
-    assert options.cache_folder == Path("/environment") and options.cache_bytes == 1000
-    assert (options.endpoint, options.region) == ("http://environment", "environment")
-
-
-@pytest.mark.parametrize("size", ["many", "-1", "0", 1.5, True, "1 GB", "2GiBGiB"])
-def test_a_size_of_the_cache_that_is_none_is_refused(bare: None, size: object) -> None:
-    with pytest.raises(ManifestError, match="cache_bytes is a whole number of bytes or one like 20GiB"):
-        StoreOptions.from_deployment({"cache_bytes": size})
-
-
-def test_a_local_store_does_not_import_boto3(tmp_path: Path) -> None:
-    script = "import sys, model.store; model.store.store.open_store(sys.argv[1]); print('boto3' in sys.modules)"
-    assert finish(python(script, tmp_path, environment={})) == "False\n"
-
-
-def test_boto3_sends_checksums_that_the_gateway_checks(object_store: ObjectStore, bucket: str, s3: Any) -> None:
-    """What the store relies on: a body that is not what its Content-MD5 says is refused, over plain HTTP too."""
+def test_gateway_checks_content_md5(object_store: ObjectStore, bucket: str, s3: Any) -> None:
+    """The store relies on this: a body that does not match its Content-MD5 is refused, over plain HTTP too."""
     url = s3.generate_presigned_url(
         "put_object", {"Bucket": bucket, "Key": "x", "ContentMD5": "1B2M2Y8AsgTpgAmY7PhCfg=="}
     )
@@ -659,12 +384,5 @@ def test_boto3_sends_checksums_that_the_gateway_checks(object_store: ObjectStore
         ({"ETag": '"00000000000000000000000000000000-2"'}, True),
     ],
 )
-def test_an_etag_is_a_digest_only_where_no_key_of_others_encrypts(answer: dict[str, str], fits: bool) -> None:
-    assert s3_bucket._fits_etag(b"hello", answer) is fits
-
-
-def test_an_age_that_a_running_build_may_have_is_refused() -> None:
-    assert (read_age("2h"), read_age("7d")) == (7200, 7 * 86400)
-    for age in ("0s", "119m", "7", "d", "-1d"):
-        with pytest.raises(BadAge):
-            read_age(age)
+def test_etag_is_md5_only_without_foreign_keys(answer: dict[str, str], fits: bool) -> None:
+    assert s3_bucket.fits_etag(b"hello", answer) is fits

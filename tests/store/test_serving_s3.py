@@ -1,4 +1,4 @@
-"""The real Truss server, booting from s3:// only: endpoint from its config, credentials from Truss secrets."""
+"""The real Truss server starts from s3:// alone: endpoint from its config, credentials from Truss secrets."""
 
 import os
 import signal
@@ -10,13 +10,7 @@ import yaml
 
 from engine_builder.local_server.client import generate
 from engine_builder.local_server.demo import cold_start_phases
-from engine_builder.local_server.server import (
-    Layout,
-    Server,
-    ServerFailed,
-    build_context,
-    lay_out,
-)
+from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, lay_out
 from engine_builder.releases.mirror import copy_release
 from model.store.store import Store
 from tests.conftest import READY_SECONDS, Opener
@@ -28,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Layout:
-    """An image whose config names the bucket and how to reach it, and of whose environment nothing is asked."""
+    """An image whose config names the bucket and its endpoint, so that it needs no environment."""
     config = yaml.safe_load((REPOSITORY / "truss" / "configs" / "cpu-demo.yaml").read_text())
     config["secrets"] = {"aws_access_key_id": None, "aws_secret_access_key": None}
     config["model_metadata"]["preheat"] |= {
@@ -46,13 +40,13 @@ def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Lay
 
 @pytest.fixture
 def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's, which the server would be given."""
+    """Remove this machine's settings, which the server would inherit."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "PREHEAT_", "TRUSS_SECRET_")):
             monkeypatch.delenv(name)
 
 
-def test_a_server_boots_from_a_bucket_also_after_one_that_was_killed_while_it_fetched(
+def test_server_starts_from_bucket_after_killed_fetch(
     store: Store,
     release: str,
     layout: Layout,
@@ -89,13 +83,13 @@ def test_a_server_boots_from_a_bucket_also_after_one_that_was_killed_while_it_fe
         assert answer["status"] == "success" and answer["engine"]["release"] == release
         assert cold_start_phases(server.url)["fetch"] > 0
     cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
-    assert "prefetch" not in (tmp_path / "server.log").read_text(), "the process that brings blobs has failed"
+    assert "prefetch" not in (tmp_path / "server.log").read_text(), "the prefetch process failed"
     assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
 
 
-def test_a_server_without_its_secrets_says_which(layout: Layout, quiet_environment: None) -> None:
+def test_server_without_secrets_names_them(layout: Layout, quiet_environment: None) -> None:
     with Server(
         layout, environment=ceph.credentials() | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     ) as server:
-        with pytest.raises(ServerFailed, match="There are no credentials for s3://.*Truss secrets aws_access_key_id"):
+        with pytest.raises(ServerFailed, match="No credentials were found for s3://.*Truss secrets aws_access_key_id"):
             server.wait_ready(READY_SECONDS)

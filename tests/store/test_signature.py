@@ -1,4 +1,4 @@
-"""Signatures: what the owner of a key has signed is taken, and nothing else; the commands that make and show them."""
+"""Signatures: trusted releases load, others are refused; the commands that make and show signatures."""
 
 import base64
 import json
@@ -15,12 +15,13 @@ from engine_builder.commands.console import console
 from engine_builder.releases import signing
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.publish import publish
-from model.errors import EngineError, ManifestError, PreheatError, UntrustedRelease
+from engine_builder.stores.local import WritableLocalStore
+from model.errors import ConfigError, EngineError, PreheatError, UntrustedRelease
 from model.model import Model
-from model.store.local import LocalStore
+from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
-from model.store.signature import PublicKey, check_signature, configured_keys
+from model.store.signature import PublicKey, check_signature
 from tests.stand_ins import releases
 from tests.stand_ins.releases import NAME
 
@@ -40,23 +41,23 @@ def public(key_file: Path) -> PublicKey:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    """A store in which the toy was drafted, as a build does, and not published."""
-    store = LocalStore(tmp_path / "store")
+def store(tmp_path: Path) -> WritableLocalStore:
+    """A store with a draft of the toy, as after a build, and no release."""
+    store = WritableLocalStore(tmp_path / "store")
     draft = releases.draft(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
     store.write_record("drafts", "toy.here.fp32", draft.to_json())
     return store
 
 
 @pytest.fixture
-def signed(store: LocalStore, key_file: Path) -> Manifest:
+def signed(store: WritableLocalStore, key_file: Path) -> Manifest:
     manifest, new = publish(store, "toy", signing.read_key(key_file))
     assert new
     return manifest
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """A command of `preheat`: exit status and what it printed, or the sentence it ended with."""
+    """Run a `preheat` command. Returns its exit status and its output or error."""
     result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     if isinstance(result.exception, PreheatError):
         return 1, str(result.exception)
@@ -67,35 +68,35 @@ def run(*arguments: object) -> tuple[int, str]:
 # -- signing ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_signed_is_taken_wherever_it_was_written_and_read(
-    store: LocalStore, signed: Manifest, public: PublicKey, tmp_path: Path
+def test_signature_survives_writing_and_copying(
+    store: WritableLocalStore, signed: Manifest, public: PublicKey, tmp_path: Path
 ) -> None:
     assert signed.signature is not None and signed.signature.key_id == public.key_id
     read = store.read_release(NAME)
     check_signature(read, [public])
-    copied, _ = copy_release(store, LocalStore(tmp_path / "other"), NAME)
-    check_signature(LocalStore(tmp_path / "other").read_release(NAME), [public])
+    copied, _ = copy_release(store, WritableLocalStore(tmp_path / "other"), NAME)
+    check_signature(WritableLocalStore(tmp_path / "other").read_release(NAME), [public])
     assert copied == read == signed
 
 
-def test_layout_of_the_json_is_no_part_of_what_is_signed(signed: Manifest, public: PublicKey) -> None:
+def test_signature_ignores_json_formatting(signed: Manifest, public: PublicKey) -> None:
     entries = json.loads(signed.to_json())
     shuffled = json.dumps(dict(reversed(entries.items())), indent=5).encode()
     check_signature(parse_manifest(shuffled, NAME), [public])
 
 
-def test_an_unsigned_release_is_as_it_was_before_there_were_signatures(store: LocalStore) -> None:
+def test_unsigned_manifest_has_no_signature_entry(store: WritableLocalStore) -> None:
     manifest, _ = publish(store, "toy")
     assert "signature" not in json.loads(manifest.to_json())
     check_signature(store.read_release(NAME), [])
 
 
-def test_of_several_trusted_keys_any_will_do(signed: Manifest, public: PublicKey, tmp_path: Path) -> None:
+def test_one_of_several_trusted_keys_suffices(signed: Manifest, public: PublicKey, tmp_path: Path) -> None:
     check_signature(signed, [signing.write_key(tmp_path / "new.pem"), public])
 
 
-def test_the_signature_is_plain_ed25519_of_the_canonical_json(signed: Manifest, public: PublicKey) -> None:
-    """So that another program can check it: spelled out here, without our own code."""
+def test_signature_is_ed25519_of_canonical_json(signed: Manifest, public: PublicKey) -> None:
+    """Checked without our own code, as another program would."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     entries = json.loads(signed.to_json())
@@ -132,28 +133,26 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_whatever_is_changed_after_signing_is_refused(
+def test_refuses_every_change_after_signing(
     signed: Manifest, public: PublicKey, edit: Callable[[Entries], None]
 ) -> None:
     entries = json.loads(signed.to_json())
     edit(entries)
-    with pytest.raises(
-        UntrustedRelease, match="toy/1 is not one of this manifest.*changed after it was signed.*--sign"
-    ):
+    with pytest.raises(UntrustedRelease, match="toy/1 does not match this manifest.*changed after signing.*--sign"):
         check_signature(parse_manifest(json.dumps(entries).encode(), NAME), [public])
 
 
-def test_an_unsigned_release_is_refused_where_a_key_is_set(store: LocalStore, public: PublicKey) -> None:
+def test_refuses_unsigned_release_with_a_trusted_key(store: WritableLocalStore, public: PublicKey) -> None:
     manifest, _ = publish(store, "toy")
     with pytest.raises(UntrustedRelease, match=f"toy/1 is not signed.*signed by {public.key_id}.*--sign KEYFILE"):
         check_signature(manifest, [public])
 
 
-def test_another_key_s_signature_is_refused(signed: Manifest, tmp_path: Path) -> None:
+def test_refuses_signature_of_another_key(signed: Manifest, tmp_path: Path) -> None:
     other = signing.write_key(tmp_path / "other.pem")
     assert signed.signature is not None
     with pytest.raises(
-        UntrustedRelease, match=f"signed by {signed.signature.key_id}, and only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
+        UntrustedRelease, match=f"is signed by {signed.signature.key_id}. .*only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
     ):
         check_signature(signed, [other])
 
@@ -161,35 +160,39 @@ def test_another_key_s_signature_is_refused(signed: Manifest, tmp_path: Path) ->
 # -- publishing ---------------------------------------------------------------------------------------------------
 
 
-def test_publishing_again_makes_a_release_only_for_the_signature_it_lacks(
-    store: LocalStore, key_file: Path, tmp_path: Path
+def test_publishes_again_only_for_a_missing_signature(
+    store: WritableLocalStore, key_file: Path, tmp_path: Path
 ) -> None:
     key = signing.read_key(key_file)
     assert publish(store, "toy")[0].name == "toy/1"
     assert publish(store, "toy", key)[0].name == "toy/2"
     assert publish(store, "toy", key)[1] is False
-    assert publish(store, "toy")[1] is False, "a signature that was not asked for is no difference"
+    assert publish(store, "toy")[1] is False, "a signature that was not requested makes no difference"
     signing.write_key(tmp_path / "other.pem")
     assert publish(store, "toy", signing.read_key(tmp_path / "other.pem"))[0].name == "toy/3"
 
 
-def test_a_key_is_written_once_for_its_owner_only(tmp_path: Path) -> None:
+def test_key_is_written_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "keys" / "key.pem"
-    code, said = run("keygen", path)
+    code, output = run("keygen", path)
     assert code == 0 and stat.S_IMODE(path.stat().st_mode) == 0o600
-    line = next(line for line in said.splitlines() if line.startswith("public_key: "))
+    line = next(line for line in output.splitlines() if line.startswith("public_key: "))
     public = PublicKey.parse(line.removeprefix("public_key: "))
     assert public == signing.public_key(signing.read_key(path))
     before = path.read_bytes()
-    assert b"PRIVATE KEY" in before and "PRIVATE KEY" not in said
-    code, said = run("keygen", path)
-    assert code == 1 and "is there already and is left as it is" in said and path.read_bytes() == before
+    assert b"PRIVATE KEY" in before and "PRIVATE KEY" not in output
+    code, output = run("keygen", path)
+    assert (
+        code == 1
+        and "exists, and releases may be signed with it. Name another file." in output
+        and path.read_bytes() == before
+    )
 
 
 @pytest.mark.parametrize(
     "data", [None, b"", b"key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "rsa", "locked"]
 )
-def test_what_is_no_private_key_signs_nothing(store: LocalStore, tmp_path: Path, data: bytes | str | None) -> None:
+def test_refuses_invalid_private_key(store: WritableLocalStore, tmp_path: Path, data: bytes | str | None) -> None:
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 
@@ -202,58 +205,65 @@ def test_what_is_no_private_key_signs_nothing(store: LocalStore, tmp_path: Path,
         data = ed25519.Ed25519PrivateKey.generate().private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked)
     if isinstance(data, bytes):
         path.write_bytes(data)
-    code, said = run("publish", "toy", "--store", store.root, "--sign", path)
-    assert code == 1 and str(path) in said and "preheat keygen" in said
+    code, output = run("publish", "toy", "--store", store.root, "--sign", path)
+    assert code == 1 and str(path) in output and "preheat keygen" in output
     assert store.releases() == []
 
 
-def test_the_commands_say_who_signed(
-    store: LocalStore, key_file: Path, public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_commands_name_the_signer(
+    store: WritableLocalStore, key_file: Path, public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, said = run("publish", "toy", "--store", store.root, "--sign", key_file)
-    assert code == 0 and f"signed by {public.key_id}" in said.replace("\n", " ")
+    code, output = run("publish", "toy", "--store", store.root, "--sign", key_file)
+    assert code == 0 and f"signed by {public.key_id}" in output.replace("\n", " ")
     assert run("publish", "toy/unsigned", "--store", store.root)[0] == 0
-    code, said = run("verify", "toy/1", "--store", store.root)
-    assert code == 0 and f"toy/1 is signed by {public.key_id}, which --public-key would check" in said
-    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", public)
-    assert code == 0 and f"toy/1 is signed by {public.key_id}\n" in said
-    code, said = run("verify", "--store", store.root, "--public-key", public)
-    assert code == 1 and "untrusted Release toy/unsigned is not signed" in said and "blobs of 2 releases are" in said
+    code, output = run("verify", "toy/1", "--store", store.root)
+    assert code == 0 and f"toy/1 is signed by {public.key_id} (not checked: give --public-key)" in output
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", public)
+    assert code == 0 and f"toy/1 is signed by {public.key_id}\n" in output
+    code, output = run("verify", "--store", store.root, "--public-key", public)
+    assert (
+        code == 1 and "untrusted Release toy/unsigned is not signed" in output and "blobs of 2 releases are" in output
+    )
     other = signing.write_key(tmp_path / "other.pem")
-    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", other)
-    assert code == 1 and f"is signed by {public.key_id}, and only releases signed by {other.key_id}" in said
-    code, said = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
-    assert code == 1 and "'ed25519:no' is no public key" in said
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", other)
+    assert (
+        code == 1
+        and f"is signed by {public.key_id}. This deployment loads only releases signed by {other.key_id}." in output
+    )
+    code, output = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
+    assert code == 1 and "'ed25519:no' is not a public key. Give the line that" in output
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
     assert run("verify", "toy/1", "--store", store.root)[0] == 0
-    assert run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1  # the one that is named
+    assert (
+        run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1
+    )  # the option comes before the environment
 
 
-def test_releases_are_listed_whole_however_narrow_the_terminal(
-    store: LocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
+def test_releases_are_never_cut_off(
+    store: WritableLocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "toy/a-version-with-a-name-of-its-own"
     assert run("publish", name, "--store", store.root, "--sign", key_file)[0] == 0
     monkeypatch.setattr(console, "width", 30)
-    code, said = run("releases", "--store", store.root)
+    code, output = run("releases", "--store", store.root)
     assert code == 0
-    listed, about, *targets = said.splitlines()
+    listed, about, *targets = output.splitlines()
     manifest = store.read_release(name)
     assert listed == name and targets == [f"    {target}" for target in manifest.targets]
     assert manifest.created[:10] in about and f"signed by {public.key_id}" in about
     assert f"fp32, {len(manifest.components)} components" in about
 
 
-def test_one_release_that_cannot_be_read_hides_no_other(store: LocalStore) -> None:
+def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
     assert run("publish", "toy/good", "--store", store.root)[0] == 0
     newer = store.root / "releases" / "toy" / "newer.json"
     manifest = json.loads((newer.parent / "good.json").read_text())
     newer.write_text(json.dumps(manifest | {"schema_version": manifest["schema_version"] + 1}))
     for command in ("releases", "verify"):
-        code, said = run(command, "--store", store.root)
+        code, output = run(command, "--store", store.root)
         assert code == 1
-        assert "toy/good" in said and "unreadable " in said and "toy/newer" in said
-    assert "blobs of 1 releases are intact" in said
+        assert "toy/good" in output and "unreadable " in output and "toy/newer" in output
+    assert "blobs of 1 releases are intact" in output
     newer.unlink()
     assert run("releases", "--store", store.root)[0] == run("verify", "--store", store.root)[0] == 0
 
@@ -261,17 +271,18 @@ def test_one_release_that_cannot_be_read_hides_no_other(store: LocalStore) -> No
 # -- the key in the config ----------------------------------------------------------------------------------------
 
 
-def test_the_environment_s_key_comes_before_the_config_s(
+def test_environment_key_comes_before_config_key(
     public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
     other = signing.write_key(tmp_path / "other.pem")
-    assert configured_keys() == configured_keys({"public_key": ""}) == configured_keys({"public_key": None}) == []
-    assert configured_keys({"public_key": str(public)}) == [public]
-    assert configured_keys({"public_key": [str(public), str(other)]}) == [public, other]
-    assert configured_keys({"public_key": f"{public}, {other}"}) == [public, other]
+    for empty in ("", None, []):
+        assert read_settings().public_key == read_settings({"public_key": empty}).public_key == []
+    assert read_settings({"public_key": str(public)}).public_key == [public]
+    assert read_settings({"public_key": [str(public), str(other)]}).public_key == [public, other]
+    assert read_settings({"public_key": f"{public}, {other}"}).public_key == [public, other]
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(other))
-    assert configured_keys({"public_key": str(public)}) == [other]
+    assert read_settings({"public_key": str(public)}).public_key == [other]
 
 
 @pytest.mark.parametrize(
@@ -281,15 +292,15 @@ def test_the_environment_s_key_comes_before_the_config_s(
         "ed25519:" + base64.b64encode(bytes(33)).decode(), "ed25519:" + "*" * 44, "x" * 10_000,
     ],
 )  # fmt: skip
-def test_a_key_that_is_none_is_refused_and_never_means_no_key(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_invalid_public_key(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
-    with pytest.raises(ManifestError, match="is no public key: give the line that `preheat keygen` prints") as caught:
-        configured_keys({"public_key": given})
+    with pytest.raises(ConfigError, match="is not a public key. Give the line that `preheat keygen` prints") as caught:
+        read_settings({"public_key": given})
     assert len(str(caught.value)) < 400
 
 
-def test_a_server_with_a_key_loads_nothing_that_is_not_signed(
-    store: LocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
+def test_server_with_key_loads_only_signed_releases(
+    store: WritableLocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PREHEAT_PUBLIC_KEY", "PREHEAT_STORE", "PREHEAT_RELEASE"):
         monkeypatch.delenv(name, raising=False)
@@ -302,7 +313,7 @@ def test_a_server_with_a_key_loads_nothing_that_is_not_signed(
             Model(config={"model_metadata": {"preheat": given}}).load()
         return type(caught.value)
 
-    # These engines are none: what is trusted comes so far as to be opened.
+    # A trusted release fails later, when its fake engine is opened.
     assert load("toy/unsigned") is load("toy/signed", public_key=str(public)) is EngineError
     assert load("toy/unsigned", public_key=str(public)) is UntrustedRelease
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))

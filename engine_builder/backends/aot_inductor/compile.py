@@ -1,13 +1,12 @@
 """Export a network and compile it with AOTInductor for one target and bucket, without its weights."""
 
-import hashlib
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._inductor.choices import InductorChoices
@@ -15,30 +14,19 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine_builder.networks.network import (
-    FORM,
-    Network,
-    library_versions,
-    public_name,
-)
-from model.engines.components import (
-    DTYPES,
-    dtype_name,
-)
+from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
+from model.engines.shapes import DTYPES, dtype_name
 from model.errors import PreheatError
-from model.loading.target import (
-    Target,
-    detect_targets,
-)
+from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
 
-# Raised whenever the export or the compile settings change what comes out of one network.
-RECIPE = 8
-# CPU engines are compiled for the newest of these levels that the machine has; see Target.
+# Part of every engine key. Raise it when the export or the compiler settings change the result for a network.
+COMPILER_VERSION = 8
+LARGEST_DYNAMIC_SIDE = 1024  # pixels, of CPU engines
+# x86-64 levels that CPU engines are compiled for -> compiler flag, SIMD bits. The newest that the machine has is used.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
-
-LARGEST_DYNAMIC_SIDE = 1024  # pixels, of what a CPU engine draws
-_THREADS = 8  # for which a CPU engine's loops are cut; it runs on as many as there are
+_CPU_LOOP_THREADS = 8  # number of parts that a CPU engine's loops are split into, whatever runs them
+_MAX_PROGRAMS = 1024  # of one kernel that makes tensor descriptors: at least a GPU's number of multiprocessors
 
 
 class CompileError(PreheatError):
@@ -46,75 +34,87 @@ class CompileError(PreheatError):
 
 
 def build_target() -> Target:
-    """The target this machine compiles for: its GPU, or the newest x86-64 level that engines are made for."""
+    """Return the target that this machine compiles for: its GPU, or the newest x86-64 level. Raises CompileError."""
     for target in detect_targets():
         if target.device == "cuda" or target.product in _CPU_LEVELS:
             return target
-    raise CompileError("Engines are built on x86-64 machines, with or without an NVIDIA GPU.")
+    raise CompileError("This processor is not supported.", "Build on an x86-64 machine, with or without an NVIDIA GPU.")
 
 
-def dynamic_bucket(multiple: int | None, max_rows: int = 16, max_side: int = LARGEST_DYNAMIC_SIDE) -> Bucket:
-    """The one bucket of a CPU engine: any rows up to `max_rows`, any size up to `max_side` in steps of `multiple`."""
+def dynamic_bucket(multiple: int | None, max_batch: int = 16, max_side: int = LARGEST_DYNAMIC_SIDE) -> Bucket:
+    """Return the bucket of a CPU engine: batches up to `max_batch`, sides up to `max_side` in steps of `multiple`."""
+    batch = Span(min=1, max=max_batch)
     if multiple is None:
-        return Bucket(rows=Span(min=1, max=max_rows))
+        return Bucket(batch=batch)
     side = Span(min=64, max=max_side, multiple=multiple)
-    return Bucket(rows=Span(min=1, max=max_rows), height=side, width=side)
+    return Bucket(batch=batch, height=side, width=side)
 
 
-def static_bucket(rows: int, height: int | None, width: int | None) -> Bucket:
-    """A GPU engine's bucket: one shape."""
-    side = {
-        "height": Span(min=height, max=height) if height else None,
-        "width": Span(min=width, max=width) if width else None,
-    }
-    return Bucket(rows=Span(min=rows, max=rows), **side)
+def static_bucket(batch: int, height: int | None, width: int | None) -> Bucket:
+    """Return the bucket of a GPU engine: one shape."""
+    spans = [Span(min=size, max=size) if size else None for size in (height, width)]
+    return Bucket(batch=Span(min=batch, max=batch), height=spans[0], width=spans[1])
+
+
+def sizes_of(bucket: Bucket, end: Literal["min", "max"]) -> tuple[int, int, int]:
+    """Return a bucket's smallest or largest batch, height and width. Height and width are 0 if it has none."""
+    batch, height, width = (getattr(span, end) if span else 0 for span in (bucket.batch, bucket.height, bucket.width))
+    return batch, height, width
+
+
+def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """("rows", 4, "height/8") and {"rows": 2, "height": 64} -> (2, 4, 8)."""
+    shape = []
+    for dimension in dimensions:
+        symbol, _, divisor = str(dimension).partition("/")
+        shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
+    return tuple(shape)
 
 
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
-    """SHA-256 over all that decides the compiled code, which the weights do not."""
-    recipe = {
-        "recipe": RECIPE,
-        "form": FORM,
-        "component": type(network.module).__name__,
-        "architecture": network.architecture,
-        "signature": network.signature.model_dump(mode="json"),
-        "target": target.key,
-        "torch": torch.__version__.split("+")[0],
-        "libraries": library_versions(),
-        "bucket": bucket.model_dump(mode="json"),
-        "precision": network.precision,
-        "layout": network.layout,
-    }
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of everything that decides the compiled code. The weights do not."""
+    return digest_json(
+        {
+            "recipe": COMPILER_VERSION,
+            "form": NETWORK_VERSION,
+            "component": type(network.module).__name__,
+            "architecture": network.architecture,
+            "signature": network.signature.model_dump(mode="json"),
+            "target": target.key,
+            "torch": torch.__version__.split("+")[0],
+            "libraries": library_versions(),
+            "bucket": bucket.model_dump(mode="json"),
+            "precision": network.precision.name,
+            "layout": network.layout,
+        }
+    )
 
 
 def example_inputs(
-    signature: Signature, rows: int, height: int, width: int, device: str, seed: int = 0, tokens: int = 300
+    signature: Signature, batch: int, height: int, width: int, device: str, seed: int = 0, tokens: int = 300
 ) -> dict[str, torch.Tensor]:
-    """Seeded random inputs of a signature at `rows`, `height` x `width` pixels. Token ids stay below `tokens`."""
+    """Return seeded random inputs for a batch at `height` x `width` pixels. Token ids are below `tokens`."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"rows": rows, "height": height, "width": width}
-    made: dict[str, torch.Tensor] = {}
+    sizes = {"rows": batch, "height": height, "width": width}
+    inputs: dict[str, torch.Tensor] = {}
     for spec in signature.inputs:
-        shape = []
-        for dimension in spec.shape:
-            symbol, _, divisor = str(dimension).partition("/")
-            shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
+        shape = concrete_shape(spec.shape, sizes)
         if spec.dtype == "int64":
             value = torch.randint(0, tokens, shape, generator=generator)
         elif spec.name == "timestep":
             value = torch.randint(1, 1000, shape, generator=generator).to(torch.float32)
         elif spec.name == "time_ids":
-            plain = [height, width, 0, 0, height, width] if shape[1] == 6 else [height, width, 0, 0, 6.0]
-            value = torch.tensor([plain] * rows, dtype=torch.float32)
+            # Original size, crop and target size; the refiner has an aesthetic score in place of the target size.
+            time_ids = [height, width, 0, 0, height, width] if shape[1] == 6 else [height, width, 0, 0, 6.0]
+            value = torch.tensor([time_ids] * batch, dtype=torch.float32)
         else:
             value = torch.randn(shape, generator=generator).to(DTYPES[spec.dtype])
-        made[spec.name] = value.to(device)
-    return made
+        inputs[spec.name] = value.to(device)
+    return inputs
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledNetwork:
     """A package and the map of its constants: name in the code -> {tensor, dtype, shape}."""
 
     package: Path
@@ -124,154 +124,136 @@ class Compiled:
         return json.dumps(self.constants, sort_keys=True).encode()
 
 
-def compile_network(network: Network, target: Target, bucket: Bucket, package: Path) -> Compiled:
+def describe_constant(network: Network, tensors: Mapping[str, torch.Tensor], name: str) -> dict[str, Any]:
+    """Return the {tensor, dtype, shape} of a constant of the compiled code. `tensors` are the network's.
+
+    Raises CompileError if the constant is not a tensor of the model.
+    """
+    tensor = tensors.get(public_name(name))
+    if tensor is None:
+        raise CompileError(
+            f"The compiled {network.component} needs the constant {name}, which is not a tensor of the model.",
+            "Compute it in the component's wrapper: engines hold no data.",
+        )
+    return {"tensor": public_name(name), "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+
+
+def compile_network(network: Network, target: Target, bucket: Bucket, package: Path) -> CompiledNetwork:
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
-    example = example_of(network, bucket, device)
-    with quiet(), _attention_kernels(device), _reductions(device), _descriptors(device):
+    example = trace_inputs(network, bucket, device)
+    with without_warnings(), _gpu_compiler() if device == "cuda" else nullcontext():
         exported = torch.export.export(
-            network.module,
-            tuple(example.values()),
-            dynamic_shapes=dynamic_shapes(network, bucket),
-            strict=False,
+            network.module, tuple(example.values()), dynamic_shapes=dynamic_shapes(network, bucket), strict=False
         )
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package), inductor_configs=_inductor_settings(target)
         )
     loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, 0 if device == "cuda" else -1)
     tensors = network.tensors()
-    constants: dict[str, dict[str, Any]] = {}
-    for name in loader.get_constant_fqns():
-        tensor = tensors.get(public_name(name))
-        if tensor is None:
-            raise CompileError(
-                f"The compiled {network.component} needs the constant {name}, which is no tensor of the model: "
-                "its wrapper must compute it, because engines hold no data."
-            )
-        constants[name] = {
-            "tensor": public_name(name),
-            "dtype": dtype_name(tensor.dtype),
-            "shape": list(tensor.shape),
-        }
-    return Compiled(package, constants)
+    names = loader.get_constant_fqns()
+    return CompiledNetwork(package, {name: describe_constant(network, tensors, name) for name in names})
 
 
-def example_of(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
-    """Inputs to trace with. Dynamic sizes are traced at unequal, uncommon values so that nothing is specialised."""
-    if bucket.rows.min == bucket.rows.max:
-        rows = bucket.rows.min
-        height = bucket.height.min if bucket.height else 0
-        width = bucket.width.min if bucket.width else 0
-    else:
-        step = network.multiple or 8
-        rows, height, width = 3, 64 + step * 5, 64 + step * 3
-        height, width = height // step * step, width // step * step
-    return example_inputs(network.signature, rows, height, width, device)
+def trace_inputs(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
+    """Return inputs to trace with. For a dynamic bucket sizes are unequal and uncommon, so that none is specialized."""
+    if bucket.batch.min == bucket.batch.max:
+        return example_inputs(network.signature, *sizes_of(bucket, "min"), device)
+    step = network.multiple or 8
+    height, width = ((64 + step * count) // step * step for count in (5, 3))
+    return example_inputs(network.signature, 3, height, width, device)
 
 
 def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
-    """torch.export's dynamic shapes of a bucket: names of inputs -> {dimension: Dim}. None for a static bucket."""
-    if bucket.rows.min == bucket.rows.max:
+    """Return torch.export's dynamic shapes of a bucket: input -> {dimension: Dim}. None for a static bucket."""
+    if bucket.batch.min == bucket.batch.max:
         return None
-    dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.rows.max)}
+    dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.batch.max)}
     for side in ("height", "width"):
         span = getattr(bucket, side)
         if span is not None:
-            # A latent side is a multiple of what the UNet halves: written so, or the export refuses it.
+            # The export accepts a latent's side only if it is written as a multiple of what the UNet halves.
             low, high = span.min // span.multiple, span.max // span.multiple
             dims[side] = torch.export.Dim(f"_{side}", min=low, max=high)
-    shapes: dict[str, Any] = {}
-    for spec in network.signature.inputs:
-        shapes[spec.name] = {}
-        for index, dimension in enumerate(spec.shape):
-            if isinstance(dimension, int):
-                continue
-            symbol, _, divisor = dimension.partition("/")
-            if symbol == "rows":
-                shapes[spec.name][index] = dims["rows"]
-            else:
-                factor = getattr(bucket, symbol).multiple // int(divisor or 1)
-                shapes[spec.name][index] = factor * dims[symbol] if factor > 1 else dims[symbol]
-    return shapes
+
+    def dim_of(dimension: str) -> Any:
+        symbol, _, divisor = dimension.partition("/")
+        factor = 1 if symbol == "rows" else getattr(bucket, symbol).multiple // int(divisor or 1)
+        return factor * dims[symbol] if factor > 1 else dims[symbol]
+
+    return {
+        spec.name: {index: dim_of(size) for index, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in network.signature.inputs
+    }
 
 
 def _inductor_settings(target: Target) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.package_constants_on_disk_format": None,
-        # Without it constants of up to eight elements are baked into the code, and other weights give wrong pictures.
+        # Otherwise constants of up to eight elements are compiled in, and another model's images are wrong.
         "always_keep_tensor_constants": True,
     }
     if target.device == "cpu":
         march, simdlen = _CPU_LEVELS[target.product]
         settings |= {"cpp.march": march, "cpp.simdlen": simdlen}
-        # Else this process' number of threads, and buffers for that many, would be in the code.
-        settings |= {"cpp.threads": _THREADS, "cpp.dynamic_threads": True}
+        # Otherwise the code depends on the number of threads of this process, and its buffers are sized for it.
+        settings |= {"cpp.threads": _CPU_LOOP_THREADS, "cpp.dynamic_threads": True}
     return settings
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """torch's own deprecations inside export and compile are not the reader's to mend."""
+def without_warnings() -> Iterator[None]:
+    """Suppress torch's internal deprecation warnings during export and compilation. Records no gradients."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextmanager
-def _attention_kernels(device: str) -> Iterator[None]:
-    """Which attention is compiled in. On a GPU cuDNN's comes first: on an H200 it takes two thirds of the time of
-    PyTorch's own."""
-    if device != "cuda":
-        yield
-        return
+def _gpu_compiler() -> Iterator[None]:
+    """Adapt the compiler to SDXL on a GPU. cuDNN's attention takes two thirds of the time of PyTorch's on an H200."""
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True):
+    with sdpa_kernel(order, set_priority=True), V.set_choices_handler(_Reductions()), _descriptor_memory():
         yield
 
 
 class _Reductions(InductorChoices):
-    """Rows of up to 2,048 elements are reduced in one pass that keeps them in registers. The compiler's own limit is
-    1,024, and SDXL's layer norms are 1,280 wide: it would read each row three times."""
+    """Reduce up to 2,048 contiguous elements in one pass that keeps them in registers.
+
+    The compiler's own limit is 1,024. SDXL's layer norms have 1,280 elements, which it would read three times.
+    """
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
         inner = features.get_reduction_hint() == ReductionHint.INNER
         if inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, 2048):
             return True
-        wanted: bool = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
-        return wanted
-
-
-def _reductions(device: str) -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = V.set_choices_handler(_Reductions()) if device == "cuda" else nullcontext()
-    return context
-
-
-_PROGRAMS = 1024  # of one kernel that makes descriptors, at most: as many as a GPU has multiprocessors
+        choice: bool = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+        return choice
 
 
 @contextmanager
-def _descriptors(device: str) -> Iterator[None]:
-    """Room for the tensor descriptors of every program of a kernel. torch 2.11's generated code makes room for one
-    program's, and Triton writes each program's behind the last one's; torch 2.13's makes room for all."""
-    if device != "cuda":
-        yield
-        return
+def _descriptor_memory() -> Iterator[None]:
+    """Allocate memory for the tensor descriptors of all programs of a kernel.
+
+    The code that torch 2.11 generates allocates memory for one program, and Triton writes the descriptors of each
+    program after the previous program's. Since torch 2.13 the generated code allocates enough.
+    """
     from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
     generator: Any = CUDADeviceOpOverrides
-    one = generator.cpp_scratch
+    original = generator.cpp_scratch
 
     def cpp_scratch(self: Any, index: int, workspace: Any, prefix: str | None = None) -> Any:
-        made = one(self, index, workspace, prefix)
-        if workspace.size > 0 and not any("grid_0" in line for line in made[0]):
-            workspace.size *= _PROGRAMS
-            made = one(self, index, workspace, prefix)
-        return made
+        code = original(self, index, workspace, prefix)
+        if workspace.size > 0 and not any("grid_0" in line for line in code[0]):
+            workspace.size *= _MAX_PROGRAMS
+            code = original(self, index, workspace, prefix)
+        return code
 
     generator.cpp_scratch = cpp_scratch
     try:
         yield
     finally:
-        generator.cpp_scratch = one
+        generator.cpp_scratch = original

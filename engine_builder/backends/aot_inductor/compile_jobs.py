@@ -1,8 +1,8 @@
-"""Networks compiled one after the other in this process, or several side by side in processes of their own.
+"""Compile networks one after the other in this process, or several at once in worker processes.
 
-Compiling keeps one core busy for most of its time, whatever it compiles for. A process of its own loads the one network
-that it compiles, so side by side takes that much more memory, the device's too. It ends with the build that started it,
-also where that was killed.
+Compiling keeps one core busy most of the time, also for a GPU. A worker process loads the network that it compiles, so
+each one takes memory for a network, on the device too. Workers end with the build that started them, even if it was
+killed.
 """
 
 import os
@@ -22,30 +22,25 @@ from pathlib import Path
 import torch
 
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.aot_inductor.compile import (
-    Compiled,
-    CompileError,
-)
-from engine_builder.networks.network import (
-    ModelFolder,
-    Network,
-    Reader,
-    load_network,
-)
+from engine_builder.backends.aot_inductor.compile import CompiledNetwork, CompileError
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import ModuleReader, Network, load_network
 from model.engines import components
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.store.manifest import Bucket, Precision
+from model.store.manifest import Bucket
+from model.store.precision import Precision
 
-_GRACE = 2.0  # seconds for a process to end by itself
+_EXIT_GRACE_SECONDS = 2.0
+_MAX_DEFAULT_PROCESSES = 4
 
 
 @dataclass(frozen=True)
-class Job:
-    """One engine to be compiled, into the file `package`; `key` is the engine's."""
+class CompileJob:
+    """One engine to compile into the file `package`. `key` is the engine's."""
 
     key: str
-    folder: ModelFolder
+    checkpoint: Checkpoint
     component: str
     precision: Precision
     target: Target
@@ -54,119 +49,129 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
-    """What came of a job, and how long compiling took."""
+class CompileResult:
+    """The result of a job, and how many seconds compiling took."""
 
-    job: Job
-    compiled: Compiled
+    job: CompileJob
+    compiled: CompiledNetwork
     seconds: float
 
 
 def default_processes(target: Target) -> int:
-    """As many as a CPU has cores, four at most; one on a GPU, whose memory each process would take a part of, and where
-    what the compiler times would be slower for what others do meanwhile."""
-    return min(4, len(os.sched_getaffinity(0))) if target.device == "cpu" else 1
+    """Return the number of a CPU's cores, at most four, or one on a GPU.
+
+    On a GPU each process takes device memory, and the compiler's timings are slower while other processes work.
+    """
+    if target.device != "cpu":
+        return 1
+    return min(_MAX_DEFAULT_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 def compile_jobs(
-    jobs: Sequence[Job], networks: dict[str, Network], processes: int, begun: Callable[[Job], None]
-) -> Generator[Done, None, None]:
-    """Compile `jobs`, at most `processes` at once, and give each when it is done. With one, or for one job, in this
-    process, with `networks`, in the jobs' order; else the longest first. Raises CompileError, after which, as when it
-    is closed, nothing goes on."""
+    jobs: Sequence[CompileJob], networks: dict[str, Network], processes: int, on_start: Callable[[CompileJob], None]
+) -> Generator[CompileResult, None, None]:
+    """Compile `jobs`, at most `processes` at once, and yield each result when it is ready.
+
+    With one process or one job, compile in this process with `networks`, in order. Otherwise start with the components
+    that take longest. `on_start` is called before each job. Raises CompileError. No process remains after an error or
+    when the generator is closed.
+    """
     if processes > 1 and len(jobs) > 1:
-        yield from _side_by_side(sorted(jobs, key=lambda job: job.component not in components.LOOPED), processes, begun)
+        longest_first = sorted(jobs, key=lambda job: job.component not in components.PER_STEP_COMPONENTS)
+        yield from _compile_in_processes(longest_first, processes, on_start)
         return
     for job in jobs:
-        begun(job)
+        on_start(job)
         yield _compile(job, networks[job.component])
 
 
-def _compile(job: Job, network: Network) -> Done:
-    began = time.perf_counter()
+def _compile(job: CompileJob, network: Network) -> CompileResult:
+    started = time.perf_counter()
     compiled = compiler.compile_network(network, job.target, job.bucket, job.package)
-    return Done(job, compiled, time.perf_counter() - began)
+    return CompileResult(job, compiled, time.perf_counter() - started)
 
 
-def _side_by_side(jobs: Sequence[Job], processes: int, begun: Callable[[Job], None]) -> Generator[Done, None, None]:
+def _compile_in_processes(
+    jobs: Sequence[CompileJob], processes: int, on_start: Callable[[CompileJob], None]
+) -> Generator[CompileResult, None, None]:
     waiting = deque(jobs)
     workers: dict[Connection, SpawnProcess] = {}
-    busy: dict[Connection, Job] = {}
+    running: dict[Connection, CompileJob] = {}
     processes = min(processes, len(jobs))
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
 
-    def hand_on(worker: Connection) -> None:
-        busy[worker] = job = waiting.popleft()
-        begun(job)
-        with suppress(ConnectionError):  # of a process that has ended, which is met when its answer is awaited
+    def send_next(worker: Connection) -> None:
+        running[worker] = job = waiting.popleft()
+        on_start(job)
+        with suppress(ConnectionError):  # the process has ended: `_receive` raises it
             worker.send(job)
 
     try:
         for _ in range(processes):
-            here, there = get_context("spawn").Pipe()
-            workers[here] = get_context("spawn").Process(target=_work, args=(there, threads))
-            workers[here].start()
-            there.close()
-            hand_on(here)
-        while busy:
-            for worker in wait(list(busy)):
+            ours, theirs = get_context("spawn").Pipe()
+            workers[ours] = get_context("spawn").Process(target=_run_worker, args=(theirs, threads))
+            workers[ours].start()
+            theirs.close()
+            send_next(ours)
+        while running:
+            for worker in wait(list(running)):
                 assert isinstance(worker, Connection)
-                answer = _answer(worker, workers[worker], busy.pop(worker))
+                result = _receive(worker, workers[worker], running.pop(worker))
                 if waiting:
-                    hand_on(worker)
-                yield answer
+                    send_next(worker)
+                yield result
     finally:
         for worker, process in workers.items():
             worker.close()
-            if worker in busy:
+            if worker in running:
                 process.terminate()
-            process.join(_GRACE)
+            process.join(_EXIT_GRACE_SECONDS)
             if process.is_alive():
                 process.kill()
                 process.join()
 
 
-def _answer(worker: Connection, process: SpawnProcess, job: Job) -> Done:
+def _receive(worker: Connection, process: SpawnProcess, job: CompileJob) -> CompileResult:
     try:
-        answer: Done | Exception = worker.recv()
+        result: CompileResult | Exception = worker.recv()
     except (EOFError, ConnectionError) as error:
         process.join()
         raise CompileError(
-            f"The process that compiled the {job.component} ended with status {process.exitcode}; if memory was short, "
-            "build with --jobs 1."
+            f"The process that compiled the {job.component} ended with status {process.exitcode}.",
+            "If memory was short, build with --jobs 1.",
         ) from error
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _work(builder: Connection, threads: int) -> None:
-    """Compile what comes through `builder` until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build's, which ends this process
-    threading.Thread(target=_end_with_the_build, daemon=True).start()
+def _run_worker(builder: Connection, threads: int) -> None:
+    """Compile the jobs that `builder` sends until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build handles it and ends this process
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
-    reader = Reader()
+    reader = ModuleReader()
     while True:
         try:
-            job: Job = builder.recv()
+            job: CompileJob = builder.recv()
         except EOFError:
             return
-        answer: Done | Exception
+        result: CompileResult | Exception
         try:
-            network = load_network(job.folder, job.component, job.precision, job.target.device, reader)
-            answer = _compile(job, network)
+            network = load_network(job.checkpoint, job.component, job.precision, job.target.device, reader)
+            result = _compile(job, network)
         except PreheatError as error:
-            answer = error
+            result = error
         except Exception:
-            answer = CompileError(f"Compiling the {job.component} failed:\n{traceback.format_exc()}")
+            result = CompileError(f"Compiling the {job.component} failed:\n{traceback.format_exc()}")
         try:
-            builder.send(answer)
+            builder.send(result)
         except BrokenPipeError:
             return
 
 
-def _end_with_the_build() -> None:
+def _exit_with_parent() -> None:
     build = parent_process()
     assert build is not None
     build.join()

@@ -1,37 +1,28 @@
-"""AOTInductor's engines of a build: found by their keys or compiled, checked with this model's weights, and kept."""
+"""The AOTInductor engines of a build: found by their keys or compiled, checked with the model's weights, stored."""
 
 import tempfile
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.aot_inductor.compile_jobs import (
-    Done,
-    Job,
-    compile_jobs,
-)
+from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, CompileResult, compile_jobs
+from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
-from engine_builder.building.real_inputs import fit
+from engine_builder.building.real_inputs import Inputs, fit
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks.network import Network
+from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.engine import AotInductorEngine
-from model.engines.engine import Engine
-from model.errors import CorruptBlob, EngineError
+from model.errors import EngineError
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord
-from model.store.store import Store
-
-Report = Callable[[str, str, int, int], None]
-"""Told (component, what is being done, steps done, steps in all)."""
 
 
-class CachedEngine(BaseModel):
-    """What a store remembers under an engine key."""
+class BuiltEngine(BuiltRecord):
+    """A compiled engine, stored in the record "engines/<engine key>"."""
 
     blob: Blob
     constants: Blob
@@ -41,84 +32,102 @@ class CachedEngine(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """An engine of the release to be."""
-
+class _PlannedEngine:
     network: Network
     bucket: Bucket
     key: str
+    device: str
+    real: list[Inputs]
+    """The component's inputs of a real denoising run."""
 
     @property
     def component(self) -> str:
         return self.network.component
 
     @property
-    def name(self) -> tuple[str, str]:
+    def identity(self) -> tuple[str, str]:
         return self.component, self.key
+
+    def open(self, package: Path, constants: bytes) -> AotInductorEngine:
+        """Open a package with this model's weights."""
+        device = torch.device(self.device)
+        network = self.network
+        return AotInductorEngine(
+            self.component, package, network.signature, self.bucket, constants, network.tensors(), device
+        )
+
+    def open_stored(self, built: BuiltEngine, store: WritableStore) -> AotInductorEngine:
+        """Open a stored engine with this model's weights."""
+        constants = store.get(built.constants.sha256, built.constants.bytes).read_bytes()
+        return self.open(store.get(built.blob.sha256, built.blob.bytes), constants)
+
+    def check(self, engine: AotInductorEngine) -> Accuracy:
+        """Compare an engine with eager PyTorch. Raises InaccurateEngine."""
+        return validate(self.network, engine, fit(self.real, self.network, self.bucket))
 
 
 def build_engines(
     plan: BuildPlan,
     networks: dict[str, Network],
-    real: dict[str, list[dict[str, torch.Tensor]]],
-    store: Store,
-    report: Report,
-    steps: int,
+    real: dict[str, list[Inputs]],
+    store: WritableStore,
+    report: ReportActivity,
     processes: int,
-) -> tuple[list[EngineRecord], list[str], list[str]]:
-    """Every component's engines, and the components that were compiled and those that were found."""
-    wanted = [
-        _Wanted(network, bucket, compiler.engine_key(network, plan.target, bucket))
-        for network in networks.values()
+) -> BuiltEngines:
+    """Build every component's engines, or reuse stored ones. Raises CompileError or InaccurateEngine."""
+    planned = [
+        _PlannedEngine(
+            network, bucket, compiler.engine_key(network, plan.target, bucket), plan.target.device, real[component]
+        )
+        for component, network in networks.items()
         for bucket in plan.buckets_of(network)
     ]
-    kept: dict[str, CachedEngine] = {}  # by key, as it was checked: another build may replace what the store has
-    checked: dict[tuple[str, str], Accuracy] = {}
+    # By key. The records are the checked ones: another build may overwrite those in the store meanwhile.
+    built: dict[str, BuiltEngine] = {}
+    accuracies: dict[tuple[str, str], Accuracy] = {}
 
-    def tell(engine: _Wanted, doing: str, why: str = "") -> None:
-        of = [other.key for other in wanted if other.component == engine.component]
-        number = f" ({of.index(engine.key) + 1} of {len(of)})" if len(of) > 1 else ""
-        left = {other.component for other in wanted if other.name not in checked}
-        done = len(plan.components) + 1 + len(networks.keys() - left)
-        report(engine.component, f"{doing}{number}{why}", done, steps)
+    def progress(engine: _PlannedEngine, activity: str, reason: str = "") -> None:
+        keys = [other.key for other in planned if other.component == engine.component]
+        number = f" ({keys.index(engine.key) + 1} of {len(keys)})" if len(keys) > 1 else ""
+        unfinished = {other.component for other in planned if other.identity not in accuracies}
+        report(engine.component, f"{activity}{number}{reason}", len(networks.keys() - unfinished))
 
-    missing: dict[str, _Wanted] = {}  # by key: two components of one architecture share an engine, not its check
-    for engine in wanted:
-        found = kept.get(engine.key) or find_engine(store, engine.key)
+    # By key: components of one architecture share an engine. Each of them checks it with its own weights.
+    missing: dict[str, _PlannedEngine] = {}
+    for engine in planned:
+        found = built.get(engine.key) or BuiltEngine.find(store, engine.key)
         if found is not None:
-            kept[engine.key] = found
-            tell(engine, "checking")
+            built[engine.key] = found
+            progress(engine, "checking")
             try:
-                checked[engine.name] = _check(plan, engine, found, real[engine.component], store)
+                accuracies[engine.identity] = engine.check(engine.open_stored(found, store))
                 continue
             except (InaccurateEngine, EngineError) as error:
-                tell(engine, "to be compiled anew", f": the one that was kept is of no use. {error}")
+                progress(engine, "recompiling", f": the stored engine failed its check. {error}")
         missing.setdefault(engine.key, engine)
     with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
         jobs = [
-            Job(
-                key, plan.folder_of(engine.component), engine.component, engine.network.precision, plan.target,
+            CompileJob(
+                key, plan.checkpoint_of(engine.component), engine.component, engine.network.precision, plan.target,
                 engine.bucket, Path(folder) / f"{engine.component}-{key[:12]}.pt2",
             )
             for key, engine in missing.items()
         ]  # fmt: skip
-        begun = compile_jobs(jobs, networks, processes, lambda job: tell(missing[job.key], "compiling"))
-        with closing(begun) as compiling:
-            for done in compiling:
-                engine = missing[done.job.key]
-                kept[engine.key], checked[engine.name] = _keep(plan, engine, done, real[engine.component], store)
-                done.job.package.unlink()
-    engines: list[EngineRecord] = []
-    compiled: list[str] = []
-    reused: list[str] = []
-    for engine in wanted:
-        (compiled if engine is missing.get(engine.key) else reused).append(engine.component)
-        if engine is not missing.get(engine.key, engine):  # which another component was the first to need
-            tell(engine, "checking")
-            checked[engine.name] = _check(plan, engine, kept[engine.key], real[engine.component], store)
-        if kept[engine.key].benchmark is None and plan.target.device == "cuda":
-            kept[engine.key] = _time(plan, engine, kept[engine.key], store)
-        engines.append(
+        results = compile_jobs(jobs, networks, processes, lambda job: progress(missing[job.key], "compiling"))
+        with closing(results):
+            for result in results:
+                engine = missing[result.job.key]
+                built[engine.key], accuracies[engine.identity] = _check_and_store(engine, result, store)
+                result.job.package.unlink()
+    engines = BuiltEngines()
+    for engine in planned:
+        (engines.compiled if engine is missing.get(engine.key) else engines.reused).append(engine.component)
+        if engine is not missing.get(engine.key, engine):  # compiled for another component
+            progress(engine, "checking")
+            accuracies[engine.identity] = engine.check(engine.open_stored(built[engine.key], store))
+        if built[engine.key].benchmark is None and plan.target.device == "cuda":
+            built[engine.key] = _time(engine, built[engine.key], store)
+        engines.records.append(
             EngineRecord(
                 component=engine.component,
                 key=engine.key,
@@ -128,74 +137,35 @@ def build_engines(
                 precision=engine.network.precision,
                 layout=engine.network.layout,
                 signature=engine.network.signature,
-                accuracy=checked[engine.name],
-                **kept[engine.key].model_dump(),
+                accuracy=accuracies[engine.identity],
+                **built[engine.key].model_dump(),
             )
         )
-    return engines, compiled, reused
+    return engines
 
 
-def find_engine(store: Store, key: str) -> CachedEngine | None:
-    """The engine kept under a key, if its record is sound and its blobs are intact."""
-    data = store.read_record("engines", key)
-    if data is None:
-        return None
-    try:
-        cached = CachedEngine.model_validate_json(data)
-        for blob in (cached.blob, cached.constants):
-            store.get(blob.sha256, blob.bytes)
-    except (ValueError, CorruptBlob):
-        return None
-    return cached
-
-
-def _keep(
-    plan: BuildPlan, wanted: _Wanted, done: Done, real: list[dict[str, torch.Tensor]], store: Store
-) -> tuple[CachedEngine, Accuracy]:
-    """Check what was compiled, and only then keep it."""
-    constants, package = done.compiled.constants_json(), done.compiled.package
-    engine = _open(plan, wanted, package, constants)
-    accuracy = validate(wanted.network, engine, fit(real, wanted.network, wanted.bucket))
-    cached = CachedEngine(
+def _check_and_store(
+    planned: _PlannedEngine, result: CompileResult, store: WritableStore
+) -> tuple[BuiltEngine, Accuracy]:
+    """Store a compiled engine, but only after it passed its check."""
+    constants, package = result.compiled.constants_json(), result.compiled.package
+    accuracy = planned.check(planned.open(package, constants))
+    built = BuiltEngine(
         blob=Blob(sha256=store.put(package), bytes=package.stat().st_size),
-        constants=Blob(sha256=store.put_bytes(constants), bytes=len(constants)),
+        constants=put_blob(store, constants),
         runtime_version=torch.__version__.split("+")[0],
-        build_seconds=round(done.seconds, 1),
+        build_seconds=round(result.seconds, 1),
     )
-    store.write_record("engines", wanted.key, cached.model_dump_json().encode())
-    return cached, accuracy
+    built.write(store, planned.key)
+    return built, accuracy
 
 
-def _time(plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, store: Store) -> CachedEngine:
-    """Measure an engine, while nothing is compiled beside it, and remember that: on a GPU a release can have another
-    runtime's engines, too, and a deployment take the faster."""
-    inputs = largest_inputs(wanted.network.signature, wanted.bucket, plan.target.device)
-    timed = cached.model_copy(update={"benchmark": time_engine(_open_kept(plan, wanted, cached, store), inputs)})
-    store.write_record("engines", wanted.key, timed.model_dump_json().encode())
+def _time(planned: _PlannedEngine, built: BuiltEngine, store: WritableStore) -> BuiltEngine:
+    """Measure an engine while nothing is compiling, and store the result.
+
+    A GPU's release can also have another runtime's engines, and a deployment may choose the faster ones.
+    """
+    inputs = largest_inputs(planned.network.signature, planned.bucket, planned.device)
+    timed = built.model_copy(update={"benchmark": time_engine(planned.open_stored(built, store), inputs)})
+    timed.write(store, planned.key)
     return timed
-
-
-def _check(
-    plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, real: list[dict[str, torch.Tensor]], store: Store
-) -> Accuracy:
-    """Hold an engine that is already there against this model's weights."""
-    engine = _open_kept(plan, wanted, cached, store)
-    return validate(wanted.network, engine, fit(real, wanted.network, wanted.bucket))
-
-
-def _open_kept(plan: BuildPlan, wanted: _Wanted, cached: CachedEngine, store: Store) -> Engine:
-    package = store.get(cached.blob.sha256, cached.blob.bytes)
-    constants = store.get(cached.constants.sha256, cached.constants.bytes).read_bytes()
-    return _open(plan, wanted, package, constants)
-
-
-def _open(plan: BuildPlan, wanted: _Wanted, package: Path, constants: bytes) -> Engine:
-    return AotInductorEngine(
-        wanted.component,
-        package,
-        wanted.network.signature,
-        wanted.bucket,
-        constants,
-        wanted.network.tensors(),
-        torch.device(plan.target.device),
-    )

@@ -1,9 +1,9 @@
-"""Where the compiler keeps what it measured of a target's kernels, so that the next build does not measure it again.
+"""Keep what the compiler measures of a target's kernels, so that the next build does not measure it again.
 
-Inductor keeps, under its cache folder, the milliseconds of every candidate for a matrix product or convolution
-(`cache/`, by operation, shapes, strides and dtypes, so for whatever network has it) and the block sizes it chose for
-each kernel that it generates (`*.best_config`, by source and torch's version). Both are read again while
-`autotune_local_cache` is on, which it is by default. The folder also holds generated code; it may be deleted.
+Inductor's cache folder has the milliseconds of every candidate for a matrix product or convolution (`cache/`). They are
+stored by operation, shapes, strides and dtypes, so for any network. It also has the block sizes chosen for each
+generated kernel (`*.best_config`, by source and torch version). Inductor reads both while `autotune_local_cache` is on,
+its default. The folder holds generated code too, and may be deleted.
 """
 
 import os
@@ -11,25 +11,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FOLDER, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+_INDUCTOR, _TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
 @contextmanager
-def tuning_kept_in(folder: Path) -> Iterator[Path]:
-    """Inductor's caches in `folder` for what is compiled meanwhile; where TORCHINDUCTOR_CACHE_DIR names another, there.
+def use_tuning_cache(folder: Path) -> Iterator[Path]:
+    """Set Inductor's cache folder, unless TORCHINDUCTOR_CACHE_DIR names another. Yields the folder in use.
 
-    Gives the folder that it is. For one thread: the environment is changed, which Inductor's own processes inherit.
+    Changes the environment, which Inductor's worker processes inherit. So only one thread at a time may use it.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
     from torch._inductor.utils import clear_caches
 
-    before = {name: os.environ.get(name) for name in (_FOLDER, _TRITON)}
-    chosen = before[_FOLDER]
-    if chosen and chosen != default_cache_dir():  # which Inductor writes there by itself
+    before = {name: os.environ.get(name) for name in (_INDUCTOR, _TRITON)}
+    chosen = before[_INDUCTOR]
+    if chosen and chosen != default_cache_dir():  # Inductor itself sets the variable to its default
         yield Path(chosen)
         return
-    os.environ[_FOLDER] = str(folder.absolute())
-    clear_caches()  # some remember where they read
+    os.environ[_INDUCTOR] = str(folder.absolute())
+    clear_caches()  # some of them hold the previous folder
     try:
         yield folder.absolute()
     finally:

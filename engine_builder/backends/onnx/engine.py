@@ -1,6 +1,6 @@
-"""An ONNX graph behind the engine protocol, run by ONNX Runtime on the CPU: the check of what is exported.
+"""Run an ONNX graph behind the engine protocol, in ONNX Runtime on the CPU: the check of exported graphs.
 
-It is no way to serve: no precision below fp32 is computed as such here (fp16 is rounded between operators).
+It is not for serving: ONNX Runtime computes fp16 in fp32 and rounds between operators.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ import torch
 
 from engine_builder.backends.onnx.export import OnnxGraph
 from engine_builder.building.eager_engine import ANY_BUCKET
-from model.engines.components import solve
+from model.engines.shapes import bind_shapes
 from model.errors import EngineError
 from model.store.manifest import Signature
 
 
 class OnnxEngine:
-    """Runs a graph without weights on `weights`, which are mapped and not copied, as an engine's are."""
+    """A graph with `weights` mapped into it, without a copy."""
 
-    overlaps = True
+    concurrent = True
 
     def __init__(
         self, component: str, graph: OnnxGraph, signature: Signature, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Raises EngineError where the weights are not those the graph names."""
+        """Raises EngineError if the weights are not those that the graph names."""
         self.component = component
         self.signature = signature
         self.bucket = ANY_BUCKET
@@ -32,17 +32,19 @@ class OnnxEngine:
         for name, constant in graph.constants.items():
             tensor = weights.get(constant["tensor"])
             if tensor is None or list(tensor.shape) != constant["shape"]:
-                raise EngineError(f"The weights of {component} lack {constant['tensor']} as its ONNX graph has it.")
+                raise EngineError(
+                    f"The weights of {component} lack {constant['tensor']}, or its shape differs from the ONNX graph's."
+                )
             names.append(name)
             values.append(onnxruntime.OrtValue.ortvalue_from_numpy(tensor.detach().cpu().contiguous().numpy()))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         options.add_external_initializers(names, values)
-        self._weights = values  # the session reads them for as long as it lives
+        self._weights = values  # the session reads them during its whole life
         self._session: Any = onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        solve(self.signature, inputs, self.component)
+        bind_shapes(self.signature, inputs, self.component)
         outputs = self._session.run(None, {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
         return {
             spec.name: torch.from_numpy(output) for spec, output in zip(self.signature.outputs, outputs, strict=True)

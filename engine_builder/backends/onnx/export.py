@@ -1,19 +1,17 @@
-"""A network -> an ONNX graph that holds no weights, and the map that says which tensor each initializer is.
+"""Export a network to an ONNX graph without weights, and map each initializer to a tensor of the model.
 
-The network is exported from the meta device, so no weight can be folded, renamed, transposed or dropped for its values:
-an initializer has its tensor's name, dtype and shape, and one graph serves every model of the architecture. Weights are
-external data. In a store the graph stands alone; `write_model` puts it beside safetensors files and points its
-initializers into them, which is how ONNX Runtime and TensorRT's parser read it. Nothing is converted: the graph has the
-types of the network it was made from, as TensorRT 11, which is strongly typed, wants it.
+The network is exported from the meta device. So the exporter cannot fold, rename, transpose or drop a weight because of
+its values, and one graph serves every model of the architecture: an initializer has its tensor's name, dtype and shape.
+Weights are external data. In a store the graph is without them. `write_model` writes it next to safetensors files and
+points its initializers into those, as ONNX Runtime and TensorRT's parser read it. No type is converted, because
+TensorRT 11 is strongly typed.
 """
 
 import copy
-import hashlib
 import json
 import logging
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,26 +26,24 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import (
     CompileError,
+    describe_constant,
     dynamic_bucket,
     dynamic_shapes,
-    example_of,
-    quiet,
+    trace_inputs,
+    without_warnings,
 )
-from engine_builder.networks.network import (
-    FORM,
-    Network,
-    library_versions,
-    public_name,
-)
-from model.engines.components import dtype_name
+from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions
+from model.engines.shapes import dtype_name
 from model.store.manifest import Bucket, Signature
+from model.store.precision import FP16, FP32
+from model.weights.safetensors_header import HEADER_LIMIT, read_header
 
-# Raised whenever what comes out of an export changes for one network.
-RECIPE = 1
+# Part of every graph key. Raise it when the result of an export changes for a network.
+EXPORT_VERSION = 1
 OPSET = 20
-PRECISIONS = ("fp32", "fp16")
-WEIGHTS = "weights"  # where a graph in a store says its weights are: nowhere, until `write_model` names the files
-_MAX_ROWS, _MAX_SIDE = 32, 2048  # what the export is asked to hold for; TensorRT's profiles narrow it
+EXPORTED_PRECISIONS = (FP32, FP16)
+WEIGHTS_FOLDER = "weights"  # next to a written graph; a placeholder in a stored graph
+_MAX_BATCH, _MAX_SIDE = 32, 2048  # bounds of the exported dimensions (pixels); TensorRT profiles narrow them
 
 
 @dataclass(frozen=True)
@@ -62,74 +58,66 @@ class OnnxGraph:
 
 
 def graph_key(network: Network) -> str:
-    """SHA-256 over all that decides the graph, which neither the weights nor the machine do."""
-    recipe = {
-        "recipe": RECIPE,
-        "form": FORM,
-        "opset": OPSET,
-        "component": type(network.module).__name__,
-        "architecture": network.architecture,
-        "signature": network.signature.model_dump(mode="json"),
-        "precision": network.precision,
-        "torch": torch.__version__.split("+")[0],
-        "onnx": onnx.__version__,
-        "libraries": library_versions(),
-    }
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of everything that decides the graph. The weights and the machine do not."""
+    return digest_json(
+        {
+            "recipe": EXPORT_VERSION,
+            "form": NETWORK_VERSION,
+            "opset": OPSET,
+            "component": type(network.module).__name__,
+            "architecture": network.architecture,
+            "signature": network.signature.model_dump(mode="json"),
+            "precision": network.precision.name,
+            "torch": torch.__version__.split("+")[0],
+            "onnx": onnx.__version__,
+            "libraries": library_versions(),
+        }
+    )
 
 
 def export_graph(network: Network) -> OnnxGraph:
-    """Export `network`, dynamic in rows, height and width. Raises CompileError for what cannot be exported.
-
-    The network itself is left as it is, on its device.
-    """
-    if network.precision not in PRECISIONS:
+    """Export `network` with dynamic batch, height and width. The network itself is not changed. Raises CompileError."""
+    if network.precision not in EXPORTED_PRECISIONS:
+        names = " or ".join(precision.name for precision in EXPORTED_PRECISIONS)
         raise CompileError(
-            f"A network in {network.precision} is not exported to ONNX, whose convolutions have no such type in opset "
-            f"{OPSET}: choose {' or '.join(PRECISIONS)}."
+            f"A network in {network.precision} cannot be exported to ONNX: opset {OPSET} has no convolutions of that "
+            "type.",
+            f"Choose {names}.",
         )
-    bucket = dynamic_bucket(network.multiple, _MAX_ROWS, _MAX_SIDE)
+    bucket = dynamic_bucket(network.multiple, _MAX_BATCH, _MAX_SIDE)
     program = _trace(network, bucket)
     graph = program.graph
     tensors = network.tensors()
     weights: dict[str, ir.Value] = {}
+    constants: dict[str, dict[str, Any]] = {}
     for initializer, value in list(graph.initializers.items()):
         del graph.initializers[initializer]
         value.const_value = None
-        value.name = name = public_name(initializer)
-        if name not in tensors:
-            raise CompileError(
-                f"The ONNX graph of {network.component} needs {name}, which is no tensor of the model: its wrapper "
-                "must compute it, because engines hold no data."
-            )
-        weights[name] = value
-    _type_concats(graph)
+        constant = describe_constant(network, tensors, initializer)
+        value.name = name = constant["tensor"]
+        weights[name], constants[name] = value, constant
+    _cast_concat_inputs(graph)
     _optimize(program, list(weights.values()))
-    used = {name: tensors[name] for name, value in weights.items() if value.uses()}
-    for name, tensor in used.items():
+    constants = {name: constant for name, constant in constants.items() if weights[name].uses()}
+    for name in constants:
+        tensor = tensors[name]
         weights[name].const_value = ir.ExternalTensor(
-            WEIGHTS, 0, tensor.nbytes, _ir_dtype(tensor.dtype), shape=ir.Shape(tensor.shape), name=name
+            WEIGHTS_FOLDER, 0, tensor.nbytes, _ir_dtype(tensor.dtype), shape=ir.Shape(tensor.shape), name=name
         )
         graph.initializers.add(weights[name])
     _name_dimensions(graph.inputs, network.signature.inputs)
     _name_dimensions(graph.outputs, network.signature.outputs)
-    _forget_origins(program)
-    made = OnnxGraph(
-        ir.to_proto(program).SerializeToString(deterministic=True),
-        {
-            name: {"tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-            for name, tensor in used.items()
-        },
-    )
-    check_graph(made, network.signature)
-    return made
+    _strip_metadata(program)
+    exported = OnnxGraph(ir.to_proto(program).SerializeToString(deterministic=True), constants)
+    check_graph(exported, network.signature)
+    return exported
 
 
 def _trace(network: Network, bucket: Bucket) -> ir.Model:
-    example = {name: tensor.to("meta") for name, tensor in example_of(network, bucket, "cpu").items()}
+    example = {name: tensor.to("meta") for name, tensor in trace_inputs(network, bucket, "cpu").items()}
     names = [[spec.name for spec in specs] for specs in (network.signature.inputs, network.signature.outputs)]
     try:
-        with quiet(), _silent("torch.onnx"):
+        with without_warnings(), _without_log("torch.onnx"):
             exported = torch.export.export(
                 on_meta(network.module),
                 tuple(example.values()),
@@ -143,47 +131,47 @@ def _trace(network: Network, bucket: Bucket) -> ir.Model:
                 input_names=names[0],
                 output_names=names[1],
                 opset_version=OPSET,
-                optimize=False,  # done in _optimize, where it cannot reach the weights
+                optimize=False,  # done in _optimize, where it cannot change the weights
                 verbose=False,
             )
-    except Exception as error:  # torch's own, of many kinds; whatever it is, there is no graph
-        said = str(error).strip().partition("\n")[0][:300]
+    except Exception as error:  # the exporter raises many types
+        reason = str(error).strip().partition("\n")[0][:300]
         raise CompileError(
-            f"The {network.component} could not be exported to ONNX ({said}): its wrapper may compute only with its "
-            "inputs, parameters and buffers."
+            f"The {network.component} could not be exported to ONNX ({reason}).",
+            "Its wrapper may compute only with its inputs, parameters and buffers.",
         ) from error
     assert program is not None
     return program.model
 
 
 def on_meta(module: nn.Module) -> nn.Module:
-    """A copy of a module whose parameters and buffers have shapes and no data."""
+    """Return a copy of a module whose parameters and buffers have shapes but no data."""
     tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
     bare = {id(tensor): _bare(tensor) for tensor in tensors}
     return copy.deepcopy(module, bare)
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # also of channels last, plain
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # contiguous, also for channels_last
     return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
 
-def _type_concats(graph: ir.Graph) -> None:
-    """torch.cat promotes its inputs to one type and the exporter leaves that out: say it with casts."""
+def _cast_concat_inputs(graph: ir.Graph) -> None:
+    """Insert the casts that the exporter omits: torch.cat promotes its inputs to one type."""
     for node in list(graph):
-        wanted = node.outputs[0].dtype
-        if node.op_type != "Concat" or wanted is None:
+        dtype = node.outputs[0].dtype
+        if node.op_type != "Concat" or dtype is None:
             continue
         for index, value in enumerate(node.inputs):
-            if value is not None and value.dtype != wanted:
-                cast = ir.node("Cast", [value], {"to": ir.AttrInt64("to", wanted)})
-                cast.outputs[0].dtype, cast.outputs[0].shape = wanted, value.shape
+            if value is not None and value.dtype != dtype:
+                cast = ir.node("Cast", [value], {"to": ir.AttrInt64("to", dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
                 graph.insert_before(node, cast)
                 node.replace_input_with(index, cast.outputs[0])
 
 
 def _optimize(program: ir.Model, weights: Sequence[ir.Value]) -> None:
-    """Fold and simplify, with the weights among the inputs: what has no value cannot be folded or merged."""
+    """Fold and simplify with the weights as inputs, so that no weight is folded or merged."""
     from onnxscript import optimizer
 
     program.graph.inputs.extend(weights)
@@ -193,16 +181,16 @@ def _optimize(program: ir.Model, weights: Sequence[ir.Value]) -> None:
 
 
 def _name_dimensions(values: Sequence[ir.Value], specs: Sequence[Any]) -> None:
-    """Call dynamic dimensions what the signature calls them: "rows", "height/8"."""
+    """Name dynamic dimensions as the signature does: "rows", "height/8"."""
     for value, spec in zip(values, specs, strict=True):
         value.shape = ir.Shape(spec.shape)
 
 
-def _forget_origins(program: ir.Model) -> None:
-    """Drop what the exporter notes of itself: source files, stack traces, symbols that no longer name a dimension."""
+def _strip_metadata(program: ir.Model) -> None:
+    """Remove the exporter's notes: source files, stack traces, and symbols that no longer name a dimension."""
     program.metadata_props.clear()
     program.graph.metadata_props.clear()
-    program.producer_name, program.producer_version = "preheat", str(RECIPE)
+    program.producer_name, program.producer_version = "preheat", str(EXPORT_VERSION)
     program.graph.name = "graph"
     borders = {id(value) for value in [*program.graph.inputs, *program.graph.outputs]}
     for value in program.graph.initializers.values():
@@ -219,7 +207,7 @@ def _forget_origins(program: ir.Model) -> None:
 
 
 def check_graph(graph: OnnxGraph, signature: Signature) -> None:
-    """Hold a graph to its signature and map: ONNX's own checker, shape inference, names, types and shapes.
+    """Check a graph against its signature and map: ONNX's checker, shape inference, names, types and shapes.
 
     Raises CompileError.
     """
@@ -229,18 +217,18 @@ def check_graph(graph: OnnxGraph, signature: Signature) -> None:
         onnx.checker.check_model(bare)
         inferred = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CompileError(f"The exported ONNX graph is not sound: {str(error)[:300]}") from error
+        raise CompileError(f"The exported ONNX graph is invalid: {str(error)[:300]}") from error
     inputs = list(inferred.graph.input)[: len(model.graph.input)]
     for found, specs in ((inputs, signature.inputs), (inferred.graph.output, signature.outputs)):
-        said = [(value.name, _type_name(value.type.tensor_type.elem_type), _shape(value)) for value in found]
-        wanted = [(spec.name, spec.dtype, spec.shape) for spec in specs]
-        if said != wanted:
-            raise CompileError(f"The exported ONNX graph takes or gives {said}, and the signature says {wanted}.")
+        actual = [(value.name, _type_name(value.type.tensor_type.elem_type), _shape(value)) for value in found]
+        expected = [(spec.name, spec.dtype, spec.shape) for spec in specs]
+        if actual != expected:
+            raise CompileError(f"The exported ONNX graph takes or returns {actual}, expected {expected}.")
     external = {init.name: init for init in model.graph.initializer if init.data_location == TensorProto.EXTERNAL}
     for name, constant in graph.constants.items():
         found_dtype = _type_name(external[name].data_type) if name in external else None
         if found_dtype != constant["dtype"] or list(external[name].dims) != constant["shape"]:
-            raise CompileError(f"The initializer {name} of the ONNX graph is not the tensor of that name.")
+            raise CompileError(f"The initializer {name} of the ONNX graph differs from the tensor of that name.")
     if external.keys() != graph.constants.keys():
         raise CompileError(
             f"The ONNX graph has weights that the map lacks: {sorted(external.keys() - graph.constants)}."
@@ -248,7 +236,7 @@ def check_graph(graph: OnnxGraph, signature: Signature) -> None:
 
 
 def _weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The graph with its weights among the inputs: the checker would look for files of external data."""
+    """Return the graph with its weights as inputs. Otherwise the checker looks for files of external data."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
     external = [init for init in bare.graph.initializer if init.data_location == TensorProto.EXTERNAL]
@@ -259,7 +247,7 @@ def _weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def operators(graph: bytes) -> dict[str, int]:
-    """How often each operator stands in a graph."""
+    """Count the operators of a graph."""
     counts: dict[str, int] = {}
     for node in onnx.load_from_string(graph).graph.node:
         name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
@@ -268,7 +256,7 @@ def operators(graph: bytes) -> dict[str, int]:
 
 
 def literals(graph: bytes) -> dict[str, torch.Tensor]:
-    """The graph's own small constants, by initializer: they are no weights, but a stripped plan is refit with them."""
+    """Return the graph's own small constants by initializer. A stripped plan is refit with them, too."""
     found = {}
     for initializer in onnx.load_from_string(graph).graph.initializer:
         if initializer.data_location != TensorProto.EXTERNAL:
@@ -278,22 +266,23 @@ def literals(graph: bytes) -> dict[str, torch.Tensor]:
 
 
 def write_model(graph: OnnxGraph, weights: Sequence[Path], path: Path, link: bool = False) -> Path:
-    """Write `path` (.onnx) and, in the folder `weights` beside it, the safetensors files it points into.
+    """Write `path` (.onnx) and copy the safetensors files `weights` into a folder next to it.
 
-    With `link`, files are linked where the file system can: for a folder that nobody writes to, such as one that
-    TensorRT's parser reads and that is deleted then. ONNX's checker refuses links. Raises CompileError where a tensor
-    is in none of the files, or not as the graph has it.
+    `link` creates hard links if possible. Use it for a temporary folder that is only read: ONNX's checker refuses
+    links. Raises CompileError if no file has a tensor in the graph's shape and type.
     """
     model = onnx.load_from_string(graph.model)
-    folder = path.parent / WEIGHTS
+    folder = path.parent / WEIGHTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     places: dict[str, tuple[str, int, int]] = {}
     for file in weights:
         placed = folder / f"{file.name}.safetensors"
         if not placed.exists():
             _link(file, placed) if link else shutil.copyfile(file, placed)
-        for name, (start, size) in tensor_places(file).items():
-            places[name] = (f"{WEIGHTS}/{placed.name}", start, size)
+        with file.open("rb") as opened:
+            extents = read_header(opened.read(HEADER_LIMIT), file.stat().st_size)
+        for name, extent in extents.items():
+            places[name] = (f"{WEIGHTS_FOLDER}/{placed.name}", extent.start, extent.end - extent.start)
     for initializer in model.graph.initializer:
         if initializer.data_location != TensorProto.EXTERNAL:
             continue
@@ -301,22 +290,12 @@ def write_model(graph: OnnxGraph, weights: Sequence[Path], path: Path, link: boo
         location, offset, length = places.get(tensor, ("", 0, 0))
         expected = int(next(entry.value for entry in initializer.external_data if entry.key == "length"))
         if length != expected:
-            raise CompileError(f"The weights lack {tensor}, or have it in another shape or precision.")
+            raise CompileError(f"The weights lack {tensor}, or its shape or precision differs from the graph's.")
         del initializer.external_data[:]
         for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
             initializer.external_data.add(key=key, value=value)
     path.write_bytes(model.SerializeToString(deterministic=True))
     return path
-
-
-def tensor_places(file: Path) -> dict[str, tuple[int, int]]:
-    """Where each tensor lies in a safetensors file: name -> (bytes from its start, bytes)."""
-    with file.open("rb") as opened:
-        (header,) = struct.unpack("<Q", opened.read(8))
-        entries = json.loads(opened.read(header))
-    entries.pop("__metadata__", None)
-    spans = {name: entry["data_offsets"] for name, entry in entries.items()}
-    return {name: (8 + header + start, end - start) for name, (start, end) in spans.items()}
 
 
 def _link(source: Path, destination: Path) -> None:
@@ -340,8 +319,8 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 
 @contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """The exporter warns of torchvision's operators, which nothing here has."""
+def _without_log(name: str) -> Iterator[None]:
+    """Suppress a logger's warnings: the exporter warns about operators of torchvision, which is not used."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,144 +1,118 @@
-"""ONNX graphs of a model in a store: exported once an architecture, held against eager PyTorch, written out for others.
+"""ONNX graphs of a model in a store: exported once per architecture, checked with eager PyTorch, written to a folder.
 
-A graph is a blob that holds no weights; the weights are the release's own safetensors blobs, so they are there once,
-whoever reads them: AOTInductor engines, TensorRT plans, or ONNX Runtime through `write_folder`.
+A stored graph is a blob without weights. Its weights are the release's own safetensors blobs, which AOTInductor engines
+and TensorRT plans use as well, so they are stored once.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
-from pydantic import BaseModel
 from safetensors.torch import save
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
-from engine_builder.backends.onnx.export import (
-    OnnxGraph,
-    export_graph,
-    graph_key,
-    literals,
-    write_model,
-)
+from engine_builder.backends.built import BuiltRecord, ReportProgress, put_blob
+from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, literals, write_model
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.building.weights import write_weights
-from engine_builder.networks.network import (
-    ModelFolder,
-    Network,
-    Reader,
-    load_network,
-)
-from model.engines.components import (
-    BASE_COMPONENTS,
-    REFINER_COMPONENTS,
-)
-from model.errors import CorruptBlob
-from model.store.manifest import Blob, Precision, WeightsRecord
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.stores.store import WritableStore
+from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
+from model.store.precision import Precision
 from model.store.store import Store
 
-# What a graph may differ from eager PyTorch in ONNX Runtime: fp32 absolutely, fp16 relatively (by norm).
-ABSOLUTE = {"fp32": 1e-4}
-RELATIVE = {"fp16": 1e-2}
-
-Report = Callable[[str, str, int, int], None]
+# Largest error of a graph in ONNX Runtime by the type of matrix products: absolute in fp32, relative (by norm) in fp16.
+MAX_ERROR = {"float32": 1e-4, "float16": 1e-2}
 
 
-class KeptGraph(BaseModel):
-    """What a store remembers of a graph, in the record "onnx/<graph key>"."""
+class BuiltGraph(BuiltRecord):
+    """An exported graph, stored in the record "onnx/<graph key>"."""
+
+    kind: ClassVar[str] = "onnx"
 
     graph: Blob
     constants: Blob
     literals: Blob
     export_seconds: float
 
-    def blobs(self) -> tuple[Blob, Blob, Blob]:
-        return self.graph, self.constants, self.literals
-
 
 @dataclass(frozen=True)
-class Exported:
-    """One component's graph and weights in a store. `error` is its largest difference from eager PyTorch, absolute for
-    fp32 and relative for fp16."""
+class ExportedComponent:
+    """One component's graph and weights in a store. `error`: its largest error, see MAX_ERROR."""
 
     component: str
-    kept: KeptGraph
+    built: BuiltGraph
     weights: WeightsRecord
     error: float
     new: bool
 
 
 def export_model(
-    base: ModelFolder, refiner: ModelFolder | None, precision: Precision, store: Store, report: Report = lambda *_: None
-) -> list[Exported]:
-    """Every component's graph and weights into the store, each graph checked with this model's weights.
+    base: Checkpoint,
+    refiner: Checkpoint | None,
+    precision: Precision,
+    store: WritableStore,
+    report: ReportProgress = lambda *_: None,
+) -> list[ExportedComponent]:
+    """Write every component's graph and weights to the store, and check each graph with the model's weights.
 
-    Raises ModelFolderError, CompileError or InaccurateEngine.
+    Raises CheckpointError, CompileError or InaccurateEngine.
     """
     names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
-    made = []
-    reader = Reader()
+    exported = []
+    reader = ModuleReader()
     for done, name in enumerate(names):
-        folder = refiner if refiner is not None and name in REFINER_COMPONENTS else base
+        checkpoint = refiner if refiner is not None and name in REFINER_COMPONENTS else base
         report(name, "loading", done, len(names))
-        network = load_network(folder, name, precision, reader=reader)
+        network = load_network(checkpoint, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)
-        kept = find_graph(store, graph_key(network))
-        report(name, "exporting" if kept is None else "checking", done, len(names))
-        new = kept is None
-        began = time.perf_counter()
-        graph = read_graph(store, kept) if kept else export_graph(network)
-        seconds = time.perf_counter() - began
+        found = BuiltGraph.find(store, graph_key(network))
+        report(name, "checking" if found else "exporting", done, len(names))
+        started = time.perf_counter()
+        graph = read_graph(store, found) if found else export_graph(network)
+        seconds = time.perf_counter() - started
         error = check_graph_runs(network, graph)
-        kept = kept or keep_graph(store, network, graph, seconds)
-        made.append(Exported(name, kept, weights, error, new))
+        built = found or _write_graph(store, network, graph, seconds)
+        exported.append(ExportedComponent(name, built, weights, error, new=found is None))
     report("graphs", "done", len(names), len(names))
-    return made
+    return exported
 
 
-def graph_of(network: Network, store: Store) -> tuple[KeptGraph, OnnxGraph]:
-    """A network's graph, from the store or exported now. Raises CompileError."""
-    kept = find_graph(store, graph_key(network))
-    if kept is not None:
-        return kept, read_graph(store, kept)
-    began = time.perf_counter()
+def graph_of(network: Network, store: WritableStore) -> tuple[BuiltGraph, OnnxGraph]:
+    """Return a network's graph from the store, or export and store it. Raises CompileError."""
+    found = BuiltGraph.find(store, graph_key(network))
+    if found is not None:
+        return found, read_graph(store, found)
+    started = time.perf_counter()
     graph = export_graph(network)
-    return keep_graph(store, network, graph, time.perf_counter() - began), graph
+    return _write_graph(store, network, graph, time.perf_counter() - started), graph
 
 
-def keep_graph(store: Store, network: Network, graph: OnnxGraph, seconds: float) -> KeptGraph:
-    """A graph, its map and its literals as blobs, and the record that finds them again."""
-    parts = (graph.model, graph.constants_json(), save(literals(graph.model)))
-    blobs = [Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in parts]
-    kept = KeptGraph(graph=blobs[0], constants=blobs[1], literals=blobs[2], export_seconds=round(seconds, 1))
-    store.write_record("onnx", graph_key(network), kept.model_dump_json().encode())
-    return kept
+def _write_graph(store: WritableStore, network: Network, graph: OnnxGraph, seconds: float) -> BuiltGraph:
+    built = BuiltGraph(
+        graph=put_blob(store, graph.model),
+        constants=put_blob(store, graph.constants_json()),
+        literals=put_blob(store, save(literals(graph.model))),
+        export_seconds=round(seconds, 1),
+    )
+    built.write(store, graph_key(network))
+    return built
 
 
-def find_graph(store: Store, key: str) -> KeptGraph | None:
-    """The graph under a key, if its blobs are there and intact."""
-    data = store.read_record("onnx", key)
-    if data is None:
-        return None
-    try:
-        kept = KeptGraph.model_validate_json(data)
-        for blob in kept.blobs():
-            store.get(blob.sha256, blob.bytes)
-    except (ValueError, CorruptBlob):
-        return None
-    return kept
-
-
-def read_graph(store: Store, kept: KeptGraph) -> OnnxGraph:
-    """A kept graph. Raises CorruptBlob, ManifestError or StoreError."""
-    model, constants = (store.get(b.sha256, b.bytes).read_bytes() for b in (kept.graph, kept.constants))
+def read_graph(store: Store, built: BuiltGraph) -> OnnxGraph:
+    """Read a stored graph. Raises CorruptBlob, ManifestError or StoreError."""
+    model, constants = (store.get(blob.sha256, blob.bytes).read_bytes() for blob in (built.graph, built.constants))
     return OnnxGraph(model, {name: entry.model_dump(mode="json") for name, entry in parse_constants(constants).items()})
 
 
 def check_graph_runs(network: Network, graph: OnnxGraph) -> float:
-    """Run a graph in ONNX Runtime and the network in eager PyTorch on random inputs of three shapes; the largest error.
+    """Compare a graph in ONNX Runtime with eager PyTorch on random inputs of three shapes. Returns the largest error.
 
     Raises InaccurateEngine.
     """
@@ -147,34 +121,38 @@ def check_graph_runs(network: Network, graph: OnnxGraph) -> float:
     engine = OnnxEngine(network.component, graph, network.signature, network.tensors())
     step = network.multiple or 8
     worst = 0.0
-    for seed, (rows, height, width) in enumerate(((1, 64, 64), (2, 64, 64 + 2 * step), (3, 64 + 3 * step, 64)), 1):
-        case = example_inputs(network.signature, rows, height, width, "cpu", seed)
+    for seed, (batch, height, width) in enumerate(((1, 64, 64), (2, 64, 64 + 2 * step), (3, 64 + 3 * step, 64)), 1):
+        case = example_inputs(network.signature, batch, height, width, "cpu", seed)
         with torch.inference_mode():
             expected = network.module(*case.values())
         for reference, output in zip(expected, engine.run(case).values(), strict=True):
-            worst = max(worst, difference(reference, output, network.precision))
-    limit = (ABSOLUTE | RELATIVE)[network.precision]
+            worst = max(worst, _error(reference, output, network.precision))
+    limit = MAX_ERROR[network.precision.compute]
     if not worst <= limit:
         raise InaccurateEngine(
-            f"The ONNX graph of {network.component} is off by {worst:.2e} from eager PyTorch, more than {limit:.0e} "
-            f"for {network.precision}: it was not kept."
+            f"The ONNX graph of {network.component} differs by {worst:.2e} from eager PyTorch; {network.precision} "
+            f"allows {limit:.0e}. It was not stored.",
+            "Export with another --precision.",
         )
     return worst
 
 
-def difference(reference: torch.Tensor, output: torch.Tensor, precision: Precision) -> float:
-    """The largest absolute error for fp32, the relative error by norm for fp16. NaN where either is not a number."""
-    apart = output.double() - reference.double()
-    if precision in ABSOLUTE:
-        return float(apart.abs().max())
-    return float(apart.norm() / reference.double().norm())
+def _error(reference: torch.Tensor, output: torch.Tensor, precision: Precision) -> float:
+    """Return the error that MAX_ERROR limits. It is NaN if either tensor holds NaN."""
+    difference = output.double() - reference.double()
+    if precision.compute == "float32":
+        return float(difference.abs().max())
+    return float(difference.norm() / reference.double().norm())
 
 
-def write_folder(store: Store, exported: list[Exported], folder: Path) -> list[Path]:
-    """`folder`/<component>.onnx, and the weights they share in `folder`/weights. Raises CompileError, StoreError."""
+def write_folder(store: Store, exported: list[ExportedComponent], folder: Path) -> list[Path]:
+    """Write `folder`/<component>.onnx, and the weights they share to `folder`/weights.
+
+    Raises CompileError or StoreError.
+    """
     written = []
     folder.mkdir(parents=True, exist_ok=True)
     for one in exported:
         weights = [store.get(blob.sha256, blob.bytes) for blob in one.weights.blobs]
-        written.append(write_model(read_graph(store, one.kept), weights, folder / f"{one.component}.onnx"))
+        written.append(write_model(read_graph(store, one.built), weights, folder / f"{one.component}.onnx"))
     return written

@@ -1,8 +1,8 @@
-"""ONNX -> a stripped TensorRT plan, on the GPU it is for. Not executed where this was written; see docs/tensorrt.md.
+"""Build a stripped TensorRT plan from an ONNX graph, on the GPU that it is for. Not tested on TensorRT yet; see
+docs/tensorrt.md.
 
-Everything that can be refused is refused before the build begins, which takes minutes: no TensorRT, no GPU, nodes that
-the parser does not take, too little memory. TensorRT is called directly and not through Polygraphy's loaders, so that
-its interface is checked by mypy; Polygraphy is for looking at what comes out.
+A build takes minutes, so everything that can be refused is refused before: no TensorRT, no GPU, nodes that the parser
+does not take, too little memory. TensorRT is called directly, not through Polygraphy, so that mypy checks the calls.
 """
 
 import time
@@ -11,27 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsInt
 
-import torch
-
 from engine_builder.backends.aot_inductor.compile import CompileError
-from engine_builder.backends.tensorrt.options import Choices
-from engine_builder.backends.tensorrt.plan_settings import (
-    Profile,
-    builder_flags,
-    describe_unsupported,
-)
+from engine_builder.backends.tensorrt.options import PlanOptions
+from engine_builder.backends.tensorrt.plan_settings import Profile, builder_flags, describe_unsupported
 from engine_builder.backends.tensorrt.progress import PhaseProgress
 from model.engines.tensorrt import api
 from model.loading.runtimes import Compatibility
-from model.store.manifest import Precision
+from model.store.precision import Precision
 
 if TYPE_CHECKING:
     import tensorrt
 
 
 @dataclass(frozen=True)
-class BuiltPlan:
-    """A plan without weights, what was learned of this GPU's kernels, and the seconds it took."""
+class SerializedPlan:
+    """A plan without weights, the measured times of this GPU's kernels, and the seconds that the build took."""
 
     data: bytes
     timing_cache: bytes
@@ -43,17 +37,17 @@ def build_plan(
     model: Path,
     profiles: Sequence[Profile],
     precision: Precision,
-    choices: Choices,
+    options: PlanOptions,
     workspace: int,
     timing_cache: bytes = b"",
-    tell: Callable[[str], None] = lambda _: None,
-) -> BuiltPlan:
-    """Build `model` (.onnx, its weights beside it) with one optimization profile for each of `profiles`.
+    report: Callable[[str], None] = lambda _: None,
+) -> SerializedPlan:
+    """Build `model` (.onnx, with its weights in files next to it), with one optimization profile per `profiles` entry.
 
-    `timing_cache` is an earlier build's, of the same target, or empty. Raises TensorRTUnavailable, or CompileError with
-    what TensorRT said.
+    `workspace`: bytes of GPU memory for kernels. `timing_cache`: an earlier build's, for the same target, or empty.
+    Raises TensorRTUnavailable, or CompileError with TensorRT's reason.
     """
-    api.require(torch.device("cuda"))
+    api.require()
     import tensorrt as trt
 
     log = api.make_logger()
@@ -65,16 +59,16 @@ def build_plan(
     if not parser.parse_from_file(str(model)):
         raise CompileError(f"TensorRT cannot read {component}'s ONNX graph: {_parser_errors(parser)}.")
     config = builder.create_builder_config()
-    for name, wanted in builder_flags(choices.refit, precision).items():
+    for name, is_set in builder_flags(options.refit, precision).items():
         flag = getattr(trt.BuilderFlag, name)
-        if wanted:
+        if is_set:
             config.set_flag(flag)
         else:
             config.clear_flag(flag)
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    config.builder_optimization_level = choices.level
-    config.hardware_compatibility_level = _compatibility(choices.compatibility)
+    config.builder_optimization_level = options.level
+    config.hardware_compatibility_level = _compatibility_level(options.compatibility)
     for profile in profiles:
         shapes = builder.create_optimization_profile()
         for name, span in profile.items():
@@ -82,81 +76,67 @@ def build_plan(
         if config.add_optimization_profile(shapes) < 0:
             raise CompileError(f"TensorRT does not take the shapes {profile} of {component} ({api.last_error(log)}).")
     cache = config.create_timing_cache(timing_cache)
-    if not config.set_timing_cache(cache, False):  # of another version or GPU: begin a new one
+    if not config.set_timing_cache(cache, False):  # the cache is of another version or GPU
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
-    progress = PhaseProgress(tell)
+    progress = PhaseProgress(report)
     monitor = _monitor(progress)
     config.progress_monitor = monitor
-    began = time.perf_counter()
+    started = time.perf_counter()
     serialized = builder.build_serialized_network(network, config)
     if progress.error is not None:
         raise progress.error
     if serialized is None:
         raise CompileError(
-            f"TensorRT could not build {component} ({api.last_error(log)}): give more --workspace, fewer or smaller "
-            "--size, or build on a GPU with more memory."
+            f"TensorRT could not build {component} ({api.last_error(log)}).",
+            "Give more --workspace, fewer or smaller --size, or build on a GPU with more memory.",
         )
-    return BuiltPlan(bytes(serialized), bytes(cache.serialize()), time.perf_counter() - began)
+    return SerializedPlan(bytes(serialized), bytes(cache.serialize()), time.perf_counter() - started)
 
 
 def _unsupported_nodes(builder: "tensorrt.Builder", log: "tensorrt.ILogger", model: Path) -> str:
-    """A readable list of the nodes that this TensorRT's parser does not take, "" where it takes all."""
+    """Return a readable list of the nodes that this TensorRT's parser refuses, or ""."""
     import onnx
     import tensorrt as trt
 
-    network = builder.create_network(api.network_flags())  # which the parser does not keep alive
+    network = builder.create_network(api.network_flags())  # a variable, because the parser does not keep it alive
     parser = trt.OnnxParser(network, log)
     data = model.read_bytes()
     if parser.supports_model_v2(data, str(model)):
         return ""
     nodes = onnx.load_from_string(data).graph.node
-    reasons = {}
-    for number in range(parser.num_errors):
-        error = parser.get_error(number)
-        reasons[error.node()] = str(error.desc()).strip().partition("\n")[0][:200]
+    errors = [parser.get_error(number) for number in range(parser.num_errors)]
+    reasons = {error.node(): _reason(error) for error in errors}
     refused = [
         index
         for part in range(parser.num_subgraphs)
         if not parser.is_subgraph_supported(part)
         for index in parser.get_subgraph_nodes(part)
     ]
-    # A refused subgraph may hold nodes that are not to blame: those with an error are named where there are any.
-    blamed = [index for index in refused if index in reasons] or refused
-    return describe_unsupported(
-        [
-            {"operator": nodes[i].op_type, "name": nodes[i].name, "reason": reasons.get(i, "not supported")}
-            for i in blamed
-        ]
-    ) or _parser_errors(parser)
+    # A refused subgraph may hold supported nodes. So list the nodes with an error, if there are any.
+    listed = [index for index in refused if index in reasons] or refused
+    unsupported = [(nodes[i].op_type, nodes[i].name, reasons.get(i, "not supported")) for i in listed]
+    return describe_unsupported(unsupported) or _parser_errors(parser)
 
 
 def _parser_errors(parser: "tensorrt.OnnxParser") -> str:
-    found = [parser.get_error(number) for number in range(parser.num_errors)]
-    return (
-        describe_unsupported(
-            [
-                {
-                    "operator": error.node_operator() or "graph",
-                    "name": error.node_name() or str(error.node()),
-                    "reason": str(error.desc()).strip().partition("\n")[0][:200],
-                }
-                for error in found
-            ]
-        )
-        or "it gives no reason"
-    )
+    errors = [parser.get_error(number) for number in range(parser.num_errors)]
+    nodes = [(e.node_operator() or "graph", e.node_name() or str(e.node()), _reason(e)) for e in errors]
+    return describe_unsupported(nodes) or "no reason given"
 
 
-def _compatibility(choice: Compatibility) -> "tensorrt.HardwareCompatibilityLevel":
-    import tensorrt as trt
+def _reason(error: "tensorrt.ParserError") -> str:
+    return str(error.desc()).strip().partition("\n")[0][:200]
 
-    levels = {
-        "none": trt.HardwareCompatibilityLevel.NONE,
-        "same_compute_capability": trt.HardwareCompatibilityLevel.SAME_COMPUTE_CAPABILITY,
-        "ampere_plus": trt.HardwareCompatibilityLevel.AMPERE_PLUS,
-    }
-    return levels[choice]
+
+def _compatibility_level(choice: Compatibility) -> "tensorrt.HardwareCompatibilityLevel":
+    from tensorrt import HardwareCompatibilityLevel as Level
+
+    return {
+        "none": Level.NONE,
+        "same_compute_capability": Level.SAME_COMPUTE_CAPABILITY,
+        "ampere_plus": Level.AMPERE_PLUS,
+    }[choice]
 
 
 def _monitor(progress: PhaseProgress) -> "tensorrt.IProgressMonitor":

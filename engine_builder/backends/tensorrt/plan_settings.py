@@ -1,28 +1,31 @@
-"""What a TensorRT build decides, as plain functions that need no TensorRT: profiles, flags, memory, keys."""
+"""The decisions of a TensorRT build, as plain functions without TensorRT: profiles, flags, memory, keys."""
 
 import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from engine_builder.backends.aot_inductor.compile import concrete_shape, sizes_of
 from engine_builder.backends.onnx.export import graph_key
-from engine_builder.backends.tensorrt.options import (
-    Choices,
-    Refit,
-)
-from engine_builder.networks.network import Network
+from engine_builder.backends.tensorrt.options import PlanOptions, Refit
+from engine_builder.networks.network import Network, digest_json
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.store.manifest import Bucket, Signature, Span, WeightsRecord
+from model.store.manifest import Bucket, Signature, WeightsRecord
+from model.store.precision import Precision
 
-# Raised whenever these settings change what comes out of a build.
-RECIPE = 1
+# Part of every plan key. Raise it when these settings change the result of a build.
+PLAN_VERSION = 1
+
+# Copies of the weights that a build holds at its peak, according to the documentation of parser and builder. On the
+# host: the file's and the network's. On the GPU: the network's, and the engine's while it is timed. Not measured.
+_HOST_COPIES, _GPU_COPIES = 3, 2
+_MIN_WORKSPACE_BYTES = 256 * 2**20
+
 Shape = tuple[int, ...]
 
 
 class NotEnoughMemory(PreheatError):
-    """A build would not fit in this machine's memory."""
+    """A build would not fit into this machine's memory."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +38,38 @@ class Range:
 
 
 Profile = dict[str, Range]
-"""One optimization profile: every input by name."""
+"""One optimization profile: the range of every input, by name."""
 
 
 def profiles(signature: Signature, buckets: Sequence[Bucket]) -> list[Profile]:
-    """A profile for each bucket, in order. A static bucket's has one shape; a dynamic one is tuned for its largest.
+    """Return a profile for each bucket, in order. A dynamic bucket's kernels are tuned for its largest shape.
 
-    Every input is in every profile, though they share sizes: in an exported graph two inputs' rows can be two symbols
-    (`time_ids` has had one of its own), and TensorRT refuses a network with a dynamic input that no profile names.
+    Every profile names every input, although they share sizes. An exported graph can have two symbols for the batch, as
+    it had for `time_ids`. TensorRT refuses a dynamic input that no profile names.
     """
+    symbols = ("rows", "height", "width")
     made = []
     for bucket in buckets:
+        low = dict(zip(symbols, sizes_of(bucket, "min"), strict=True))
+        high = dict(zip(symbols, sizes_of(bucket, "max"), strict=True))
         profile = {}
         for spec in signature.inputs:
-            shapes = [_shape(spec.shape, bucket, end) for end in ("min", "max")]
-            profile[spec.name] = Range(shapes[0], shapes[1], shapes[1])
+            largest = concrete_shape(spec.shape, high)
+            profile[spec.name] = Range(concrete_shape(spec.shape, low), largest, largest)
         made.append(profile)
     return made
 
 
-def _shape(dimensions: Sequence[int | str], bucket: Bucket, end: Literal["min", "max"]) -> Shape:
-    spans = {"rows": bucket.rows, "height": bucket.height, "width": bucket.width}
-    shape = []
-    for dimension in dimensions:
-        if isinstance(dimension, int):
-            shape.append(dimension)
-            continue
-        symbol, _, divisor = dimension.partition("/")
-        span = spans[symbol]
-        assert isinstance(span, Span), "a bucket has the sizes of its signature"
-        shape.append((span.min if end == "min" else span.max) // int(divisor or 1))
-    return tuple(shape)
+def builder_flags(refit: Refit, precision: Precision) -> dict[str, bool]:
+    """Return BuilderFlag -> set or cleared. STRIP_PLAN leaves the weights out of the plan.
 
-
-def builder_flags(refit: Refit, precision: str) -> dict[str, bool]:
-    """BuilderFlag -> set or cleared. STRIP_PLAN leaves the weights out of the plan; the refit it allows is named.
-
-    TF32 is TensorRT's default for fp32 and keeps 10 bits of 23: fp32 is asked for by those who want them all.
+    TensorRT's default for fp32 is TF32, which keeps 10 of 23 mantissa bits. An fp32 engine has it off.
     """
     return {
         "STRIP_PLAN": True,
         "REFIT_IDENTICAL": refit == "identical",
         "REFIT": refit == "any",
-        "TF32": precision != "fp32",
+        "TF32": precision.compute != "float32",
     }
 
 
@@ -86,69 +78,64 @@ def plan_key(
     target: Target,
     version: str,
     buckets: Sequence[Bucket],
-    choices: Choices,
+    options: PlanOptions,
     weights: WeightsRecord,
 ) -> str:
-    """SHA-256 over all that decides a plan: the graph, the target, TensorRT's full version, profiles, choices, and the
-    weights where the refit is identical."""
-    recipe = {
-        "recipe": RECIPE,
-        "graph": graph_key(network),
-        "target": target.key,
-        "tensorrt": version,
-        "buckets": [bucket.model_dump(mode="json") for bucket in buckets],
-        "flags": builder_flags(choices.refit, network.precision),
-        "compatibility": choices.compatibility,
-        "workspace": choices.workspace,
-        "level": choices.level,
-        "weights": list(weights.identity) if choices.refit == "identical" else None,
-    }
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of everything that decides a plan; of the weights only if the refit is identical.
+
+    `version` is TensorRT's full version.
+    """
+    return digest_json(
+        {
+            "recipe": PLAN_VERSION,
+            "graph": graph_key(network),
+            "target": target.key,
+            "tensorrt": version,
+            "buckets": [bucket.model_dump(mode="json") for bucket in buckets],
+            "flags": builder_flags(options.refit, network.precision),
+            "compatibility": options.compatibility,
+            "workspace": options.workspace,
+            "level": options.level,
+            "weights": list(weights.identity) if options.refit == "identical" else None,
+        }
+    )
 
 
 def profile_key(plan: str, profile: int) -> str:
-    """The engine key of one profile of a plan."""
+    """Return the engine key of one profile of a plan."""
     return hashlib.sha256(f"{plan} profile {profile}".encode()).hexdigest()
 
 
-# Copies of the weights that a build holds at its largest, by what is documented of parser and builder: on the host the
-# file's and the network's; on the GPU the network's and the engine's while it is timed. Not measured.
-_HOST_COPIES, _GPU_COPIES = 3, 2
-_LEAST_WORKSPACE = 256 * 2**20
-
-
-def workspace_limit(choices: Choices, weight_bytes: int, free_gpu: int) -> int:
-    """Bytes of GPU memory for kernels' workspace: what was chosen, else half of what the weights leave."""
-    if choices.workspace is not None:
-        return choices.workspace
-    return max((free_gpu - _GPU_COPIES * weight_bytes) // 2, _LEAST_WORKSPACE)
+def workspace_limit(options: PlanOptions, weight_bytes: int, free_gpu: int) -> int:
+    """Return the bytes of GPU memory for kernels' workspace: the chosen number, else half of what the weights leave."""
+    if options.workspace is not None:
+        return options.workspace
+    return max((free_gpu - _GPU_COPIES * weight_bytes) // 2, _MIN_WORKSPACE_BYTES)
 
 
 def check_build_memory(component: str, weight_bytes: int, workspace: int, free_gpu: int, free_host: int) -> None:
-    """Refuse a build that cannot fit before it begins: it would fail after minutes, or end the process.
+    """Refuse a build that cannot fit before it begins. It would fail after minutes, or end the process.
 
-    Raises NotEnoughMemory with what is missing and what would do.
+    All sizes in bytes. Raises NotEnoughMemory.
     """
     for kind, needed, free, remedy in (
-        ("GPU memory", _GPU_COPIES * weight_bytes + workspace, free_gpu, "end what else uses the GPU, give a smaller "
-         "--workspace, or build on a larger GPU with --compatibility"),
-        ("memory", _HOST_COPIES * weight_bytes, free_host, "end other processes, or build on a machine with more"),
+        ("GPU memory", _GPU_COPIES * weight_bytes + workspace, free_gpu, "End what else uses the GPU, give a smaller "
+         "--workspace, or build on a larger GPU with --compatibility."),
+        ("memory", _HOST_COPIES * weight_bytes, free_host, "End other processes, or use a machine with more memory."),
     ):  # fmt: skip
         if needed > free:
             raise NotEnoughMemory(
                 f"Building {component} takes about {needed / 2**30:.1f} GiB of {kind} and {free / 2**30:.1f} GiB are "
-                f"free: {remedy}."
+                "free.",
+                remedy,
             )
 
 
-def describe_unsupported(nodes: Sequence[Mapping[str, str]], limit: int = 20) -> str:
-    """A readable list of what TensorRT's parser does not take: "Op x3 (first: node_name): why", most frequent first.
-
-    `nodes`: {"operator", "name", "reason"} each.
-    """
+def describe_unsupported(nodes: Iterable[tuple[str, str, str]], limit: int = 20) -> str:
+    """List nodes (operator, name, reason) by frequency: "Op x3 (first: node_name): reason; ..."."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for node in nodes:
-        groups.setdefault((node["operator"], node["reason"]), []).append(node["name"])
+    for operator, name, reason in nodes:
+        groups.setdefault((operator, reason), []).append(name)
     lines = [
         f"{operator} x{len(names)} (first: {names[0]}): {reason}"
         for (operator, reason), names in sorted(groups.items(), key=lambda item: -len(item[1]))

@@ -1,25 +1,20 @@
-"""A network -> TensorRT engines in a store: found again by their key, or built, checked and kept."""
+"""The TensorRT engines of a build: found by their plans' keys or built, checked with the model's weights, stored."""
 
 import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 from safetensors.torch import load, save_file
 
-from engine_builder.backends.onnx.export import (
-    OnnxGraph,
-    write_model,
-)
-from engine_builder.backends.onnx.graph_store import (
-    KeptGraph,
-    graph_of,
-)
-from engine_builder.backends.tensorrt.build import build_plan
-from engine_builder.backends.tensorrt.options import Choices
+from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
+from engine_builder.backends.onnx.export import OnnxGraph, write_model
+from engine_builder.backends.onnx.graph_store import BuiltGraph, graph_of
+from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
+from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import (
     check_build_memory,
     plan_key,
@@ -27,30 +22,23 @@ from engine_builder.backends.tensorrt.plan_settings import (
     profiles,
     workspace_limit,
 )
+from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
+from engine_builder.building.real_inputs import Inputs, fit
 from engine_builder.building.validate import InaccurateEngine, validate
-from engine_builder.building.weights import cut
+from engine_builder.building.weights import group_tensors
 from engine_builder.networks.network import Network
+from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt import api
-from model.engines.tensorrt.engine import (
-    TensorRTEngine,
-    TensorRTPlan,
-    Workspace,
-)
+from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace
 from model.errors import CorruptBlob, EngineError
 from model.loading.target import Target
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord, WeightsRecord
-from model.store.manifest import TensorRTPlan as PlanRecord
-from model.store.store import Store
-
-Report = Callable[[str], None]
-Real = Callable[[Bucket], list[dict[str, torch.Tensor]]]
-"""The component's inputs of a real denoising run, at a bucket's rows."""
-_Checked = tuple[list[TensorRTEngine], list[Accuracy]]
+from model.store.manifest import TensorRTPlan as PlanEntry
 
 
-class KeptPlan(BaseModel):
-    """What a store remembers of a plan, in the record "engines/<plan key>". A list has an entry a profile."""
+class BuiltPlan(BuiltRecord):
+    """A component's plan, stored in the record "engines/<plan key>". Lists have one entry per profile."""
 
     plan: Blob
     constants: Blob
@@ -61,174 +49,171 @@ class KeptPlan(BaseModel):
     workspace_bytes: list[int]
     benchmarks: list[Benchmark]
 
-    def blobs(self) -> tuple[Blob, ...]:
-        return self.plan, self.constants, self.literals, self.onnx
+
+@dataclass(frozen=True)
+class _ComponentPlan:
+    """One component, with what its plan is built and checked with."""
+
+    network: Network
+    target: Target
+    buckets: Sequence[Bucket]
+    options: PlanOptions
+    version: str
+    weights: WeightsRecord
+    real: list[Inputs]
+    store: WritableStore
+
+    def build(self, graph: OnnxGraph, report: Callable[[str], None]) -> SerializedPlan:
+        """Build the plan. Raises NotEnoughMemory or CompileError."""
+        network = self.network
+        tensors = network.tensors()
+        weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        free_gpu, _ = torch.cuda.mem_get_info()
+        workspace = workspace_limit(self.options, weight_bytes, free_gpu)
+        check_build_memory(network.component, weight_bytes, workspace, free_gpu, _free_host_bytes())
+        with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
+            files = []
+            for number, group in enumerate(group_tensors(tensors)):
+                files.append(Path(folder) / f"{number}")
+                save_file({name: tensor.contiguous().cpu() for name, tensor in group.items()}, files[-1])
+            model = write_model(graph, files, Path(folder) / "model" / f"{network.component}.onnx", link=True)
+            built = build_plan(
+                network.component,
+                model,
+                profiles(network.signature, self.buckets),
+                network.precision,
+                self.options,
+                workspace,
+                read_timing_cache(self.store, self.target),
+                report,
+            )
+        write_timing_cache(self.store, self.target, built.timing_cache)
+        return built
+
+    def check(self, data: bytes, stored: BuiltGraph, graph: OnnxGraph) -> tuple[list[TensorRTEngine], list[Accuracy]]:
+        """Open a plan's engines with this model's weights and compare them with eager PyTorch.
+
+        Raises InaccurateEngine or EngineError.
+        """
+        network = self.network
+        device = _device(network)
+        literals = load(self.store.get(stored.literals.sha256, stored.literals.bytes).read_bytes())
+        plan = TensorRTPlan(
+            network.component,
+            data,
+            self.version,
+            network.signature,
+            graph.constants_json(),
+            network.tensors(),
+            {name: tensor.to(device) for name, tensor in literals.items()},
+            device,
+        )
+        workspace = Workspace(device)
+        engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(self.buckets)]
+        return engines, [validate(network, engine, fit(self.real, network, engine.bucket)) for engine in engines]
 
 
-def build_engines(
-    network: Network,
-    target: Target,
-    buckets: Sequence[Bucket],
-    choices: Choices,
-    weights: WeightsRecord,
-    real: Real,
-    store: Store,
-    report: Report = lambda _: None,
-) -> tuple[list[EngineRecord], bool]:
-    """The component's engines, one a bucket, all of one plan; and whether it was built now.
+def build_plans(
+    plan: BuildPlan,
+    options: PlanOptions,
+    networks: dict[str, Network],
+    weights: Sequence[WeightsRecord],
+    real: dict[str, list[Inputs]],
+    store: WritableStore,
+    report: ReportActivity,
+) -> BuiltEngines:
+    """Build one plan per component, with a profile per bucket, or reuse stored ones. `weights` are the components'.
 
-    Every engine is held against eager PyTorch with this model's weights, also one that was there, which is built anew
-    where it fails. Raises TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is kept.
+    Every engine is compared with eager PyTorch on this model's weights. A stored plan that fails is built again.
+    Raises TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is stored.
     """
-    device = next(iter(network.tensors().values())).device
-    version = api.require(device)
-    key = plan_key(network, target, version, buckets, choices, weights)
-    kept = find_plan(store, key)
-    checked: _Checked | None = None
-    if kept is not None:
-        graph, seconds = graph_of(network, store), kept.build_seconds
-        data = store.get(kept.plan.sha256, kept.plan.bytes).read_bytes()
+    engines = BuiltEngines()
+    version = api.require()
+    for finished, (component, network) in enumerate(networks.items()):
+        planned = _ComponentPlan(
+            network, plan.target, plan.buckets_of(network), options, version, weights[finished], real[component], store
+        )
+
+        def progress(activity: str, component: str = component, finished: int = finished) -> None:
+            report(component, activity, finished)
+
+        records, is_new = _build_component(planned, progress)
+        engines.records += records
+        (engines.compiled if is_new else engines.reused).append(component)
+    return engines
+
+
+def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> tuple[list[EngineRecord], bool]:
+    """Return the engines of one component, and whether their plan was built now."""
+    network, store, buckets = planned.network, planned.store, planned.buckets
+    key = plan_key(network, planned.target, planned.version, buckets, planned.options, planned.weights)
+    built = BuiltPlan.find(store, key)
+    accuracies: list[Accuracy] = []
+    if built is not None:
+        stored, graph = graph_of(network, store)
         report("refitting and checking")
         try:
-            checked = _check(network, data, version, graph, buckets, real, store)
+            data = store.get(built.plan.sha256, built.plan.bytes).read_bytes()
+            _, accuracies = planned.check(data, stored, graph)
         except (InaccurateEngine, EngineError) as error:
-            report(f"to be built anew: the plan that was kept is of no use. {error}")
-    if kept is None or checked is None:
+            report(f"rebuilding: the stored plan failed its check. {error}")
+            built = None
+    is_new = built is None
+    if built is None:
         report("exporting to ONNX")
-        graph = graph_of(network, store)
-        data, seconds = _build(network, target, buckets, choices, graph, store, report)
+        stored, graph = graph_of(network, store)
+        serialized = planned.build(graph, report)
         report("refitting and checking")
-        kept, checked = None, _check(network, data, version, graph, buckets, real, store)
-    engines, accuracies = checked
-    if kept is None:
-        kept = KeptPlan(
-            plan=Blob(sha256=store.put_bytes(data), bytes=len(data)),
-            constants=graph[0].constants,
-            literals=graph[0].literals,
-            onnx=graph[0].graph,
-            runtime_version=version,
-            build_seconds=round(seconds, 1),
+        engines, accuracies = planned.check(serialized.data, stored, graph)
+        device = _device(network).type
+        built = BuiltPlan(
+            plan=put_blob(store, serialized.data),
+            constants=stored.constants,
+            literals=stored.literals,
+            onnx=stored.graph,
+            runtime_version=planned.version,
+            build_seconds=round(serialized.seconds, 1),
             workspace_bytes=[engine.workspace_bytes for engine in engines],
             benchmarks=[
-                time_engine(engine, largest_inputs(network.signature, engine.bucket, device.type)) for engine in engines
+                time_engine(engine, largest_inputs(network.signature, engine.bucket, device)) for engine in engines
             ],
         )
-        store.write_record("engines", key, kept.model_dump_json().encode())
-        new = True
-    else:
-        new = False
+        built.write(store, key)
+    refit = planned.options.refit
     records = [
         EngineRecord(
             component=network.component,
             key=profile_key(key, number),
-            target=target.key,
+            target=planned.target.key,
             runtime="tensorrt",
-            runtime_version=kept.runtime_version,
+            runtime_version=built.runtime_version,
             bucket=bucket,
             precision=network.precision,
-            layout=weights.layout,
+            layout=planned.weights.layout,
             signature=network.signature,
-            blob=kept.plan,
-            constants=kept.constants,
+            blob=built.plan,
+            constants=built.constants,
             accuracy=accuracies[number],
-            build_seconds=kept.build_seconds,
-            benchmark=kept.benchmarks[number],
-            tensorrt=PlanRecord(
+            build_seconds=built.build_seconds,
+            benchmark=built.benchmarks[number],
+            tensorrt=PlanEntry(
                 profile=number,
-                literals=kept.literals,
-                onnx=kept.onnx,
-                refit=choices.refit,
-                weights=weights.identity if choices.refit == "identical" else (),
-                workspace_bytes=kept.workspace_bytes[number],
+                literals=built.literals,
+                onnx=built.onnx,
+                refit=refit,
+                weights=planned.weights.identity if refit == "identical" else (),
+                workspace_bytes=built.workspace_bytes[number],
             ),
         )
         for number, bucket in enumerate(buckets)
     ]
-    return records, new
+    return records, is_new
 
 
-def _check(
-    network: Network,
-    data: bytes,
-    version: str,
-    graph: tuple[KeptGraph, OnnxGraph],
-    buckets: Sequence[Bucket],
-    real: Real,
-    store: Store,
-) -> _Checked:
-    """Open a plan's engines with this model's weights and hold them against eager PyTorch.
+def read_timing_cache(store: WritableStore, target: Target) -> bytes:
+    """Return the kernel times that earlier builds for a target measured; empty if missing or damaged.
 
-    Raises InaccurateEngine or EngineError.
-    """
-    device = next(iter(network.tensors().values())).device
-    literals = load(store.get(graph[0].literals.sha256, graph[0].literals.bytes).read_bytes())
-    plan = TensorRTPlan(
-        network.component,
-        data,
-        version,
-        network.signature,
-        graph[1].constants_json(),
-        network.tensors(),
-        {name: tensor.to(device) for name, tensor in literals.items()},
-        device,
-    )
-    workspace = Workspace(device)
-    engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(buckets)]
-    return engines, [validate(network, engine, real(engine.bucket)) for engine in engines]
-
-
-def _build(
-    network: Network,
-    target: Target,
-    buckets: Sequence[Bucket],
-    choices: Choices,
-    graph: tuple[KeptGraph, OnnxGraph],
-    store: Store,
-    report: Report,
-) -> tuple[bytes, float]:
-    tensors = network.tensors()
-    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    free_gpu, _ = torch.cuda.mem_get_info()
-    workspace = workspace_limit(choices, weight_bytes, free_gpu)
-    check_build_memory(network.component, weight_bytes, workspace, free_gpu, _free_memory())
-    with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
-        files = []
-        for number, group in enumerate(cut(tensors)):
-            files.append(Path(folder) / f"{number}")
-            save_file({name: tensor.contiguous().cpu() for name, tensor in group.items()}, files[-1])
-        model = write_model(graph[1], files, Path(folder) / "model" / f"{network.component}.onnx", link=True)
-        built = build_plan(
-            network.component,
-            model,
-            profiles(network.signature, buckets),
-            network.precision,
-            choices,
-            workspace,
-            read_timing_cache(store, target),
-            report,
-        )
-    write_timing_cache(store, target, built.timing_cache)
-    return built.data, built.seconds
-
-
-def find_plan(store: Store, key: str) -> KeptPlan | None:
-    """The plan under a key, if its blobs are there and intact."""
-    data = store.read_record("engines", key)
-    if data is None:
-        return None
-    try:
-        kept = KeptPlan.model_validate_json(data)
-        for blob in kept.blobs():
-            store.get(blob.sha256, blob.bytes)
-    except (ValueError, CorruptBlob):
-        return None
-    return kept
-
-
-def read_timing_cache(store: Store, target: Target) -> bytes:
-    """What earlier builds learned of a target's kernels; empty where there was none, or it is damaged.
-
-    It is kept by target, because one of another GPU would choose kernels by the wrong times.
+    The cache is stored by target: another GPU's times would select slow kernels.
     """
     data = store.read_record("timing", target.key)
     try:
@@ -238,14 +223,17 @@ def read_timing_cache(store: Store, target: Target) -> bytes:
         return b""
 
 
-def write_timing_cache(store: Store, target: Target, data: bytes) -> None:
-    """Keep a build's timing cache, which holds what it was given; of two builds at once the last one's stays."""
-    blob = Blob(sha256=store.put_bytes(data), bytes=len(data))
-    store.write_record("timing", target.key, blob.model_dump_json().encode())
+def write_timing_cache(store: WritableStore, target: Target, data: bytes) -> None:
+    """Store a build's timing cache, which includes the one it read. Of two concurrent builds the last one's remains."""
+    store.write_record("timing", target.key, put_blob(store, data).model_dump_json().encode())
 
 
-def _free_memory() -> int:
-    """Bytes that can be had without swapping, as Linux says; the free pages where it does not."""
+def _device(network: Network) -> torch.device:
+    return next(iter(network.tensors().values())).device
+
+
+def _free_host_bytes() -> int:
+    """Return the bytes available without swapping, as Linux reports them; elsewhere the free pages."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

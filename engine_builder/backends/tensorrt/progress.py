@@ -1,20 +1,20 @@
-"""TensorRT's nested phases -> one line of the build's progress, at most one report a percent."""
+"""Turn TensorRT's nested phases into one line of the build's progress, at most one report per percent."""
 
 from collections.abc import Callable
 
 
 class PhaseProgress:
-    """Follows phases as TensorRT reports them: nested, with steps each, from its own threads, one call at a time.
+    """Follows phases, nested and with steps each. TensorRT reports them from its own threads, one call at a time.
 
-    `tell` is given a line such as "building: Tactic search 43%". What it raises (an interrupt, say) does not pass
-    through TensorRT: the build is told to stop and the error is kept in `error`.
+    `report` gets lines such as "building: Tactic search 43%". What it raises (an interrupt, say) cannot pass through
+    TensorRT, so it is stored in `error` and the build is stopped.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report_line = report
         self._steps: dict[str, int] = {}
         self._parents: dict[str, str | None] = {}
-        self._said = ""
+        self._last_line = ""
         self.error: BaseException | None = None
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
@@ -22,7 +22,7 @@ class PhaseProgress:
         self._report(phase, 0)
 
     def step(self, phase: str, step: int) -> bool:
-        """False where the build should stop."""
+        """Return False if the build should stop."""
         self._report(phase, step + 1)
         return self.error is None
 
@@ -31,15 +31,16 @@ class PhaseProgress:
         self._parents.pop(phase, None)
 
     def _report(self, phase: str, done: int) -> None:
-        """Only the outermost phase and the one in it: the others come and go too fast to read."""
+        """Report the outermost phase and the one inside it. Others change too fast to read."""
         parent = self._parents.get(phase)
         if parent is not None and self._parents.get(parent) is not None:
             return
-        line = f"building: {phase} {100 * min(done, self._steps.get(phase, 1)) // self._steps.get(phase, 1)}%"
-        if line == self._said or self.error is not None:
+        steps = self._steps.get(phase, 1)
+        line = f"building: {phase} {100 * min(done, steps) // steps}%"
+        if line == self._last_line or self.error is not None:
             return
-        self._said = line
+        self._last_line = line
         try:
-            self._tell(line)
+            self._report_line(line)
         except BaseException as error:
             self.error = error

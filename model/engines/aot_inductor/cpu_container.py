@@ -1,7 +1,7 @@
-"""An AOTInductor package called through its C interface (torch/csrc/inductor/aoti_runtime/interface.h), for the CPU.
+"""Call an AOTInductor package on a CPU through its C interface (torch/csrc/inductor/aoti_runtime/interface.h).
 
-torch's own loader holds Python's lock for the whole of a run. On a GPU that is the time of queueing kernels; on a CPU
-it is all of the work, in which no other thread could answer a health check. ctypes gives the lock up.
+torch's own loader holds Python's interpreter lock during a run. On a GPU a run only queues kernels. On a CPU it is the
+whole computation, and no other thread could answer a health check meanwhile. ctypes releases the lock.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ class _Constant(ctypes.Structure):
 
 
 class Container:
-    """The compiled code of one package. Not for two threads at once. Raises RuntimeError as torch's loader does."""
+    """The compiled code of one package. Not thread-safe. Raises RuntimeError, like torch's loader."""
 
     def __init__(self, package: Path) -> None:
         try:
             with zipfile.ZipFile(package) as archive, tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
                 if (damaged := archive.testzip()) is not None:
-                    raise RuntimeError(f"{damaged} in it is damaged")
+                    raise RuntimeError(f"its entry {damaged} is damaged")
                 [name] = [name for name in archive.namelist() if name.endswith(".so")]
-                # The library stays mapped when its file is gone.
+                # The library stays mapped after its file is deleted.
                 self._library = ctypes.CDLL(archive.extract(name, folder))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise RuntimeError(str(error)) from error
@@ -46,11 +46,11 @@ class Container:
 
     @property
     def constants(self) -> set[str]:
-        """The names of the constants that `load_constants` must be given."""
+        """The names of the constants that `load_constants` requires."""
         return set(self._names)
 
     def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Alias `tensors`, once, one for each of `constants`. Without them a run would be a segmentation fault."""
+        """Alias `tensors`, one for each of `constants`. Call it before `run`, which would crash otherwise."""
         pointers = _pointers([tensors[name] for name in self._names])
         self._held += pointers
         pairs = zip(self._names.values(), pointers, strict=True)
@@ -65,14 +65,14 @@ class Container:
         )
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous tensors in the order of the signature, in and out. Nothing of them is checked here."""
-        taken = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # the callee frees them
+        """Take and return contiguous tensors in the order of the signature. Nothing is checked here."""
+        pointers = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # freed by the callee
         outputs = (ctypes.c_void_p * self._outputs)()
         self._call(
             "RunSingleThreaded",
             self._handle,
-            taken,
-            ctypes.c_size_t(len(taken)),
+            pointers,
+            ctypes.c_size_t(len(pointers)),
             outputs,
             ctypes.c_size_t(len(outputs)),
             None,
@@ -87,7 +87,7 @@ class Container:
         return count.value
 
     def _constant_names(self) -> dict[str, bytes]:
-        """Each constant's name in the exported program -> its name in the compiled code."""
+        """Name of each constant in the exported program -> its name in the compiled code."""
         count = ctypes.c_size_t()
         self._call("GetNumConstants", self._handle, ctypes.byref(count))
         names = {}
@@ -102,7 +102,7 @@ class Container:
 
     def _call(self, function: str, *arguments: Any) -> None:
         if getattr(self._library, f"AOTInductorModelContainer{function}")(*arguments):
-            raise RuntimeError(f"AOTInductorModelContainer{function} failed; its reason is on standard error.")
+            raise RuntimeError(f"AOTInductorModelContainer{function} failed; standard error has the reason")
 
 
 def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, held: list[int]) -> None:
@@ -111,11 +111,11 @@ def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, held: list[int]) -> No
 
 
 def _pointers(tensors: list[torch.Tensor]) -> list[int]:
-    """A new reference to each tensor, as C++ holds it; whoever is given one must free it."""
+    """Return a new C++ reference to each tensor. The receiver must free it."""
     return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
 
 
 def _tensors(pointers: Sequence[int | None]) -> list[torch.Tensor]:
-    """The reverse of `_pointers`, which frees them."""
+    """Return the tensors that `_pointers` referenced, and free the references."""
     capsules = [_capsule(pointer, None, None) for pointer in pointers]
     return list(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules))

@@ -1,7 +1,7 @@
-"""Engines compiled by AOTInductor (`.pt2`), opened through torch's C++ loader, on a CPU through `aoti_container`.
+"""Engines compiled by AOTInductor (`.pt2`): opened by torch's C++ loader on a GPU, by `cpu_container` on a CPU.
 
-The public Python loader is not used: it compiles and runs probe programs to learn this machine's CPU, which takes up
-to a minute, and importing its wrapper takes seconds. The target was checked before an engine comes here.
+The public Python loader is not used. It compiles and runs probe programs to identify this machine's CPU, which takes
+up to a minute, and its wrapper takes seconds to import. The target was checked before an engine is opened.
 """
 
 from collections.abc import Mapping
@@ -11,18 +11,16 @@ import torch
 
 from model.engines.aot_inductor.cpu_container import Container
 from model.engines.aot_inductor.package import check_package
-from model.engines.components import solve
 from model.engines.constants import map_constants
+from model.engines.shapes import bind_shapes
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature
-
-_AGAIN = "build and publish the release again (`preheat build`, `preheat publish`)."
 
 
 class AotInductorEngine:
     """One `.pt2` package without weights. `weights` are aliased, never copied, and must outlive the engine."""
 
-    overlaps = True
+    concurrent = True
 
     def __init__(
         self,
@@ -34,7 +32,7 @@ class AotInductorEngine:
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
-        """`constants` is what the engine record's constants blob holds. Raises EngineError where anything disagrees."""
+        """`constants`: the content of the engine record's constants blob. Raises EngineError on any disagreement."""
         self.component = component
         self.signature = signature
         self.bucket = bucket
@@ -42,47 +40,46 @@ class AotInductorEngine:
         mapped = _map_constants(component, constants, weights, device)
         check_package(component, path)
         try:
-            code = _Loader(path, device.index or 0) if device.type == "cuda" else Container(path)
+            code = _GpuLoader(path, device.index or 0) if device.type == "cuda" else Container(path)
             if code.constants != set(mapped):
-                raise EngineError(
-                    f"The {component} engine and its constant map disagree: build it again (`preheat build`)."
-                )
+                raise EngineError(f"The {component} engine and its constant map disagree.")
             # A call before constants are loaded, or with some missing, would be a segmentation fault.
             code.load_constants(mapped)
         except RuntimeError as error:
             raise EngineError(
-                f"The {component} engine cannot be opened ({_first_line(error)}): make room in the folder for "
-                "temporary files, where it is unpacked, or build it again (`preheat build`)."
+                f"The {component} engine cannot be opened ({_first_line(error)}).",
+                "Make room in the folder for temporary files, where it is unpacked, or build it again "
+                "(`preheat build`).",
             ) from error
-        self._code: _Loader | Container = code
+        self._code: _GpuLoader | Container = code
         self._weights = mapped
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        sizes = solve(self.signature, inputs, self.component)
-        rows, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
-        if not self.bucket.holds(rows, height, width):
-            raise EngineError(f"The {self.component} engine has no bucket for {rows} rows at {width}x{height}.")
+        sizes = bind_shapes(self.signature, inputs, self.component)
+        batch, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
+        if not self.bucket.holds(batch, height, width):
+            raise EngineError(f"The {self.component} engine has no bucket for batch {batch} at {width}x{height}.", "")
         for name, tensor in inputs.items():
             if tensor.device.type != self._device:
                 raise EngineError(
-                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}."
+                    f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}.", ""
                 )
-        # Kernels were compiled for contiguous inputs and do not look at strides.
+        # Kernels were compiled for contiguous inputs and ignore strides.
         flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
         outputs = self._code.run(flat)
         if len(outputs) != len(self.signature.outputs):
             raise EngineError(
-                f"The {self.component} engine gives {len(outputs)} tensors and its record names "
-                f"{len(self.signature.outputs)}: build it again (`preheat build`)."
+                f"The {self.component} engine returns {len(outputs)} tensors and its record names "
+                f"{len(self.signature.outputs)}."
             )
         return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}
 
 
-class _Loader:
-    """torch's own loader, on a GPU. See `Container` for what the three do."""
+class _GpuLoader:
+    """torch's own loader. `Container` documents the three members."""
 
     def __init__(self, package: Path, index: int) -> None:
-        # One runner, single-threaded: a lock of its own and the only mode that a CUDA graph can capture.
+        # One runner, single-threaded: it has its own lock, and it is the only mode that a CUDA graph can capture.
         self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, index)
         self.constants = set(self._loader.get_constant_fqns())
 
@@ -97,15 +94,15 @@ class _Loader:
 def _map_constants(
     component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Constant of the compiled code -> tensor, with every name, shape, dtype and layout checked."""
-    mapped = map_constants(component, constants, weights, _AGAIN)
+    """Constant of the compiled code -> tensor, with every name, shape, dtype and weight layout checked."""
+    mapped = map_constants(component, constants, weights)
     for name, tensor in mapped.items():
         dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
         if tensor.device.type != device.type or not dense:
-            raise EngineError(f"{component}: {name} must be contiguous, and on {device.type}; {_AGAIN}")
+            raise EngineError(f"{component}: {name} must be contiguous and on {device.type}.")
     return mapped
 
 
 def _first_line(error: RuntimeError) -> str:
-    """torch's messages go on with its own stack."""
+    """The message without torch's C++ stack trace."""
     return str(error).strip().partition("\n")[0][:200]

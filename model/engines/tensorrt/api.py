@@ -1,7 +1,7 @@
-"""The one door to the `tensorrt` module: whether it can be used here, and what 10.16 and 11.4 do differently.
+"""The only importer of the `tensorrt` module's version and flags: what is installed, and how 10.16 and 11.4 differ.
 
-Whoever names TensorRT asks `require` first, because on a machine without a GPU a Runtime can be made and deserializing
-with it ends the process. Elsewhere only calls are used that both versions have; the others stand in this file.
+Code that uses TensorRT calls `require` first: on a machine without a GPU a Runtime can be made, and deserializing with
+it ends the process. Other modules use only calls that both versions have. Imports neither torch nor tensorrt by itself.
 """
 
 import importlib.metadata
@@ -10,8 +10,6 @@ import logging
 import re
 from typing import TYPE_CHECKING
 
-import torch
-
 from model.errors import EngineError
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preheat.tensorrt")
 
-# Versions that have every call used here: from the oldest to below the next major one, which nobody knows yet.
+# Supported versions: from the oldest that has every call used here to below the next, unknown major version.
 OLDEST = (10, 16)
 NEXT_MAJOR = 12
 _DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
@@ -28,9 +26,11 @@ _DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 class TensorRTUnavailable(EngineError):
     """TensorRT is not installed, is a version that is not supported, or has no GPU to run on."""
 
+    remedy = "Install TensorRT (docs/tensorrt.md) on a machine with an NVIDIA GPU, or choose the runtime aot_inductor."
+
 
 def installed_version() -> str | None:
-    """The version of the installed TensorRT, "11.4.0.106", without importing its libraries; None where it is not."""
+    """The version of the installed TensorRT ("11.4.0.106"), None where it is missing. Does not load its libraries."""
     if importlib.util.find_spec("tensorrt") is None:
         return None
     for name in _DISTRIBUTIONS:
@@ -50,38 +50,38 @@ def version_tag(version: str) -> str:
     numbers = (int(found[1]), int(found[2])) if found else (0, 0)
     if numbers < OLDEST or numbers[0] >= NEXT_MAJOR:
         raise TensorRTUnavailable(
-            f"TensorRT {version[:40]} is not supported: install {OLDEST[0]}.{OLDEST[1]} or later, below {NEXT_MAJOR} "
-            "(docs/tensorrt.md)."
+            f"TensorRT {version[:40]} is not supported.",
+            f"Install {OLDEST[0]}.{OLDEST[1]} or later, below {NEXT_MAJOR} (docs/tensorrt.md).",
         )
     return f"trt{numbers[0]}.{numbers[1]}"
 
 
-def require(device: torch.device) -> str:
-    """TensorRT's version, where it can be used on `device`. Raises TensorRTUnavailable; afterwards `import tensorrt`
-    succeeds and a Runtime is safe to use."""
-    otherwise = "or choose the runtime aot_inductor."
+def require(device: str = "cuda") -> str:
+    """Return TensorRT's version if it can be used on a device of that type. A Runtime is then safe.
+
+    Raises TensorRTUnavailable.
+    """
+    import torch
+
     version = installed_version()
     if version is None:
-        raise TensorRTUnavailable(f"TensorRT is not installed here: install it (docs/tensorrt.md), {otherwise}")
+        raise TensorRTUnavailable("TensorRT is not installed here.")
     version_tag(version)
-    if device.type != "cuda" or not torch.cuda.is_available():
-        raise TensorRTUnavailable(
-            f"TensorRT needs an NVIDIA GPU and PyTorch finds none here: start on a machine with a GPU, {otherwise}"
-        )
+    if device != "cuda" or not torch.cuda.is_available():
+        raise TensorRTUnavailable("TensorRT needs an NVIDIA GPU, and PyTorch finds none here.")
     try:
         import tensorrt  # noqa: F401
-    except Exception as error:  # its libraries are found and opened by this import, which fails in many ways
+    except Exception as error:  # the import finds and opens its libraries, which fails in many ways
         raise TensorRTUnavailable(
-            f"TensorRT {version} is installed and does not import ({str(error)[:200]}): install it again "
-            f"(docs/tensorrt.md), {otherwise}"
+            f"TensorRT {version} is installed but cannot be imported ({error!s:.200})."
         ) from error
     return version
 
 
 def make_logger() -> "tensorrt.ILogger":
-    """TensorRT's messages in this process's log; `last_error` of the result is the newest error, "" before the first.
+    """Send TensorRT's messages to this process's log; `last_error` of the result is the newest error, "" before one.
 
-    Errors are logged as warnings: what fails is raised by whoever asked, with the message in it.
+    Errors are logged as warnings, because the caller raises what failed, with the message in it.
     """
     import tensorrt as trt
 
@@ -103,38 +103,35 @@ def make_logger() -> "tensorrt.ILogger":
 
 
 def last_error(log: "tensorrt.ILogger") -> str:
-    """What TensorRT last complained of, for a message; cut to a line."""
-    said = str(getattr(log, "last_error", "")).strip().partition("\n")[0][:300]
-    return said or "it gives no reason"
+    """The first line of TensorRT's newest error, for a message."""
+    reported = str(getattr(log, "last_error", "")).strip().partition("\n")[0][:300]
+    return reported.rstrip(".") or "no reason given"
 
 
-def data_type(dtype: torch.dtype) -> "tensorrt.DataType":
-    """TensorRT's name of a type that a tensor at a border, a weight or a literal has."""
+def data_type(dtype: str) -> "tensorrt.DataType":
+    """TensorRT's type for a dtype name such as "float16"."""
     import tensorrt as trt
 
     return {
-        torch.float32: trt.DataType.FLOAT,
-        torch.float16: trt.DataType.HALF,
-        torch.bfloat16: trt.DataType.BF16,
-        torch.int64: trt.DataType.INT64,
-        torch.int32: trt.DataType.INT32,
-        torch.uint8: trt.DataType.UINT8,
-        torch.bool: trt.DataType.BOOL,
+        "float32": trt.DataType.FLOAT,
+        "float16": trt.DataType.HALF,
+        "bfloat16": trt.DataType.BF16,
+        "int64": trt.DataType.INT64,
+        "int32": trt.DataType.INT32,
+        "uint8": trt.DataType.UINT8,
+        "bool": trt.DataType.BOOL,
     }[dtype]
 
 
 def network_flags() -> int:
-    """Flags of a network in which every tensor has the type that the ONNX graph gives it.
-
-    TensorRT 11 knows no other kind of network; 10 must be told.
-    """
+    """Flags of a network whose tensors have the types of the ONNX graph. TensorRT 11 has no other kind of network."""
     import tensorrt as trt
 
     return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
 
 def release_refit(refitter: "tensorrt.Refitter") -> None:
-    """Free what a refit took. TensorRT 10 frees it with the refitter and has no call for it."""
+    """Free the resources of a refit. TensorRT 10 frees them with the refitter and has no such call."""
     release = getattr(refitter, "release_refit_resources", None)
     if release is not None:
         release()

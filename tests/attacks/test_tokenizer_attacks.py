@@ -1,4 +1,4 @@
-"""tokenizer.json is read by a library that panics, recurses, and believes what ids it is told."""
+"""tokenizer.json is parsed by a library that may panic, recurse, and accept any id."""
 
 import json
 from typing import Any
@@ -16,21 +16,17 @@ def template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:
 
 SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
 BOMBS: dict[str, dict[str, Any]] = {
-    "a token that is not there": {
-        "post_processor": template([{"SpecialToken": {"id": "<q>", "type_id": 0}}, SEQUENCE], {})
-    },
-    "a normalizer that panics": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
-    "pieces of no length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "a model without a vocabulary": {"model": {"type": "WordLevel", "unk_token": "", "vocab": {}}},
-    "a pattern without end": {
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" * 5000}, "behavior": "Isolated"}
-    },
+    "missing token": {"post_processor": template([{"SpecialToken": {"id": "<q>", "type_id": 0}}, SEQUENCE], {})},
+    "panicking normalizer": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "empty pieces": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "empty vocabulary": {"model": {"type": "WordLevel", "unk_token": "", "vocab": {}}},
+    "endless pattern": {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(" * 5000}, "behavior": "Isolated"}},
     "no model": {"model": None},
 }
 
 
 @pytest.mark.parametrize("change", BOMBS.values(), ids=BOMBS)
-def test_it_is_refused(victim: Victim, change: dict[str, Any]) -> None:
+def test_refuses_hostile_tokenizer(victim: Victim, change: dict[str, Any]) -> None:
     whole = json.loads(releases.tokenizer_json()) | change
     victim.entries["tokenizers"]["tokenizer"]["blob"] = victim.keep(json.dumps(whole).encode())
     victim.refused(MissingComponent, "tokenizer.json cannot be read or used")
@@ -39,13 +35,13 @@ def test_it_is_refused(victim: Victim, change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "data", [b"[" * 100_000, b'{"normalizer":' + b'{"type":"Sequence","normalizers":[' * 50_000, b"\xff" * 100, b""]
 )
-def test_what_is_no_tokenizer_is_refused(victim: Victim, data: bytes) -> None:
+def test_refuses_invalid_tokenizer(victim: Victim, data: bytes) -> None:
     victim.entries["tokenizers"]["tokenizer_2"]["blob"] = victim.keep(data)
     victim.refused(MissingComponent, "tokenizer.json cannot be read or used")
 
 
-def test_ids_that_no_network_has_a_row_for_are_refused(victim: Victim) -> None:
-    """Where they are used they are indices into a table of weights."""
+def test_refuses_ids_outside_the_vocabulary(victim: Victim) -> None:
+    """Ids are used as indices into the embedding table."""
     victim.entries["tokenizers"]["tokenizer"]["pad_token_id"] = 2**31 - 1
     victim.refused(MissingComponent, f"has no token {2**31 - 1}")
     victim.entries["tokenizers"]["tokenizer"] |= {"pad_token_id": 1, "eos_token_id": 2**31 - 1}

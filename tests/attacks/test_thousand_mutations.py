@@ -1,6 +1,6 @@
-"""A thousand manifests that were tampered with, two thousand blobs that are not what they were, from fixed seeds.
+"""A thousand changed manifests and two thousand changed blobs, from fixed seeds.
 
-Every one is refused by a sentence, none ends the process, and none leaves a file in the cache.
+Each is refused with an error, none ends the process, and none leaves a file in the cache.
 """
 
 import copy
@@ -16,16 +16,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
+from engine_builder.stores.s3 import WritableS3Store
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, PreheatError
-from model.loading.load import (
-    Loaded,
-    load_release,
-)
+from model.loading.load import Loaded, load_release
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
-from model.store.s3 import S3Store
 from model.store.signature import PublicKey
 from tests.attacks.conftest import Victim
 from tests.stand_ins import releases
@@ -41,7 +38,7 @@ JUNK: tuple[Any, ...] = (
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(path, value) of everything in a tree that is no object and no list, empty ones included."""
+    """Yield (path, value) of all leaves of a tree, including empty objects and lists."""
     items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
     if not items:
         yield path, node
@@ -57,7 +54,7 @@ def containers(node: Any) -> list[Any]:
 
 
 def another(value: Any, rng: random.Random) -> Any:
-    """A value that is as sound as this one, mostly."""
+    """Return another value that is usually as valid."""
     if type(value) is int:
         return value + rng.choice([-1, 1, 7])
     if isinstance(value, float):
@@ -69,7 +66,7 @@ def another(value: Any, rng: random.Random) -> Any:
 
 
 def mutate_tree(entries: Entries, rng: random.Random) -> bytes:
-    """One to three changes that leave JSON."""
+    """Apply one to three changes that keep valid JSON."""
     for _ in range(rng.choice([1, 1, 2, 3])):
         node = rng.choice([found for found in containers(entries) if found])
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
@@ -84,7 +81,7 @@ def mutate_tree(entries: Entries, rng: random.Random) -> bytes:
                 node[rng.choice(["surprise", "", key + "x", key.upper()])] = node.pop(key)
             case 3:
                 node.append(copy.deepcopy(node[key]))
-            case 4:  # two neighbours change places
+            case 4:  # swap two entries
                 other = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
                 node[key], node[other] = node[other], node[key]
             case _:
@@ -93,7 +90,7 @@ def mutate_tree(entries: Entries, rng: random.Random) -> bytes:
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
-    """One to three changes that may leave anything."""
+    """Apply one to three changes to the bytes."""
     for _ in range(rng.randint(1, 3)):
         at, length = rng.randrange(len(data)), rng.choice([1, 1, 2, 8, 100, 2000])
         match rng.randrange(6):
@@ -107,7 +104,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
                 data = data[:at] + rng.randbytes(length) + data[at:]
             case 4:
                 data = data[: max(at, 1)]
-            case _:  # whitespace where JSON allows it
+            case _:  # whitespace, which JSON allows here
                 at = data.find(b",", at)
                 data = data[:at] + rng.choice([b" ", b"\n", b"\t\r "]) + data[at:] if at >= 0 else data + b"\n"
     return data
@@ -118,7 +115,7 @@ def kinds(tree: Any) -> dict[tuple[Any, ...], type]:
 
 
 def rewrite(path: Path, data: bytes | None) -> None:
-    """A new file, a tick of the file system's clock later than the one it replaces; none for no data."""
+    """Replace a file, at least one tick of the file system's clock later. No data deletes it."""
     before = path.stat().st_ctime_ns if path.exists() else 0
     path.unlink(missing_ok=True)
     if data is not None:
@@ -132,7 +129,7 @@ def load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded:
 
 
 def refusal(store: LocalStore, keys: list[PublicKey]) -> str:
-    """The kind of error that a load ends with; one that is no sentence fails the test."""
+    """Load the release, which must fail, and return the name of the error."""
     with pytest.raises(PreheatError) as caught:
         load(store, keys)
     message = str(caught.value)
@@ -148,11 +145,10 @@ def meaning(data: bytes) -> Manifest | None:
 
 
 def test_a_thousand_mutated_manifests(victim: Victim) -> None:
-    """Of a signed release: every one that says anything else is refused.
+    """A signed release: every manifest with another meaning is refused.
 
-    Where no key is configured, a manifest that soundly says another number (of steps, of a date) cannot be told from
-    one that was published so. It must then be one in its own right: every blob it has loaded is one of the true
-    release's, and what must not happen is another error, a crash, or a byte used unchecked.
+    Without a configured key, a valid manifest with another number (of steps, of a date) looks like a published one. It
+    must then load blobs of the original release only. Other errors, crashes and unverified bytes must not happen.
     """
     rng = random.Random(20260101)
     key = Ed25519PrivateKey.generate()
@@ -168,7 +164,7 @@ def test_a_thousand_mutated_manifests(victim: Victim) -> None:
         mutant = mutate_tree(json.loads(data), rng) if rng.random() < 0.5 else mutate_bytes(data, rng)
         accepted = meaning(mutant)
         if accepted == original:
-            same += 1  # white space, say
+            same += 1  # whitespace, for example
             continue
         releases.write_raw(victim.store.root, mutant)
         refused[refusal(victim.store, trusted)] += 1
@@ -185,15 +181,15 @@ def test_a_thousand_mutated_manifests(victim: Victim) -> None:
         assert {digest: blob.bytes for digest, blob in accepted.blobs().items()}.items() <= true.items()
         dumped = kinds(accepted.model_dump(mode="json"))
         shared = dumped.keys() & kinds(original.model_dump(mode="json")).keys()
-        assert len(shared) > 0.9 * len(dumped), "much was changed, and it was taken"
+        assert len(shared) > 0.9 * len(dumped), "a large change was accepted"
     assert refused.keys() == {"ManifestError", "UntrustedRelease"} and min(refused.values()) > 50, refused
     assert same > 10 and unsigned["served"] > 20, (same, unsigned)
     assert {"CorruptBlob", "NoEngineForTarget", "MissingComponent"} <= unsigned.keys(), unsigned
     assert sorted(victim.store.root.rglob("blobs/sha256/*")) == blobs
 
 
-def corrupted(data: bytes, alike: list[bytes], rng: random.Random) -> bytes | None:
-    """Other bytes than `data`, or none: a bit changed, cut, longer, another blob's, noise, turned round, gone."""
+def changed(data: bytes, alike: list[bytes], rng: random.Random) -> bytes | None:
+    """Return changed bytes, or None for a deleted blob: a bit, cut, longer, another blob, noise, rotated."""
     at = rng.randrange(len(data))
     match rng.randrange(8):
         case 0 | 1:
@@ -215,46 +211,46 @@ def corrupted(data: bytes, alike: list[bytes], rng: random.Random) -> bytes | No
 
 
 def contents(victim: Victim) -> tuple[dict[Path, bytes], Callable[[Path], list[bytes]]]:
-    """Every blob of the release, and for each the others of its size."""
+    """Return all blobs of the release, and a function for the others of the same size."""
     whole = {path: path.read_bytes() for path in sorted((victim.store.root / "blobs" / "sha256").iterdir())}
     return whole, lambda path: [
         data for other, data in whole.items() if other != path and len(data) == len(whole[path])
     ]
 
 
-def test_a_thousand_corrupted_blobs_in_a_folder(victim: Victim) -> None:
-    """Behind the back of a store that has verified them before; each is refused and, put back, is served."""
+def test_a_thousand_changed_blobs_in_a_folder(victim: Victim) -> None:
+    """The store has verified them before. Each change is refused, and each restored blob loads."""
     rng = random.Random(20260102)
     whole, alike = contents(victim)
     load(victim.store)
     for number in range(THOUSAND):
         path = rng.choice(list(whole))
-        rewrite(path, corrupted(whole[path], alike(path), rng))
-        # A store that starts now, and one that has seen the blob whole.
+        rewrite(path, changed(whole[path], alike(path), rng))
+        # A new store, or one that has verified the blob before.
         with pytest.raises(CorruptBlob, match=path.name[:12]):
             load(LocalStore(victim.store.root) if number % 2 else victim.store)
         rewrite(path, whole[path])
     assert load(victim.store).release == NAME
 
 
-def test_a_thousand_corrupted_blobs_in_a_bucket(
-    victim: Victim, s3: Any, bucket: str, open_bucket: Callable[..., S3Store]
+def test_a_thousand_changed_blobs_in_a_bucket(
+    victim: Victim, s3: Any, bucket: str, open_bucket: Callable[..., WritableS3Store]
 ) -> None:
-    """Each is fetched by a server with an empty cache, refused, and not there afterwards."""
+    """Each is fetched with an empty cache, refused, and not cached."""
     rng = random.Random(20260103)
     whole, alike = contents(victim)
     engine = max(whole, key=lambda path: len(whole[path]))
     store = open_bucket(cache_dir=victim.cache)
-    # The engine is a thousand times as large as the others, and is drawn a few times only.
+    # The engine is a thousand times larger than the others, so it is changed less often.
     paths = [rng.choice([path for path in whole if path != engine]) for _ in range(THOUSAND - 20)] + [engine] * 20
-    # One after the other for each blob, the blobs side by side.
+    # Sequential for each blob, with several blobs in parallel.
     turns = {path: paths.count(path) for path in whole}
     seeds = {path: rng.randrange(2**32) for path in whole}
 
     def attack(path: Path) -> int:
         own = random.Random(seeds[path])
         for _ in range(turns[path]):
-            bad = corrupted(whole[path], alike(path), own)
+            bad = changed(whole[path], alike(path), own)
             if bad is None:
                 s3.delete_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}")
             else:

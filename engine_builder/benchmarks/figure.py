@@ -1,0 +1,19 @@
+"""A picture with two panels, as `preheat load` and `preheat plan-replicas` draw it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def two_panels(path: Path, title: str) -> Iterator[tuple[Any, Any]]:
+    """Yield the left and right axes to draw on. The picture is then written to `path`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(title)
+    left, right = figure.subplots(1, 2)
+    yield left, right
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

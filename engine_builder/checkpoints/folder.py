@@ -1,0 +1,128 @@
+"""A model folder in diffusers' layout: its configurations, and the check that they describe an SDXL.
+
+The folder is a full SDXL checkout (plain, with `variant="fp16"` or with sharded weights) or `data/tiny-sdxl`. This
+module loads no weights; `engine_builder.networks.network` does.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.engines.shapes import Widths
+from model.errors import PreheatError
+
+DOWNLOAD_AGAIN = "Download the model again, completely."
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
+
+# The UNet settings that this project computes; an SDXL has them. Key -> (expected, diffusers' default for no key).
+_SDXL_UNET: dict[str, tuple[Any, Any]] = {
+    "addition_embed_type": ("text_time", None),
+    "use_linear_projection": (True, False),
+    "act_fn": ("silu", "silu"),
+    "resnet_time_scale_shift": ("default", "default"),
+    "only_cross_attention": (False, False),
+    "dual_cross_attention": (False, False),
+    "class_embed_type": (None, None),
+    "encoder_hid_dim_type": (None, None),
+    "time_embedding_act_fn": (None, None),
+    "cross_attention_norm": (None, None),
+    "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2DCrossAttn"),
+    "attention_type": ("default", "default"),
+}
+_SDXL_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
+
+
+class CheckpointError(PreheatError):
+    """The folder is not a diffusers checkout that Preheat can build from."""
+
+    remedy = "Pass a folder that holds an SDXL in diffusers' layout, for example data/tiny-sdxl."
+
+
+class CheckpointConfig(dict[str, Any]):
+    """The entries of a JSON file. Looking up a missing key raises CheckpointError."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self._path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise CheckpointError(f"{self._path} has no {key}.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A diffusers checkout on disk."""
+
+    root: Path
+
+    def config(self, subfolder: str, file: str = "config.json") -> CheckpointConfig:
+        """Read a JSON file. Raises CheckpointError if it is missing or not a JSON object."""
+        path = self.root / subfolder / file
+        try:
+            entries = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.root} has no {subfolder}/{file}.") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}.", DOWNLOAD_AGAIN) from error
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)
+        return CheckpointConfig(path, entries)
+
+    @property
+    def index(self) -> CheckpointConfig:
+        """model_index.json."""
+        return self.config(".", "model_index.json")
+
+    def widths(self) -> Widths:
+        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not an SDXL's."""
+        unet, vae, second = self.config("unet"), self.config("vae"), self.config("text_encoder_2")
+        for subfolder, config, settings in (("unet", unet, _SDXL_UNET), ("vae", vae, _SDXL_VAE)):
+            for key, (expected, default) in settings.items():
+                if config.get(key, default) != expected:
+                    raise CheckpointError(
+                        f"{self.root}/{subfolder} is not SDXL's: its {key} is {config.get(key, default)!r}, expected "
+                        f"{expected!r}."
+                    )
+        if unet["in_channels"] != vae["latent_channels"]:
+            raise CheckpointError(
+                f"{self.root}/unet takes {unet['in_channels']} channels and the VAE returns {vae['latent_channels']}. "
+                "UNets for inpainting or editing are not supported."
+            )
+        has_first = (self.root / "text_encoder").is_dir()
+        embedded = unet["projection_class_embeddings_input_dim"] - second["projection_dim"]
+        return Widths(
+            tokens=second["max_position_embeddings"],
+            text_width=self.config("text_encoder")["hidden_size"] if has_first else 0,
+            text_width_2=second["hidden_size"],
+            pooled_width=second["projection_dim"],
+            latent_channels=unet["in_channels"],
+            time_ids=embedded // unet["addition_time_embed_dim"],
+            vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
+            timestep_cond=unet.get("time_cond_proj_dim") or 0,
+        )
+
+    def size_step(self) -> int:
+        """Return the pixels that height and width must be multiples of: each UNet level halves the latents."""
+        levels = len(self.config("unet")["block_out_channels"])
+        return self.widths().vae_scale << (levels - 1)
+
+
+def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
+    """Return diffusers' `variant` of a subfolder's weights: "fp16" if its plain files are missing or incomplete.
+
+    Raises CheckpointError if there are no safetensors files.
+    """
+    names = [file.name for file in (checkpoint.root / subfolder).glob("*.safetensors")]
+    if not names:
+        raise CheckpointError(f"{checkpoint.root}/{subfolder} has no .safetensors file. Other formats are not read.")
+    plain = [name for name in names if ".fp16" not in name]
+    return None if _is_complete(plain) or len(plain) == len(names) else "fp16"
+
+
+def _is_complete(names: list[str]) -> bool:
+    """True for one file of weights, or all shards of one. An interrupted download leaves only some shards."""
+    shards = [int(match[1]) for name in names if (match := _SHARD.search(name))]
+    return len(shards) < len(names) or set(shards) == {len(shards)}

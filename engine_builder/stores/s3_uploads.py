@@ -1,0 +1,167 @@
+"""Write to a bucket of any S3-compatible service: blobs in parts, small objects whole.
+
+The service must support `If-None-Match` on PutObject, as Amazon S3, Ceph and MinIO do.
+"""
+
+import base64
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
+
+from engine_builder.stores.writing import source_changed
+from model.store.keys import BLOBS, blob_key
+from model.store.options import StoreOptions
+from model.store.s3_bucket import Bucket
+from model.store.s3_errors import is_corrupted_body, is_missing, is_taken
+
+UPLOAD_PART_BYTES = 16 * 2**20  # S3 requires at least 5 MiB, and at most 10,000 parts
+_PARTS_IN_FLIGHT = 8  # of one blob
+_PUBLISHER = "preheat-publisher"  # metadata that distinguishes our object from a concurrent publisher's
+
+
+class WritableBucket(Bucket):
+    """A bucket to write to. All methods raise StoreError."""
+
+    def __init__(self, name: str, prefix: str, url: str, options: StoreOptions, connections: int) -> None:
+        super().__init__(name, prefix, url, options, connections)
+        self._exists = False  # the bucket, as far as known
+
+    def head(self, digest: str) -> Any:
+        """Return the service's answer about a blob, or None if it is missing."""
+        with self._requesting(f"Blob {digest[:12]}"):
+            try:
+                return self.client.head_object(Bucket=self.name, Key=self._key(blob_key(digest)))
+            except ClientError as error:
+                if not is_missing(error):
+                    raise
+                if not self._exists:
+                    # A HEAD answer has no body that would tell a missing object from a missing bucket.
+                    self.client.list_objects_v2(Bucket=self.name, MaxKeys=1)
+                    self._exists = True
+                return None
+
+    def heads(self, digests: Iterable[str]) -> list[Any]:
+        """Return `head` of each digest, requested in parallel."""
+        with ThreadPoolExecutor(self._connections, thread_name_prefix="preheat-head") as pool:
+            return list(pool.map(self.head, digests))
+
+    def refresh(self, digest: str) -> None:
+        """Make a blob look newly written."""
+        key = self._key(blob_key(digest))
+        with self._requesting(f"Blob {digest[:12]}"):
+            self.client.copy_object(
+                Bucket=self.name, Key=key, CopySource={"Bucket": self.name, "Key": key}, MetadataDirective="REPLACE"
+            )
+
+    def put(self, digest: str, source: BinaryIO, size: int, name: str) -> None:
+        """Write a blob of `size` bytes, in parts if it is large. Raises StoreError if the source `name` changes."""
+        if size <= UPLOAD_PART_BYTES:
+            self._put_whole(digest, source.read(), name)
+        else:
+            self._put_parts(digest, source, name)
+
+    def delete(self, digest: str) -> None:
+        with self._requesting(f"Blob {digest[:12]}"):
+            self.client.delete_object(Bucket=self.name, Key=self._key(blob_key(digest)))
+
+    def _put_whole(self, digest: str, data: bytes, source: str) -> None:
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise source_changed(source)
+        self.write_small(blob_key(digest), data, f"Blob {digest[:12]}")
+        self._options.report(len(data))
+
+    def _put_parts(self, digest: str, source: BinaryIO, name: str) -> None:
+        """Write a multipart upload. The blob appears only when all of it is uploaded."""
+        target = {"Bucket": self.name, "Key": self._key(blob_key(digest))}
+        hasher = hashlib.sha256()
+
+        def send(number: int, data: bytes) -> dict[str, Any]:
+            with self._slots:
+                answer = self._send(
+                    lambda: self.client.upload_part(
+                        **target, **upload, PartNumber=number, Body=data, ContentMD5=_md5(data)
+                    )
+                )
+            self._options.report(len(data))
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        with self._requesting(f"Blob {digest[:12]}"):
+            upload = {"UploadId": self.client.create_multipart_upload(**target)["UploadId"]}
+            with ThreadPoolExecutor(_PARTS_IN_FLIGHT, thread_name_prefix="preheat-put") as pool:
+                sent: list[Future[dict[str, Any]]] = []
+                try:
+                    while data := source.read(UPLOAD_PART_BYTES):
+                        hasher.update(data)
+                        if len(sent) >= _PARTS_IN_FLIGHT:
+                            sent[-_PARTS_IN_FLIGHT].result()  # only parts in flight are held in memory
+                        sent.append(pool.submit(send, len(sent) + 1, data))
+                    parts = {"Parts": [task.result() for task in sent]}
+                    if hasher.hexdigest() != digest:
+                        raise source_changed(name)
+                    self.client.complete_multipart_upload(**target, **upload, MultipartUpload=parts)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)  # waits, so that no part arrives after the abort
+                    with suppress(BotoCoreError, ClientError):
+                        self.client.abort_multipart_upload(**target, **upload)
+                    raise
+
+    def _send(self, request: Callable[[], Any]) -> Any:
+        """Send a body, again if the service's checksums say that it arrived damaged."""
+        for attempt in self._attempts():
+            try:
+                return request()
+            except ClientError as error:
+                if not is_corrupted_body(error) or attempt == self._options.attempts - 1:
+                    raise
+
+    def abort_uploads(self, begun_before: float) -> int:
+        """Delete unfinished multipart uploads, which use space and are not listed. Returns their number."""
+        with self._requesting("Unfinished uploads"):
+            pages = self.client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self.name, Prefix=self._key(f"{BLOBS}/")
+            )
+            old = [u for page in pages for u in page.get("Uploads", []) if u["Initiated"].timestamp() < begun_before]
+            for upload in old:
+                self.client.abort_multipart_upload(Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"])
+        return len(old)
+
+    def write_small(self, key: str, data: bytes, what: str) -> None:
+        """Write an object in one request. The last writer wins."""
+        with self._requesting(what):
+            self._send(
+                lambda: self.client.put_object(Bucket=self.name, Key=self._key(key), Body=data, ContentMD5=_md5(data))
+            )
+
+    def create_small(self, key: str, data: bytes, what: str) -> bool:
+        """Write an object that does not exist yet. Returns False if it exists, also in a race."""
+        target = {"Bucket": self.name, "Key": self._key(key)}
+        publisher = uuid.uuid4().hex
+        with self._requesting(what):
+            for _ in self._attempts():
+                try:
+                    self._send(
+                        lambda: self.client.put_object(
+                            **target, Body=data, ContentMD5=_md5(data), IfNoneMatch="*",
+                            Metadata={_PUBLISHER: publisher},
+                        )
+                    )  # fmt: skip
+                    return True
+                except ClientError as error:
+                    if not is_taken(error):
+                        raise
+                # Taken, possibly by this very request: botocore sends it again if its answer was lost.
+                try:
+                    return bool(self.client.head_object(**target)["Metadata"].get(_PUBLISHER) == publisher)
+                except ClientError as error:
+                    if not is_missing(error):  # missing: a concurrent publisher was refused as well
+                        raise
+        return False
+
+
+def _md5(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()

@@ -1,0 +1,61 @@
+"""The full protocol of a store, with the writing half that only the builder has."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from engine_builder.stores.local import WritableLocalStore
+from model.store.manifest import Manifest
+from model.store.options import StoreOptions
+from model.store.store import Store, parse_store_url
+
+
+class WritableStore(Store, Protocol):
+    """Reads and writes blobs, releases and the builder's records."""
+
+    def has(self, digest: str) -> bool:
+        """True if the blob exists. Its bytes are not checked."""
+
+    def check(self, digest: str, size: int) -> None:
+        """Read all of a blob in the store itself, not a copy, and verify it. Raises CorruptBlob or StoreError."""
+
+    def put(self, path: Path) -> str:
+        """Store a file's bytes and return their digest. May be repeated, and may be killed at any moment."""
+
+    def put_bytes(self, data: bytes) -> str:
+        """Store bytes and return their digest."""
+
+    def write_release(self, manifest: Manifest) -> None:
+        """Publish a release.
+
+        Raises ReleaseExists if the name is taken, also in a race; CorruptBlob for a missing or damaged blob;
+        ManifestError for a manifest that could not be read again.
+        """
+
+    def read_record(self, kind: str, name: str) -> bytes | None:
+        """Return a record, or None. Kinds: engines (named by engine key), drafts, onnx, timing."""
+
+    def write_record(self, kind: str, name: str, record: bytes) -> None:
+        """Write a record. The last writer wins."""
+
+    def records(self, kind: str) -> list[str]:
+        """Return the names of all records of a kind, sorted."""
+
+    def blobs(self) -> Iterator[tuple[str, int, float]]:
+        """Yield digest, bytes and time of the last `put` (seconds since 1970) of every blob."""
+
+    def delete_blob(self, digest: str, unless_changed_after: float) -> bool:
+        """Delete a blob. Returns False if it is missing or was put after that time. For `preheat gc` only."""
+
+    def delete_unfinished(self, begun_before: float) -> int:
+        """Delete unfinished blobs of killed writers. Returns their number."""
+
+
+def open_writable_store(url: str | Path, options: StoreOptions | None = None) -> WritableStore:
+    """Open the store at `url`, as `model.store.store.open_store` does, for reading and writing."""
+    folder = parse_store_url(url)
+    if folder is not None:
+        return WritableLocalStore(folder)
+    from engine_builder.stores.s3 import WritableS3Store  # imports boto3, which a local store does not need
+
+    return WritableS3Store(str(url), options)

@@ -1,0 +1,53 @@
+"""The samplers' public names. Imports no numpy: the request's schema needs the names before torch is imported."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from model.errors import ManifestError, RequestRefused
+from model.validation import MAX_STEPS_LCM
+
+SAMPLERS: tuple[str, ...] = ("Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M Karras", "DPM++ 2M SDE Karras", "LCM")
+DIFFUSERS_CLASSES = {
+    "EulerDiscreteScheduler": "Euler",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "DDIMScheduler": "DDIM",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "LCMScheduler": "LCM",
+}
+# diffusers' DPM++ class implements three of the samplers, chosen by algorithm_type and use_karras_sigmas.
+DPM_VARIANTS = {
+    ("dpmsolver++", False): "DPM++ 2M",
+    ("dpmsolver++", True): "DPM++ 2M Karras",
+    ("sde-dpmsolver++", True): "DPM++ 2M SDE Karras",
+}
+
+
+def sampler_name(name: str) -> str:
+    """The public name of a sampler, given that name or a diffusers class name. Raises RequestRefused."""
+    if name not in SAMPLERS and name not in DIFFUSERS_CLASSES:
+        raise RequestRefused("scheduler", f"{name!r} is not one of {', '.join((*SAMPLERS, *DIFFUSERS_CLASSES))}.")
+    return DIFFUSERS_CLASSES.get(name, name)
+
+
+def check_steps(steps: int, sampler: str) -> None:
+    """Raises RequestRefused for more steps than the sampler (public name) serves."""
+    if sampler == "LCM" and steps > MAX_STEPS_LCM:
+        raise RequestRefused(
+            "num_inference_steps", f"{steps} is too many for LCM; give 1 to {MAX_STEPS_LCM}, or another scheduler."
+        )
+
+
+def configured_sampler(config: Mapping[str, Any]) -> str:
+    """The public name of the sampler that a scheduler_config.json names: a release's default. Raises ManifestError."""
+    name = str(config.get("_class_name"))
+    if name not in DIFFUSERS_CLASSES:
+        raise ManifestError(
+            f"scheduler_config.json: _class_name is {name!r}, not one of {', '.join(DIFFUSERS_CLASSES)}.", ""
+        )
+    if name != "DPMSolverMultistepScheduler":
+        return DIFFUSERS_CLASSES[name]
+    pair = (str(config.get("algorithm_type", "dpmsolver++")), bool(config.get("use_karras_sigmas")))
+    if pair not in DPM_VARIANTS:
+        served = " or ".join(map(str, DPM_VARIANTS))
+        raise ManifestError(f"scheduler_config.json: algorithm_type, use_karras_sigmas {pair}, not {served}.", "")
+    return DPM_VARIANTS[pair]

@@ -1,0 +1,158 @@
+"""Select the engines and weights of a release that serve a deployment. The prefetch and the load use the same answer.
+
+Imports neither torch nor numpy, so it runs while torch is still being imported, and in the prefetch process.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from model.engines import components
+from model.engines.tensorrt import api as tensorrt_api
+from model.errors import EngineError, MissingComponent, NoEngineForTarget
+from model.loading.runtimes import can_run, fastest_first, servable
+from model.loading.target import Target
+from model.settings import ServedBucket
+from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What serves a release here. `engines` and `weights` are by component; `weights[name][i]` is of
+    `engines[name][i]`."""
+
+    manifest: Manifest
+    target: str
+    engines: dict[str, list[EngineRecord]]
+    weights: dict[str, list[WeightsRecord]]
+
+    def weight_blobs(self) -> list[Blob]:
+        """The blobs of all weights, each once."""
+        blobs = [blob for records in self.weights.values() for record in records for blob in record.blobs]
+        return list({blob.sha256: blob for blob in blobs}.values())
+
+    def blobs(self, weights: bool = True) -> list[Blob]:
+        """The blobs of engines, tokenizers and (by default) weights. The largest, which take longest, come first."""
+        every = [engine for engines in self.engines.values() for engine in engines]
+        blobs = self.weight_blobs() if weights else []
+        blobs += [blob for engine in every for blob in (engine.blob, engine.constants)]
+        blobs += [engine.tensorrt.literals for engine in every if engine.tensorrt]
+        blobs += [record.blob for record in self.manifest.tokenizers.values()]
+        return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
+
+
+def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[ServedBucket]) -> Selection:
+    """Select for the first of `targets` that has all engines; empty `buckets` select every bucket of the release.
+
+    Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is read.
+    """
+    names = required_components(manifest)
+    target = choose_target(manifest, fastest_first(manifest, targets, names), names)
+    engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
+    for name in components.CFG_VARIANTS:
+        if variants := cfg_variants(manifest, name, engines[components.UNET]):
+            engines[name] = variants
+    weights = {name: [weights_of(manifest, engine) for engine in some] for name, some in engines.items()}
+    for name, records in engines.items():
+        if any(engine.signature != records[0].signature for engine in records):
+            raise EngineError(f"The {name} engines of release {manifest.name} differ in what they take and return.")
+        check_installed(manifest, records)
+        for engine, record in zip(records, weights[name], strict=True):
+            check_refit(engine, record)
+    return Selection(manifest, target, engines, weights)
+
+
+def required_components(manifest: Manifest) -> tuple[str, ...]:
+    """The components that serving this release takes. Raises MissingComponent naming those that it lacks."""
+    refined = manifest.settings.refiner is not None
+    names = components.BASE_COMPONENTS + (components.REFINER_COMPONENTS if refined else ())
+    missing = [name for name in names if name not in manifest.architectures]
+    missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
+    missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
+    schedulers = ("base", "refiner") if refined else ("base",)
+    missing += [f"{name} scheduler" for name in schedulers if name not in manifest.schedulers]
+    if missing:
+        raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
+    return names
+
+
+def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:
+    """The key of the first target, best first, for which every component has an engine. Raises NoEngineForTarget."""
+    built: dict[str, set[str]] = {}
+    for engine in manifest.engines:
+        built.setdefault(engine.target, set()).add(engine.component)
+    for target in targets:
+        if set(names) <= built.get(target.key, set()):
+            return target.key
+    lacking = set(names) - built.get(targets[0].key, set())
+    some = f" for its {', '.join(sorted(lacking))}" if targets[0].key in built else ""
+    raise NoEngineForTarget(
+        f"Release {manifest.name} has no engine for this machine ({targets[0].key}){some}. It has engines for "
+        f"{', '.join(manifest.targets) or 'nothing'}."
+    )
+
+
+def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
+    """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
+    every = servable(manifest, name, target)
+    if not every:
+        raise NoEngineForTarget(
+            f"Release {manifest.name} has no {name} engine for {target} that this server can run (of AOTInductor, or "
+            "of TensorRT with what its refit needs)."
+        )
+    if not buckets or all(engine.bucket.height is None for engine in every):
+        return every  # networks of text and time have no size, and their batch is not the UNet's
+    chosen: dict[str, EngineRecord] = {}
+    for bucket in buckets:
+        fitting = [e for e in every if e.bucket.holds(e.bucket.batch.min, bucket.height, bucket.width)]
+        fitting = [e for e in fitting if e.bucket.batch.min <= bucket.rows]
+        if not fitting:
+            size = f"{bucket.width}x{bucket.height}"
+            raise NoEngineForTarget(
+                f"Release {manifest.name} has no {name} engine for {size} with {bucket.rows} rows on {target}.",
+                f"Build it (`preheat build --size {size}@{bucket.rows}`) and publish a new release, or remove that "
+                "bucket from the config.",
+            )
+        chosen |= {engine.key: engine for engine in fitting}
+    return list(chosen.values())
+
+
+def cfg_variants(manifest: Manifest, name: str, unets: Sequence[EngineRecord]) -> list[EngineRecord]:
+    """The engines of the CFG variant `name` with the same target, runtime, precision, layout and bucket as `unets`."""
+    wanted = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in unets]
+    every = [engine for engine in manifest.engines if engine.component == name and can_run(engine)]
+    return [e for e in every if (e.target, e.runtime, e.precision, e.layout, e.bucket) in wanted]
+
+
+def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
+    """The weights in the precision and layout that an engine needs. Raises MissingComponent."""
+    wanted = (engine.component, engine.precision, engine.layout)
+    for record in manifest.weights:
+        if (record.component, record.precision, record.layout) == wanted:
+            return record
+    raise MissingComponent(
+        f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}."
+    )
+
+
+def check_installed(manifest: Manifest, engines: Iterable[EngineRecord]) -> None:
+    """Refuse plans of another build of TensorRT. Raises NoEngineForTarget."""
+    wanted = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
+    installed = tensorrt_api.installed_version() if wanted else None
+    if other := sorted(wanted - {installed}):
+        raise NoEngineForTarget(
+            f"Release {manifest.name} has plans of TensorRT {other[0]}, and this machine has {installed or 'none'}. A "
+            "plan is read only by the version that built it.",
+            f"Install {other[0]} (docs/tensorrt.md), or build with this version (`preheat build --runtime tensorrt`) "
+            "and publish a new release (`preheat publish`).",
+        )
+
+
+def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
+    """Refuse weights that a plan does not take: TensorRT would use them and compute nonsense. Raises EngineError."""
+    plan = engine.tensorrt
+    if plan is not None and plan.refit == "identical" and plan.weights != weights.identity:
+        raise EngineError(
+            f"The {engine.component} plan takes only the weights it was built with, and the release has others.",
+            "Build it with these weights (`preheat build --runtime tensorrt`), or for weights of any model "
+            "(`--refit any`).",
+        )

@@ -1,0 +1,143 @@
+"""What requests may ask of a loaded release: its sizes, its refiner, and its default values."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from model.denoising.sampler_names import check_steps, sampler_name
+from model.engines.components import CFG_VARIANTS
+from model.errors import ManifestError, NoEngineForTarget, RequestRefused
+from model.loading.select import Selection
+from model.settings import ServedBucket
+from model.store.manifest import EngineRecord, Span
+from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
+
+
+class Defaults(StrictModel):
+    """The values of a request's empty fields. A release lists those that it changes."""
+
+    num_inference_steps: Steps = 30
+    guidance_scale: Guidance = 7.5
+    end_cfg_frac: Fraction = 1.0
+    scheduler: SamplerName = "Euler"
+    use_refiner: bool = False
+    denoising_frac: Fraction = 0.8
+
+
+def read_defaults(entries: Mapping[str, Any]) -> Defaults:
+    """Check a manifest's `defaults` against the limits of requests. Raises ManifestError naming the entry."""
+    try:
+        defaults = Defaults.model_validate(dict(entries))
+        check_steps(defaults.num_inference_steps, sampler_name(defaults.scheduler))
+    except ValidationError as error:
+        problem = explain(error, Defaults)[0]
+        raise ManifestError(f"The release's default for {problem.field}: {problem.message}.") from error
+    except RequestRefused as error:
+        raise ManifestError(f"The release's default for {error}") from error
+    return defaults
+
+
+@dataclass(frozen=True)
+class SizeList:
+    """The sizes that static engines serve, as (width, height) in pixels."""
+
+    sizes: tuple[tuple[int, int], ...]
+
+    def check(self, width: int, height: int) -> None:
+        """Raises RequestRefused with the list, unless it has this size."""
+        if (width, height) not in self.sizes:
+            field = "height" if any(width == served for served, _ in self.sizes) else "width"
+            served_sizes = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes))
+            raise RequestRefused(
+                field, f"{width}x{height} is not a size served here; the sizes (width x height) are {served_sizes}."
+            )
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """The sizes that dynamic engines serve: each side, in pixels, is a multiple within the bounds."""
+
+    min_side: int
+    max_side: int
+    multiple: int
+
+    def check(self, width: int, height: int) -> None:
+        """Raises RequestRefused with the rule, unless both sides keep it."""
+        for field, side in (("width", width), ("height", height)):
+            if not self.min_side <= side <= self.max_side or side % self.multiple:
+                raise RequestRefused(
+                    field,
+                    f"{side} is not served here; give a multiple of {self.multiple} "
+                    f"from {self.min_side} to {self.max_side}.",
+                )
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a deployment serves, as far as requests can choose. Sizes in pixels."""
+
+    native_width: int
+    native_height: int
+    sizes: SizeList | SizeRange
+    has_refiner: bool
+    defaults: Defaults
+
+
+def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> ServedModel:
+    """Describe what requests may ask for.
+
+    Raises ManifestError or NoEngineForTarget where the release's own defaults are not served: every request that
+    leaves them open would be refused.
+    """
+    manifest = selection.manifest
+    defaults = read_defaults(manifest.defaults)
+    settings = manifest.settings
+    if defaults.use_refiner and not manifest.has_refiner:
+        raise ManifestError(
+            f"Release {manifest.name} uses a refiner by default and has none.",
+            "Build it with one (`preheat build --refiner`) and publish a new release (`preheat publish`).",
+        )
+    sizes = served_sizes(selection.engines, buckets)
+    try:
+        sizes.check(settings.native_width, settings.native_height)
+    except RequestRefused as error:
+        raise NoEngineForTarget(
+            f"The default size of release {manifest.name}, {settings.native_width}x{settings.native_height}, is not "
+            f"loaded. {error}",
+            "Build that size (`preheat build`), or add it to the config's buckets.",
+        ) from error
+    return ServedModel(settings.native_width, settings.native_height, sizes, manifest.has_refiner, defaults)
+
+
+def served_sizes(
+    engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]
+) -> SizeList | SizeRange:
+    """The sizes that every component with a size serves: a range where all engines are dynamic, else a list.
+
+    Configured buckets narrow it to their sizes.
+    """
+    if buckets:
+        return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
+    required = [records for name, records in engines.items() if name not in CFG_VARIANTS]
+    sized = [spans for records in required if (spans := _spans(records))]
+    static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
+    if static or not sized:
+        held = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]
+        return SizeList(tuple(sorted(held)))
+    # Where a component has several dynamic engines, the one with the largest sides decides.
+    sides = [side for spans in sized for side in max(spans, key=lambda span: span[0].max)]
+    return SizeRange(
+        max(side.min for side in sides), min(side.max for side in sides), math.lcm(*(side.multiple for side in sides))
+    )
+
+
+def _spans(records: Sequence[EngineRecord]) -> list[tuple[Span, Span]]:
+    """Heights and widths of a component's engines; empty for a text encoder."""
+    return [(e.bucket.height, e.bucket.width) for e in records if e.bucket.height and e.bucket.width]
+
+
+def _holds(span: tuple[Span, Span], size: tuple[int, int]) -> bool:
+    return span[0].holds(size[1]) and span[1].holds(size[0])

@@ -1,0 +1,55 @@
+"""The number types of an engine. A manifest holds their short name; code asks for the type it needs."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+Dtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+"""The types that a manifest may name."""
+StorageDtype = Dtype | Literal["float8_e4m3fn", "int8"]
+DTYPE_BYTES: dict[StorageDtype, int] = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
+}  # fmt: skip
+PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`storage`: the type of the weights in the store and on the device. `compute`: the operands of matrix products.
+    `io`: the tensors at a component's border."""
+
+    name: PrecisionName
+    storage: StorageDtype
+    compute: StorageDtype
+    io: Dtype
+
+    @classmethod
+    def named(cls, name: Any) -> "Precision":
+        """Raises ValueError for an unknown name."""
+        if not isinstance(name, str) or name not in PRECISIONS:
+            raise ValueError(f"the precision is one of {', '.join(PRECISIONS)}")
+        return PRECISIONS[name]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FP32 = Precision("fp32", "float32", "float32", "float32")
+FP16 = Precision("fp16", "float16", "float16", "float16")
+BF16 = Precision("bf16", "bfloat16", "bfloat16", "bfloat16")
+# Quantized engines keep half precision at their borders, so that they exchange tensors with the fp16 components.
+FP8 = Precision("fp8", "float8_e4m3fn", "float8_e4m3fn", "float16")
+INT8 = Precision("int8", "int8", "int8", "float16")
+PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, FP16, BF16, FP8, INT8)}
+# Where a release has a component in several precisions, the first of these is served. Those that change images are
+# last.
+SERVED_FIRST = (FP16, BF16, FP32, FP8, INT8)
+
+PrecisionField = Annotated[
+    Precision,
+    PlainValidator(lambda value: value if isinstance(value, Precision) else Precision.named(value)),
+    PlainSerializer(lambda precision: precision.name, return_type=str),
+    WithJsonSchema({"enum": list(PRECISIONS)}),
+]
+"""A pydantic field that is a name in JSON and a `Precision` in Python."""

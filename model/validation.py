@@ -1,0 +1,144 @@
+"""Limits of what callers may ask for, and readable sentences for values outside them.
+
+Requests, release defaults and deployment settings share these limits and sentences. Imports pydantic only.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+MAX_STEPS = 100  # of one request; a noise schedule has timesteps for as many
+MAX_STEPS_LCM = 50
+MAX_IMAGES = 8  # of one request
+SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
+SEEDS = 2**32
+_MAX_PROBLEMS = 20  # reported at once; a body of a thousand unknown fields does not get a thousand lines
+_MAX_SHOWN = 60  # characters of a refused value that a message repeats
+_OURS = "refused"  # the kind of problem that our own validators report
+
+Schema = Mapping[str, Any]
+
+ImageFormat = Literal["png", "jpeg", "webp"]
+Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
+Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+Guidance = Annotated[float, Field(ge=0, le=30)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=SEEDS - 1)]
+SamplerName = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class StrictModel(BaseModel):
+    """JSON types only: no "30" for 30, no 1 for true, no NaN; 7 is accepted for 7.0. Unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One refused value. `field` is its dotted path, None for the whole input; `message` has no full stop."""
+
+    field: str | None
+    message: str
+    value: Any
+
+
+def refusal(message: str) -> PydanticCustomError:
+    """The error that a validator of ours raises; `message` is shown as it is."""
+    return PydanticCustomError(_OURS, "{message}", {"message": message})
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Describe each problem of `error` by the value that was given and by what `model` accepts in its place."""
+    schema: Schema = model.model_json_schema()
+    problems = []
+    for found in error.errors(include_url=False)[:_MAX_PROBLEMS]:
+        parent = place = schema
+        for step in found["loc"]:
+            parent, place = place, _child(place, step, schema)
+        field = ".".join(_printable(_shorten(str(step))) for step in found["loc"]) if found["loc"] else None
+        problems.append(Problem(field, _message(found, parent, place, schema), found["input"]))
+    return problems
+
+
+def _child(schema: Schema, step: object, root: Schema) -> Schema:
+    """The schema of a field or list item; empty where `schema` does not describe it."""
+    found = schema.get("items", {}) if isinstance(step, int) else schema.get("properties", {}).get(step, {})
+    reference = found.get("$ref", "").removeprefix("#/$defs/")
+    child: Schema = root["$defs"][reference] if reference else found
+    return child
+
+
+def _message(problem: ErrorDetails, parent: Schema, schema: Schema, root: Schema) -> str:
+    kind, value = problem["type"], problem["input"]
+    if kind == _OURS:
+        return problem["msg"]
+    if kind == "extra_forbidden":
+        return f"is not a known field; the fields are {', '.join(parent.get('properties', {}))}"
+    if kind == "string_unicode" and not problem["loc"]:
+        return "the name of a field is not Unicode text (it holds half of a surrogate pair)"
+    if not schema:
+        return "the name of a field is not text"
+    if kind == "string_unicode":
+        at = next(i for i, character in enumerate(value) if "\ud800" <= character <= "\udfff")
+        return f"character {at + 1} is half of a surrogate pair, which is not Unicode text: send both halves"
+    if kind == "missing":
+        return f"is required: {_accepted(schema, root)}"
+    return f"got {shown(value)}, expected {_accepted(schema, root)}"
+
+
+def _accepted(schema: Schema, root: Schema) -> str:
+    """Describe a field's JSON schema in words, so that messages and the published schema agree."""
+    if "anyOf" in schema:
+        return ", or ".join(_accepted(choice, root) for choice in schema["anyOf"])
+    if "$ref" in schema:
+        return _accepted(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root)
+    if "enum" in schema:
+        return "one of " + ", ".join(json.dumps(choice) for choice in schema["enum"])
+    match schema.get("type"):
+        case "string" if "maxLength" in schema:
+            return f"a string of {schema.get('minLength', 0)} to {schema['maxLength']} characters"
+        case "string":
+            return "a string"
+        case "integer" | "number" as kind:
+            return f"{'an integer' if kind == 'integer' else 'a number'}{_bounds(schema)}"
+        case "boolean":
+            return "true or false"
+        case "array":
+            return "a list"
+        case "object":
+            return f"a JSON object with the fields {', '.join(schema.get('properties', {}))}"
+        case kind:
+            return str(kind)
+
+
+def _bounds(schema: Schema) -> str:
+    least, most, above = schema.get("minimum"), schema.get("maximum"), schema.get("exclusiveMinimum")
+    if least is not None and most is not None:
+        return f" from {least} to {most}"
+    if above is not None:
+        return f" above {above}"
+    return "" if least is None else f" of at least {least}"
+
+
+def shown(value: object) -> str:
+    """A refused value as JSON writes it, cut short; lists and objects only by their kind."""
+    if isinstance(value, str):
+        return _printable(json.dumps(_shorten(value), ensure_ascii=False))
+    if value is None or isinstance(value, bool | int | float):
+        return _shorten(json.dumps(value))
+    if isinstance(value, list):
+        return "a list"
+    return "an object" if isinstance(value, Mapping) else f"a value of type {type(value).__name__}"
+
+
+def _printable(text: str) -> str:
+    """Write line breaks, direction marks and other control characters as JSON escapes."""
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"

@@ -1,0 +1,127 @@
+"""Garbage collection and copies of releases, in stores of both kinds."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, read_age
+from engine_builder.releases.mirror import copy_release
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.errors import CorruptBlob, ManifestError, ReleaseExists
+from tests.conftest import Opener
+from tests.stand_ins import releases
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> WritableStore:
+    """A store of either kind; only the one in a bucket needs the object store."""
+    if request.param == "folder":
+        return open_writable_store(tmp_path / "folder")
+    return request.getfixturevalue("open_bucket")("gc")
+
+
+def test_deletes_only_unnamed_blobs(any_store: WritableStore) -> None:
+    manifest = releases.draft(any_store)
+    any_store.write_release(manifest)
+    named = set(manifest.blobs())
+    drafted, recorded, lost = (any_store.put_bytes(data) for data in (b"drafted", b"recorded", b"lost"))
+    draft = manifest.model_copy(update={"model": "other"}).to_json()
+    spare = manifest.tokenizers["tokenizer"].blob.sha256
+    any_store.write_record("drafts", "other", draft.replace(spare.encode(), drafted.encode()))
+    any_store.write_record("engines", "key", f'{{"blob": {{"sha256": "{recorded}"}}, "a newer": "field"}}'.encode())
+    young = find_garbage(any_store, 3600)
+    assert (young.blobs, young.young, young.named) == ({}, 1, len(named) + 2)
+    assert delete_garbage(any_store, young) == 0 and any_store.has(lost)
+    old = find_garbage(any_store, 3600, now=datetime.now(UTC).timestamp() + 3601)
+    assert old.blobs == {lost: 4} and any_store.has(lost)
+    assert delete_garbage(any_store, old) == 4
+    assert {digest for digest, _, _ in any_store.blobs()} == named | {drafted, recorded}
+
+
+def test_keeps_blobs_put_or_named_meanwhile(any_store: WritableStore) -> None:
+    drafted, put = any_store.put_bytes(b"drafted"), any_store.put_bytes(b"put")
+    now = datetime.now(UTC).timestamp()
+    garbage = find_garbage(any_store, 0, now=now + 60)
+    assert set(garbage.blobs) == {drafted, put}
+    any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
+    since = replace(garbage, limit=now - 60)  # as if both were old and put again
+    assert delete_garbage(any_store, since) == 0
+    assert any_store.has(drafted) and any_store.has(put)
+    assert delete_garbage(any_store, garbage) == len(b"put")
+    assert any_store.has(drafted) and not any_store.has(put)
+
+
+def test_deletes_nothing_if_a_manifest_is_unreadable(
+    any_store: WritableStore, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    lost = any_store.put_bytes(b"lost")
+    manifest = releases.draft(any_store)
+    any_store.write_release(manifest)
+    newer = manifest.to_json().replace(b'"schema_version": 1', b'"schema_version": 2')
+    if any_store.url.startswith("s3:"):
+        client, bucket = request.getfixturevalue("s3"), request.getfixturevalue("bucket")
+        client.put_object(Bucket=bucket, Key="gc/releases/toy/1.json", Body=newer)
+    else:
+        (tmp_path / "folder" / "releases" / "toy" / "1.json").write_bytes(newer)
+    with pytest.raises(ManifestError, match="schema"):
+        find_garbage(any_store, 0, now=datetime.now(UTC).timestamp() + 60)
+    assert any_store.has(lost)
+
+
+def test_put_of_existing_blob_makes_it_young(any_store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a negative age limit every existing blob counts as old."""
+    digest = any_store.put_bytes(b"bytes")
+    before = next(put for _, _, put in any_store.blobs())
+    monkeypatch.setattr("engine_builder.stores.writing.REFRESH_AGE_SECONDS", -1)
+    assert any_store.put_bytes(b"bytes") == digest
+    assert next(put for _, _, put in any_store.blobs()) > before
+    any_store.check(digest, 5)
+
+
+def test_deletes_unfinished_uploads(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    store = open_bucket("gc")
+    digest = "0" * 64
+    for key in (f"gc/blobs/sha256/{digest}", f"other/blobs/sha256/{digest}"):
+        s3.create_multipart_upload(Bucket=bucket, Key=key)
+    now = datetime.now(UTC).timestamp()
+    delete_garbage(store, find_garbage(store, 3600))
+    assert len(s3.list_multipart_uploads(Bucket=bucket)["Uploads"]) == 2, "they may be in progress"
+    assert store.delete_unfinished(now + 60) == 1
+    assert [u["Key"] for u in s3.list_multipart_uploads(Bucket=bucket)["Uploads"]] == [f"other/blobs/sha256/{digest}"]
+
+
+def test_refuses_age_of_a_running_build() -> None:
+    assert (read_age("2h"), read_age("7d")) == (7200, 7 * 86400)
+    for age in ("0s", "119m", "7", "d", "-1d"):
+        with pytest.raises(BadAge):
+            read_age(age)
+
+
+def test_copies_release_to_bucket_and_back(open_bucket: Opener, tmp_path: Path) -> None:
+    folder, back = (open_writable_store(tmp_path / name) for name in ("folder", "back"))
+    there = open_bucket()
+    manifest = releases.draft(folder)
+    folder.write_release(manifest)
+    assert copy_release(folder, there, "toy/1") == (manifest, True)
+    assert copy_release(there, back, "toy/1") == (manifest, True)
+    assert copy_release(folder, there, "toy/1") == (manifest, False)
+    for digest, blob in manifest.blobs().items():
+        assert back.get(digest, blob.bytes).read_bytes() == folder.get(digest, blob.bytes).read_bytes()
+    other = open_writable_store(tmp_path / "other")
+    other.write_release(releases.draft(other).model_copy(update={"created": "2027-01-01T00:00:00+00:00"}))
+    with pytest.raises(ReleaseExists, match="has another release toy/1"):
+        copy_release(other, there, "toy/1")
+
+
+def test_damaged_blob_is_not_copied(open_bucket: Opener, tmp_path: Path) -> None:
+    folder, there = open_writable_store(tmp_path / "folder"), open_bucket()
+    manifest = releases.draft(folder)
+    folder.write_release(manifest)
+    path = folder.get(manifest.weights[0].blobs[0].sha256, manifest.weights[0].blobs[0].bytes)
+    path.write_bytes(bytes(len(path.read_bytes())))
+    with pytest.raises(CorruptBlob):
+        copy_release(folder, there, "toy/1")
+    assert there.releases() == []

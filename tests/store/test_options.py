@@ -1,0 +1,87 @@
+"""Options of a store: from Truss secrets, the environment and the deployment's config."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.errors import ConfigError
+from model.settings import read_settings
+from model.store.options import StoreOptions
+
+
+class SecretNotFound(Exception):
+    """Named like the class of Truss's server."""
+
+
+class Secrets(Mapping[str, str]):
+    """Like Truss's secrets: a missing one raises a class of its own, and they cannot be listed."""
+
+    def __init__(self, **secrets: str) -> None:
+        self._secrets = secrets
+
+    def __getitem__(self, key: str) -> str:
+        if not self._secrets.get(key):
+            raise SecretNotFound(key)
+        return self._secrets[key]
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without settings."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "PREHEAT_", "XDG_")):
+            monkeypatch.delenv(name)
+
+
+def options_of(section: dict[str, Any], secrets: Mapping[str, str] | None = None) -> StoreOptions:
+    return read_settings(section).store_options(secrets)
+
+
+def test_secrets_unless_environment_has_credentials(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = Secrets(aws_access_key_id="id\n", aws_secret_access_key="key\n")
+    options = options_of({"profile": "p"}, secrets)
+    assert (options.access_key_id, options.secret_access_key, options.session_token) == ("id", "key", None)
+    assert options.profile is None
+    for lacking in (None, {}, Secrets(aws_access_key_id="id"), Secrets()):
+        options = options_of({"profile": "p"}, lacking)
+        assert (options.access_key_id, options.secret_access_key, options.profile) == (None, None, "p")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
+    assert options_of({}, secrets).access_key_id is None
+
+
+def test_failing_secret_is_not_a_missing_one(bare: None) -> None:
+    class Broken(Secrets):
+        def __getitem__(self, key: str) -> str:
+            raise PermissionError(key)
+
+    with pytest.raises(PermissionError):
+        options_of({}, Broken())
+
+
+def test_environment_comes_before_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
+    options = options_of(settings)
+    assert options.cache_folder == Path("/config") and options.cache_bytes == 2 * 2**30
+    assert (options.endpoint, options.region) == ("http://config", "config")
+    monkeypatch.setenv("PREHEAT_CACHE_DIR", "/environment")
+    monkeypatch.setenv("PREHEAT_CACHE_BYTES", "1000")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://environment")
+    monkeypatch.setenv("AWS_REGION", "environment")
+    options = options_of(settings)
+    assert options.cache_folder == Path("/environment") and options.cache_bytes == 1000
+    assert (options.endpoint, options.region) == ("http://environment", "environment")
+
+
+@pytest.mark.parametrize("size", ["many", "-1", "0", 1.5, True, "1 GB", "2GiBGiB"])
+def test_refuses_invalid_cache_size(bare: None, size: object) -> None:
+    with pytest.raises(ConfigError, match="cache_bytes: got .* expected a whole number of bytes or a size like 20GiB"):
+        options_of({"cache_bytes": size})
