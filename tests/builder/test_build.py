@@ -32,7 +32,7 @@ from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.engines.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
-from model.errors import BrokenImage, ManifestError
+from model.errors import BrokenImage
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
@@ -363,7 +363,7 @@ def test_release_has_the_folders_defaults(store_copy: WritableStore, folder_copy
     (folder_copy / "defaults.json").write_text(json.dumps(defaults))
     assert build(plan_of(folder_copy, "turbo"), store_copy).draft.defaults == defaults
     (folder_copy / "defaults.json").write_text('{"num_inference_steps": 400}')
-    with pytest.raises(ManifestError, match="num_inference_steps"):
+    with pytest.raises(CheckpointError, match="num_inference_steps"):
         build(plan_of(folder_copy, "turbo"), store_copy)
 
 
@@ -571,7 +571,7 @@ def test_fingerprint_follows_links_to_folders(
 @pytest.mark.parametrize(
     "defaults, error, message",
     [
-        ('{"widht": 512}', ManifestError, "widht"),
+        ('{"widht": 512}', CheckpointError, "widht"),
         ('{"use_refiner": true}', CheckpointError, "use_refiner is true, but there is no refiner"),
         ('{"width": 2048, "height": 64}', SizesRefused, "generates 2048x64 by default, .* sides up to 1024"),
     ],
