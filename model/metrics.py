@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
-from model.engines.components import REFINER_UNET, UNET
+from model.pipeline.spec import unets
 
 _SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -51,9 +51,9 @@ for _kind in ("refused", "overloaded", "unavailable", "deadline", "broken_image"
     ERRORS.labels(_kind)
 for _state in ("queued", "running"):
     CANCELLATIONS.labels(_state)
-for _component in (UNET, REFINER_UNET):
-    ACTIVE.labels(_component)
-    STEPS.labels(_component)
+for _unet in unets():
+    ACTIVE.labels(_unet.name)
+    STEPS.labels(_unet.name)
 
 
 def gpu_memory(device: torch.device) -> dict[str, int]:

@@ -78,6 +78,7 @@ class Model:
         from model.loading.load import load_release
         from model.loading.runtimes import targets_here
         from model.loading.warmup import efficient_by_size, warm_up
+        from model.pipeline.runner import Runner
         from model.scheduling.scheduler import Scheduler
 
         settings = self._settings
@@ -91,7 +92,7 @@ class Model:
             settings.public_key,
         )
         metrics.watch_gpu_memory(loaded.model.device)
-        scheduler = Scheduler(loaded.model, settings.limits, _end_process)
+        scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
         try:
             with self._cold_start.phase("warm_up"):
                 scheduler.preview_map = scheduler.call(lambda: warm_up(loaded)).result()

@@ -1,42 +1,67 @@
-"""The check that holds callers to a component's signature: what fits is measured, what does not is named."""
+"""Signatures, and the check of callers' tensors against them: sizes are returned, a wrong input is named."""
 
 import pytest
 import torch
 
 from model.engines import shapes
-from model.engines.shapes import Widths, bind_shapes, text_signature, unet_signature, vae_decoder_signature
+from model.engines.shapes import bind_shapes
+from model.engines.signatures import (
+    Widths,
+    pooled_text_signature,
+    text_signature,
+    unet_signature,
+    unet_text_signature,
+    unet_time_signature,
+    vae_decoder_signature,
+)
 from model.errors import EngineError
 
-WIDTHS = Widths(tokens=77, text_width=8, text_width_2=12, pooled_width=12, latent_channels=4, time_ids=6, vae_scale=8)
-UNET = unet_signature(WIDTHS, 30, 20, "float16")
+WIDTHS = Widths(
+    tokens=77, text_width=8, text_width_2=12, pooled_width=13, context_width=20, latent_channels=4, time_ids=6,
+    vae_scale=8, time_embeds_width=30, keys_values_width=40,
+)  # fmt: skip
+UNET = unet_signature(WIDTHS, "float16")
 
 
-def unet_inputs(rows: int = 2, height: int = 64, width: int = 96) -> dict[str, torch.Tensor]:
+def unet_inputs(batch: int = 2, height: int = 64, width: int = 96) -> dict[str, torch.Tensor]:
     return {
-        "sample": torch.zeros(rows, 4, height // 8, width // 8, dtype=torch.float16),
-        "time_embeds": torch.zeros(rows, 30, dtype=torch.float16),
-        "keys_values": torch.zeros(rows, 77, 20, dtype=torch.float16),
+        "sample": torch.zeros(batch, 4, height // 8, width // 8, dtype=torch.float16),
+        "time_embeds": torch.zeros(batch, 30, dtype=torch.float16),
+        "keys_values": torch.zeros(batch, 77, 40, dtype=torch.float16),
     }
 
 
-def test_what_fits_is_measured_in_rows_and_pixels() -> None:
+def test_returns_the_batch_and_the_size_in_pixels() -> None:
     assert bind_shapes(UNET, unet_inputs(3, 64, 96), "unet") == {"rows": 3, "height": 64, "width": 96}
-    assert bind_shapes(
-        text_signature(8, 77, "float32", 12), {"input_ids": torch.zeros(5, 77, dtype=torch.int64)}, "t"
-    ) == {"rows": 5}
+    ids = torch.zeros(5, 77, dtype=torch.int64)
+    assert bind_shapes(pooled_text_signature(WIDTHS, "float32"), {"input_ids": ids}, "t") == {"rows": 5}
     latents = {"latents": torch.zeros(1, 4, 16, 8)}
-    assert bind_shapes(vae_decoder_signature(4, 8, "float32"), latents, "vae") == {
+    assert bind_shapes(vae_decoder_signature(WIDTHS, "float32"), latents, "vae") == {
         "rows": 1,
         "height": 128,
         "width": 64,
     }
 
 
-def test_signatures_name_what_a_component_takes_and_gives() -> None:
-    assert [spec.name for spec in UNET.inputs] == list(unet_inputs())
+def test_signatures_have_the_widths_of_the_model() -> None:
+    assert [tensor.name for tensor in UNET.inputs] == list(unet_inputs())
     assert UNET.outputs[0].shape == UNET.inputs[0].shape
-    assert [spec.name for spec in text_signature(8, 77, "float32", None).outputs] == ["hidden_states"]
-    assert vae_decoder_signature(4, 8, "float32").outputs[0].shape == ("rows", 3, "height", "width")
+    assert vae_decoder_signature(WIDTHS, "float32").outputs[0].shape == ("rows", 3, "height", "width")
+    text = {tensor.name: tensor.shape for tensor in text_signature(WIDTHS, "float32").outputs}
+    assert text == {"hidden_states": ("rows", 77, 8)}
+    pooled = {tensor.name: tensor.shape for tensor in pooled_text_signature(WIDTHS, "float32").outputs}
+    assert pooled == {"hidden_states": ("rows", 77, 12), "pooled": ("rows", 13)}
+
+
+def test_outputs_of_one_network_fit_the_inputs_of_the_next() -> None:
+    [context] = unet_text_signature(WIDTHS, "float16").inputs
+    assert context.shape == ("rows", 77, 20)
+    takes = {tensor.name: tensor for tensor in UNET.inputs}
+    for signature in (unet_text_signature(WIDTHS, "float16"), unet_time_signature(WIDTHS, "float16")):
+        [made] = signature.outputs
+        assert takes[made.name] == made
+    pooled = pooled_text_signature(WIDTHS, "float16").outputs[1]
+    assert pooled.shape in [tensor.shape for tensor in unet_time_signature(WIDTHS, "float16").inputs]
 
 
 @pytest.mark.parametrize("name", list(unet_inputs()))
@@ -46,7 +71,7 @@ def test_each_input_that_does_not_fit_is_named(name: str) -> None:
     other = torch.float32 if tensor.dtype == torch.float16 else torch.float16
     wrong = {
         "dtype": tensor.to(other),
-        "one row more than the others": torch.cat([tensor, tensor[:1]]),
+        "a larger batch than the others": torch.cat([tensor, tensor[:1]]),
         "a dimension more": tensor[..., None],
         "a dimension less": tensor[0],
         "no dimension": tensor.flatten()[0],

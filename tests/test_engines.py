@@ -235,12 +235,24 @@ def test_no_rows_and_no_inputs_are_refused() -> None:
         engines.run({}, 64, 64)
 
 
-def test_engines_that_take_different_inputs_make_no_set() -> None:
+def test_variants_serve_only_batches_of_their_layout() -> None:
+    [one, two], [both] = static(1, 2), static(2)
+    engines = EngineSet([two, one], {"both": [both]})
+    assert engines.of_size(64, 64) == engines.serving(64, 64) == [one, two]
+    assert engines.of_size(64, 64, "both") == [both] and engines.of_size(64, 64, "uncond") == []
+    assert engines.of_size(1024, 64, "both") == []
+    engines.run({"x": latents(2, 64, 64)}, 64, 64)
+    assert (two.ran, both.ran) == ([2], [])
+
+
+def test_engines_with_different_inputs_make_no_set() -> None:
     renamed = Signature(
         inputs=(TensorSpec(name="other", dtype="float32", shape=SIGNATURE.inputs[0].shape),), outputs=SIGNATURE.outputs
     )
     with pytest.raises(EngineError, match="differ in what they take and return.*`preheat build`"):
         EngineSet([Bucketed(Span(min=1, max=1)), Bucketed(Span(min=2, max=2), signature=renamed)])
+    with pytest.raises(EngineError, match="differ in what they take and return"):
+        EngineSet(static(2), {"both": [Bucketed(Span(min=2, max=2), signature=renamed)]})
 
 
 # -- eager --------------------------------------------------------------------------------------------------------

@@ -25,19 +25,20 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.denoising.loop import ImageState
-from model.engines import components, shapes
+from model.engines import signatures
 from model.engines.engine import EngineSet
 from model.loading.load import Loaded, load_release
 from model.loading.served import read_defaults
 from model.loading.target import Target, detect_targets
+from model.pipeline import spec
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
-from model.pipeline.text_to_image import generate, prepare_images, request_schedules
+from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
 from tests.stand_ins import toy_sdxl
+from tests.stand_ins.components import BASE_COMPONENTS
 from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
 from tests.stand_ins.reference import Reference
 
@@ -93,9 +94,7 @@ def test_guidance_is_embedded_as_in_diffusers(width: int) -> None:
         assert torch.equal(embed_guidance(np.array([scale]), width), expected)
 
 
-def test_the_picture_of_a_unet_that_embeds_guidance_is_diffusers_picture(
-    distilled: Loaded, distilled_folder: Path
-) -> None:
+def test_unet_that_embeds_guidance_generates_diffusers_image(distilled: Loaded, distilled_folder: Path) -> None:
     reference = Reference(distilled_folder)
     pictures = {}
     for scheduler in ("LCM", "Euler"):
@@ -110,49 +109,49 @@ def test_the_picture_of_a_unet_that_embeds_guidance_is_diffusers_picture(
     assert apart(pictures["Euler", 0.0], pictures["Euler", 1.0]) > 5 * TOLERANCE
 
 
-def test_a_distilled_unet_runs_on_the_engines_of_the_one_it_came_from(
+def test_distilled_unet_shares_all_engines_but_the_time_network(
     distilled_folder: Path, toy_folder: Path, target: Target
 ) -> None:
     def keys(folder: Path) -> dict[str, str]:
-        networks = [load_network(Checkpoint(folder), name, FP32) for name in components.BASE_COMPONENTS[2:5]]
+        networks = [load_network(Checkpoint(folder), name, FP32) for name in BASE_COMPONENTS[2:5]]
         return {
             network.component: engine_key(network, target, dynamic_bucket(network.multiple)) for network in networks
         }
 
     own, base = keys(distilled_folder), keys(toy_folder)
-    assert {name for name in own if own[name] != base[name]} == {components.UNET_TIME}
+    assert {name for name in own if own[name] != base[name]} == {spec.UNET_TIME}
 
 
-def test_the_release_says_what_its_unet_takes(distilled: Loaded, loaded: Loaded) -> None:
-    signature = distilled.model.engines[components.UNET_TIME].signature
-    assert [(spec.name, spec.dtype, spec.shape) for spec in signature.inputs][3:] == [
+def test_signature_tells_if_a_unet_embeds_guidance(distilled: Loaded, loaded: Loaded) -> None:
+    signature = distilled.model.engines[spec.UNET_TIME].signature
+    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in signature.inputs][3:] == [
         ("timestep_cond", "float32", ("rows", WIDTH))
     ]
-    assert shapes.timestep_cond_width(loaded.model.engines[components.UNET_TIME].signature) == 0
+    assert signatures.timestep_cond_width(loaded.model.engines[spec.UNET_TIME].signature) == 0
     asked = asked_of(distilled)
     assert (asked.scheduler, asked.num_inference_steps, asked.guidance_scale) == ("LCM", 4, 7.5)
 
 
 def distilled_lines() -> LoadedModel:
-    """The model of lines, its base distilled to embed guidance and its refiner not."""
+    """The linear stand-in model with a base that embeds guidance and a refiner that does not."""
     model = line_model()
-    signature = shapes.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), 7, "float32")
-    model.engines[components.UNET_TIME] = EngineSet([Stub(components.UNET_TIME, signature)])
+    signature = signatures.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), "float32")
+    model.engines[spec.UNET_TIME] = EngineSet([Stub(spec.UNET_TIME, signature)])
     return model
 
 
-def test_each_step_is_told_its_own_guidance_and_runs_the_unet_once() -> None:
+def test_each_step_embeds_its_guidance_and_runs_the_unet_once() -> None:
     model = distilled_lines()
     asked = replace(PLAIN, negative_prompt="four", num_inference_steps=4, guidance_scale=0.5, end_cfg_frac=0.5)
     for scale in (0.5, 7.5):
         _, _, warnings = generate(model, [replace(asked, guidance_scale=scale)])
-        [inputs] = stub(model, components.UNET_TIME).seen
+        [inputs] = stub(model, spec.UNET_TIME).seen
         expected = embed_guidance(np.array([scale, scale, 1.0, 1.0]), WIDTH)
         assert torch.equal(inputs["timestep_cond"], expected)
-        assert [len(step["sample"]) for step in stub(model, components.UNET).seen] == [1] * 4
+        assert [len(step["sample"]) for step in stub(model, spec.UNET).seen] == [1] * 4
         assert [warning.partition(":")[0] for warning in warnings] == (["negative_prompt"] if scale > 1 else [])
-        stub(model, components.UNET_TIME).seen.clear()
-        stub(model, components.UNET).seen.clear()
+        stub(model, spec.UNET_TIME).seen.clear()
+        stub(model, spec.UNET).seen.clear()
 
 
 def test_a_refiner_of_its_own_kind_is_guided_all_the_same() -> None:
@@ -160,20 +159,21 @@ def test_a_refiner_of_its_own_kind_is_guided_all_the_same() -> None:
     asked = replace(PLAIN, negative_prompt="four", use_refiner=True)
     _, _, [warning] = generate(model, [asked])
     assert warning.startswith("negative_prompt: this model's UNet") and "only the refiner does" in warning
-    assert {len(step["sample"]) for step in stub(model, components.UNET).seen} == {1}
-    assert {len(step["sample"]) for step in stub(model, components.REFINER_UNET).seen} == {2}
+    assert {len(step["sample"]) for step in stub(model, spec.UNET).seen} == {1}
+    assert {len(step["sample"]) for step in stub(model, spec.REFINER_UNET).seen} == {2}
 
 
-def test_a_base_left_without_a_step_embeds_nothing() -> None:
+def test_base_without_steps_is_neither_encoded_nor_run() -> None:
     model = distilled_lines()
-    base, rest = request_schedules(model, replace(PLAIN, use_refiner=True, denoising_frac=0.0))
-    assert rest is not None and not base.steps
-    rows: list[ImageState] = prepare_images(model, PLAIN, base)
-    assert rows[0].cond.time_embeds.isfinite().all()
+    [picture], _, _ = generate(model, [replace(PLAIN, use_refiner=True, denoising_frac=0.0)])
+    assert picture.shape == (PLAIN.height, PLAIN.width, 3)
+    assert len(stub(model, spec.REFINER_UNET).seen) == PLAIN.num_inference_steps
+    for name in (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.UNET_TIME, spec.UNET):
+        assert stub(model, name).seen == []
 
 
 def test_a_unet_that_embeds_guidance_exports_to_onnx(distilled_folder: Path) -> None:
-    network = load_network(Checkpoint(distilled_folder), components.UNET_TIME, FP16)
+    network = load_network(Checkpoint(distilled_folder), spec.UNET_TIME, FP16)
     assert check_graph_runs(network, export_graph(network)) <= 1e-2
 
 

@@ -3,12 +3,17 @@
 import pytest
 
 from model.errors import Cancelled, Unavailable
+from model.pipeline.runner import Runner
 from model.scheduling.job import Job
 from tests.stand_ins.line_networks import PLAIN, line_model
 
 
+def make_job() -> Job:
+    return Job(Runner(line_model()).plan(PLAIN), None, 0)
+
+
 def test_stages_follow_each_other_and_add_up() -> None:
-    job = Job(line_model(), PLAIN, None, 0)
+    job = make_job()
     for stage in ("queue", "text", "denoise", "denoise", "decode", "encode"):
         job.end_stage(stage)
     timings = job.timings()
@@ -17,7 +22,7 @@ def test_stages_follow_each_other_and_add_up() -> None:
 
 
 def test_a_job_is_answered_once() -> None:
-    job = Job(line_model(), PLAIN, None, 0)
+    job = make_job()
     assert job.fail(Cancelled("first")) and not job.fail(Unavailable("second"))
     with pytest.raises(Cancelled, match="first"):
         job.result.result(0)

@@ -18,8 +18,9 @@ LAYERS: tuple[set[str], ...] = (
     {"settings", "cold_start"},
     {"cuda", "images", "weights"},
     {"engines"},
-    {"metrics", "denoising"},
+    {"denoising"},
     {"pipeline"},
+    {"metrics"},
     {"scheduling"},
     {"loading"},
     {"api"},
@@ -27,9 +28,10 @@ LAYERS: tuple[set[str], ...] = (
 )
 # These run before torch is imported, or in a process that never imports it.
 TORCH_FREE = (
-    "model.store", "model.settings", "model.validation", "model.api.request", "model.engines.components",
-    "model.engines.tensorrt.api", "model.loading.select", "model.loading.runtimes", "model.loading.served",
-    "model.loading.target", "model.loading.prefetch", "model.loading.prefetch_worker", "model.loading.preload_torch",
+    "model.store", "model.settings", "model.validation", "model.api.request", "model.engines.signatures",
+    "model.engines.tensorrt.api", "model.pipeline.spec", "model.loading.select", "model.loading.runtimes",
+    "model.loading.served", "model.loading.target", "model.loading.prefetch", "model.loading.prefetch_worker",
+    "model.loading.preload_torch",
 )  # fmt: skip
 Graph = dict[str, set[str]]
 

@@ -25,9 +25,8 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.engines.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
 from model.engines.graphed import GraphedEngine
-from model.engines.shapes import Widths, unet_signature
+from model.engines.signatures import Widths, unet_signature
 from model.engines.tensorrt.plans import Plans
 from model.errors import (
     CorruptBlob,
@@ -51,6 +50,7 @@ from model.store.manifest import Bucket, Span
 from model.store.manifest_json import parse_manifest
 from model.validation import MAX_STEPS
 from tests.stand_ins import releases
+from tests.stand_ins.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
 from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -125,7 +125,8 @@ def test_a_sound_release_is_served(sound: tuple[WritableLocalStore, bytes]) -> N
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], Toy(seed)(x)[0])
 
 
-def test_a_refiner_shares_what_it_has_in_common(store: WritableLocalStore) -> None:
+def test_refiner_shares_equal_weights(store: WritableLocalStore) -> None:
+    """A text encoder with the base's weights is neither fetched nor opened a second time."""
     manifest = releases.draft(store, releases.toy(), refiner=True)
     second = next(record for record in manifest.weights if record.component == "text_encoder_2")
     shared = tuple(
@@ -134,9 +135,17 @@ def test_a_refiner_shares_what_it_has_in_common(store: WritableLocalStore) -> No
     )
     store.write_release(manifest.model_copy(update={"version": "2"}))
     store.write_release(manifest.model_copy(update={"version": "3", "weights": shared}))
+    for name, expected in (("toy/2", {}), ("toy/3", {"refiner_text_encoder_2": "text_encoder_2"})):
+        selection = select(store.read_release(name), [cpu_target()], [])
+        assert selection.shared == expected
+        assert selection.engines.keys() == selection.weights.keys()
+        assert selection.engines.keys() == {*BASE_COMPONENTS, *REFINER_COMPONENTS} - expected.keys()
     apart, together = load(store, "toy/2"), load(store, "toy/3")
-    assert apart.served.has_refiner and not apart.model.shares_text_encoder_2
-    assert together.model.shares_text_encoder_2 and together.weight_bytes == apart.weight_bytes * 9 // 10
+    assert apart.served.has_refiner and together.served.has_refiner
+    assert apart.model.engines["refiner_text_encoder_2"] is not apart.model.engines["text_encoder_2"]
+    assert together.model.engines["refiner_text_encoder_2"] is together.model.engines["text_encoder_2"]
+    assert together.model.engines.keys() == {*BASE_COMPONENTS, *REFINER_COMPONENTS}
+    assert together.weight_bytes == apart.weight_bytes * 9 // 10
 
 
 def test_a_machine_runs_engines_of_a_level_below_its_own(sound: tuple[WritableLocalStore, bytes]) -> None:
@@ -349,31 +358,48 @@ def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: WritableLoc
     assert load(store).served.sizes == SizeList(((64, 64),))
 
 
-def test_engines_for_guided_rows_are_loaded_beside_the_unet_s(store: WritableLocalStore, entries: Entries) -> None:
+def test_variants_are_loaded_with_their_unet(store: WritableLocalStore, entries: Entries) -> None:
     plain = load(store)
     make_static(entries, (64, 64), (128, 64), component="unet")
     small, _ = [engine for engine in entries["engines"] if engine["component"] == "unet"]
     of_no_bucket = small | {"bucket": small["bucket"] | {"rows": {"min": 4, "max": 4, "multiple": 1}}}
     [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
-    for name in CFG_VARIANTS:
+    for index, name in enumerate(CFG_VARIANTS):
         for number, engine in enumerate((small, small | {"precision": "bf16"}, of_no_bucket)):
-            entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{CFG_VARIANTS.index(name)}"})
+            entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{index}"})
         entries["weights"].append(weights | {"component": name})
         entries["architectures"][name] = entries["architectures"]["unet"]
     releases.write_raw(store.root, entries)
     loaded = load(store)
-    for name in CFG_VARIANTS:
-        [engine] = loaded.model.engines[name].engines
+    unet = loaded.model.engines["unet"]
+    assert [engine.component for engine in unet.engines] == ["unet"] * 2
+    for layout, name in (("uncond", "unet_unconditional"), ("both", "unet_guided")):
+        [engine] = unet.of_size(64, 64, layout)  # type: ignore[arg-type]
         assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == name
+        assert unet.of_size(128, 64, layout) == []  # type: ignore[arg-type]
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's, once
-    assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # not narrowed by what is only faster
-    assert not {*CFG_VARIANTS} & plain.model.engines.keys()
+    assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # variants do not narrow the sizes
+    assert loaded.model.engines.keys() == plain.model.engines.keys() == {*BASE_COMPONENTS}
+    assert not any(plain.model.engines["unet"].variants.values())
 
 
-def test_on_a_gpu_what_is_outside_of_a_loop_has_a_graph_of_its_own(
+def test_variant_with_another_signature_is_refused(store: WritableLocalStore, entries: Entries) -> None:
+    shutil.rmtree(store.root / "blobs")
+    [unet] = [engine for engine in entries["engines"] if engine["component"] == "unet"]
+    variant = copy.deepcopy(unet) | {"component": "unet_guided", "key": "0" * 64}
+    variant["signature"]["outputs"][0]["name"] = "other"
+    entries["engines"].append(variant)
+    [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
+    entries["weights"].append(weights | {"component": "unet_guided"})
+    entries["architectures"]["unet_guided"] = entries["architectures"]["unet"]
+    releases.write_raw(store.root, entries)
+    assert "unet engines of release toy/1 differ" in refusal(EngineError, store)
+
+
+def test_gpu_engines_outside_of_loops_have_their_own_graphs(
     sound: tuple[WritableLocalStore, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loops' graphs hold their engines; one within another cannot be captured."""
+    """The loops capture their engines in their own graphs, and a graph within a graph cannot be captured."""
 
     class Opened:
         signature = bucket = None
@@ -416,26 +442,31 @@ def test_a_gpu_too_small_for_the_weights(
         check_memory(torch.device("cuda:0"), selection)
 
 
-def test_the_buffers_of_every_loop_are_counted_before_anything_is_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Two sizes, each for its largest number of rows."""
+def test_buffers_of_all_loops_are_counted_before_any_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two sizes, each for its largest batch. A UNet's variants use the buffers of its loop."""
     store, target = WritableLocalStore(tmp_path), Target("cuda", "h200", "sm90", "torch2.13-cu130")
-    widths = Widths(tokens=77, text_width=8, text_width_2=8, pooled_width=8, latent_channels=4, time_ids=6, vae_scale=8)
-    unet = unet_signature(widths, 1280, 166_400, "float32")
+    widths = Widths(
+        tokens=77, text_width=8, text_width_2=8, pooled_width=8, context_width=16, latent_channels=4, time_ids=6,
+        vae_scale=8, time_embeds_width=1280, keys_values_width=166_400,
+    )  # fmt: skip
+    unet = unet_signature(widths, "float32")
     engines = []
     for engine in releases.draft(store).engines:
         engine = engine.model_copy(update={"target": target.key})
         if engine.component != "unet":
             engines.append(engine)
             continue
-        for rows, side in ((1, 64), (2, 64), (8, 64), (4, 128)):  # one image's rows beside each other at one of them
+        for batch, side in ((1, 64), (2, 64), (8, 64), (4, 128)):
             sides = Span(min=side, max=side)
-            bucket = Bucket(batch=Span(min=rows, max=rows), height=sides, width=sides)
+            bucket = Bucket(batch=Span(min=batch, max=batch), height=sides, width=sides)
             key = f"{len(engines):064x}"
             engines.append(engine.model_copy(update={"key": key, "bucket": bucket, "signature": unet}))
     manifest = releases.draft(store).model_copy(update={"engines": tuple(engines)})
-    buffers = loop_bytes({"unet": [engine for engine in engines if engine.component == "unet"]})
+    unets = [engine for engine in engines if engine.component == "unet"]
+    buffers = loop_bytes({"unet": unets})
+    larger = unets[-1].bucket.model_copy(update={"batch": Span(min=16, max=16)})
+    variant = unets[-1].model_copy(update={"component": "unet_guided", "bucket": larger})
+    assert loop_bytes({"unet": [*unets, variant]}) == buffers
     texts = (8 + 4) * (2 * 77 * 166_400 + MAX_STEPS * 1280) * 4
     assert texts < buffers < 1.01 * texts
     store.write_release(manifest)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from model.api.request import GenerationRequest, resolve
 from model.denoising.eager_loop import EagerLoop
-from model.denoising.loop import ImageState, has_room, unet_batch
+from model.denoising.loop import ImageState, StepNetworks, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS
-from model.engines import components
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded
-from model.pipeline.decode import PendingImage
+from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
-from model.pipeline.text_to_image import denoise, generate, prepare_images, request_schedules
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import denoise, generate
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import PLAIN, line_model, stub
 
@@ -34,18 +34,21 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def loop(model: LoadedModel) -> EagerLoop:
-    return EagerLoop(model.engines[components.UNET], HEIGHT, WIDTH)
+    return EagerLoop(model.step_networks(spec.UNET), HEIGHT, WIDTH)
 
 
 def row_of(model: LoadedModel, **asked: object) -> ImageState:
     request = replace(PLAIN, **asked)  # type: ignore[arg-type]
-    [row] = prepare_images(model, request, request_schedules(model, request)[0])
+    runner = Runner(model)
+    plan = runner.plan(request)
+    [row] = plan.images()
+    runner.advance(plan, row)
     return row
 
 
 def alone(model: LoadedModel, **asked: object) -> torch.Tensor:
     row = row_of(model, **asked)
-    denoise(make_loop(model, components.UNET, HEIGHT, WIDTH), [row])
+    denoise(make_loop(model, spec.UNET, HEIGHT, WIDTH), [row])
     return row.latents
 
 
@@ -68,7 +71,7 @@ def test_a_newcomer_waits_one_step_and_each_finishes_at_its_own(model: LoadedMod
 def test_what_a_row_leaves_behind_is_not_found_by_the_next(model: LoadedModel, loop: EagerLoop) -> None:
     """DPM++ 2M reads the previous denoised estimate: of its own row, and nothing at the first step."""
     expected = alone(model, scheduler="DPM++ 2M")
-    unet = stub(model, components.UNET)
+    unet = stub(model, spec.UNET)
     unet.poison = (len(unet.seen), float("nan"))
     broken = row_of(model, seed=11)
     loop.add(broken)
@@ -90,7 +93,7 @@ def test_a_row_that_leaves_costs_its_companions_nothing(model: LoadedModel, loop
         loop.add(row)
     loop.step()
     loop.remove(rows[1])
-    seen = stub(model, components.UNET).seen
+    seen = stub(model, spec.UNET).seen
     loop.step()
     assert len(seen[-1]["sample"]) == 4
     while loop.images:
@@ -117,7 +120,8 @@ def test_joining_copies(model: LoadedModel, loop: EagerLoop) -> None:
     row = row_of(model)
     given = row.latents
     loop.add(row)
-    given.zero_()
+    with torch.inference_mode():
+        given.zero_()
     while loop.images:
         loop.step()
     torch.testing.assert_close(row.latents, expected)
@@ -125,16 +129,16 @@ def test_joining_copies(model: LoadedModel, loop: EagerLoop) -> None:
 
 @pytest.mark.parametrize("rows", [(2,), (2, 8), (1,)])
 def test_the_largest_bucket_says_how_many_rows_fit(model: LoadedModel, rows: tuple[int, ...]) -> None:
-    engine = stub(model, components.UNET)
+    engine = stub(model, spec.UNET)
     engines = []
     for count in rows:
         sized = Span(min=HEIGHT, max=HEIGHT), Span(min=WIDTH, max=WIDTH)
         engines.append(replace(engine))
         engines[-1].bucket = Bucket(batch=Span(min=count, max=count), height=sized[0], width=sized[1])
-    unet = EngineSet(engines)
-    assert EagerLoop(unet, HEIGHT, WIDTH).capacity == max(rows)
+    networks = StepNetworks(EngineSet(engines), ["time_embeds"])
+    assert EagerLoop(networks, HEIGHT, WIDTH).capacity == max(rows)
     with pytest.raises(EngineError, match="No loaded unet engine serves 64x64"):
-        EagerLoop(unet, 64, 64)
+        EagerLoop(networks, 64, 64)
 
 
 def test_more_rows_than_fit_take_turns(model: LoadedModel, loop: EagerLoop) -> None:
@@ -171,17 +175,17 @@ def test_an_image_whose_guidance_ends_makes_room_for_one_more(model: LoadedModel
 
 
 def test_a_loop_that_failed_is_empty(model: LoadedModel, loop: EagerLoop) -> None:
-    stub(model, components.UNET).fails = EngineError("no")
+    stub(model, spec.UNET).fails = EngineError("no")
     with pytest.raises(EngineError):
         denoise(loop, [row_of(model)])
     assert loop.images == []
 
 
 def test_the_loop_of_a_size_is_made_once(model: LoadedModel) -> None:
-    one = model.loop(components.UNET, 64, 96)
-    assert model.loop(components.UNET, 64, 96) is one
-    assert model.loop(components.UNET, 96, 64) is not one
-    assert model.loop(components.REFINER_UNET, 64, 96) is not one
+    one = model.loop(spec.UNET, 64, 96)
+    assert model.loop(spec.UNET, 64, 96) is one
+    assert model.loop(spec.UNET, 96, 64) is not one
+    assert model.loop(spec.REFINER_UNET, 64, 96) is not one
 
 
 # -- on the compiled engines ------------------------------------------------------------------------------------------
@@ -217,8 +221,12 @@ def test_a_picture_does_not_depend_on_its_company(mix: list[tuple[dict[str, obje
 def _drawn_in_a_mix(
     model: LoadedModel, asked: list[GenerationParams], joins: list[int]
 ) -> Iterator[np.typing.NDArray[np.uint8]]:
-    loop = model.loop(components.UNET, 128, 128)
-    rows = [prepare_images(model, request, request_schedules(model, request)[0])[0] for request in asked]
+    loop = model.loop(spec.UNET, 128, 128)
+    runner = Runner(model)
+    plans = [runner.plan(request) for request in asked]
+    rows = [plan.images()[0] for plan in plans]
+    for plan, row in zip(plans, rows, strict=True):
+        runner.advance(plan, row)
     waiting = sorted(zip(joins, range(len(rows)), rows, strict=True))
     step = 0
     while waiting or loop.images:
@@ -227,7 +235,8 @@ def _drawn_in_a_mix(
         if loop.images:
             loop.step()
         step += 1
-    for row in rows:
-        picture = PendingImage(model, row.latents).wait()
+    for plan, row in zip(plans, rows, strict=True):
+        assert runner.advance(plan, row) is None and row.pixels is not None
+        picture = row.pixels.wait()
         assert picture is not None
         yield picture

@@ -1,4 +1,4 @@
-"""The loop itself, on networks of a line: what it asks of them, in which order, and what it does with nonsense."""
+"""The pipeline on linear stand-in networks: what it passes to them, in which order, and how it reports NaN."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.engines import components
 from model.errors import BrokenImage
 from model.loading.load import Loaded
-from model.pipeline.guidance import guidance_by_step
+from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.text_to_image import generate
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import denoise, generate
 from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 
@@ -33,25 +33,26 @@ def model() -> LoadedModel:
     ],
 )
 def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expected: list[float]) -> None:
-    settings = replace(PLAIN, guidance_scale=scale, end_cfg_frac=fraction, num_inference_steps=steps)
-    assert guidance_by_step(settings).tolist() == expected
+    params = replace(PLAIN, guidance_scale=scale, end_cfg_frac=fraction, num_inference_steps=steps)
+    assert Runner(line_model()).plan(params).denoise[spec.UNET].guidance.tolist() == expected
 
 
-def rows_of(model: LoadedModel, component: str) -> list[int]:
+def batches_of(model: LoadedModel, component: str) -> list[int]:
+    """The batch of each of a UNet's calls."""
     return [len(inputs["sample"]) for inputs in stub(model, component).seen]
 
 
-def test_what_does_not_depend_on_the_latents_is_computed_once_a_request(model: LoadedModel) -> None:
+def test_text_and_times_are_encoded_once_a_request(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, negative_prompt="four", num_inference_steps=7, num_images=3)])
-    assert len(stub(model, components.UNET).seen) == 7
-    [text] = stub(model, components.UNET_TEXT).seen
+    assert len(stub(model, spec.UNET).seen) == 7
+    [text] = stub(model, spec.UNET_TEXT).seen
     assert text["encoder_hidden_states"][:, 0, 0].tolist() == [3.0, 4.0]
-    times = stub(model, components.UNET_TIME).seen
+    times = stub(model, spec.UNET_TIME).seen
     assert [inputs["text_embeds"][:, 0].tolist() for inputs in times] == [[3.0] * 7, [4.0] * 7]
     assert times[0]["timestep"].tolist() == times[1]["timestep"].tolist() == [853, 711, 569, 427, 285, 143, 1]
 
 
-def test_a_guided_image_takes_two_rows_and_an_unguided_one_takes_one(model: LoadedModel) -> None:
+def test_guided_image_takes_two_batch_entries_and_others_one(model: LoadedModel) -> None:
     batch = [
         replace(PLAIN, num_inference_steps=2),
         replace(PLAIN, num_inference_steps=4, guidance_scale=1.0),
@@ -60,70 +61,122 @@ def test_a_guided_image_takes_two_rows_and_an_unguided_one_takes_one(model: Load
     pictures, _, _ = generate(model, batch)
     assert len(pictures) == 4
     # 2 guided + 1 + 4 guided; then without the finished one; then without guidance.
-    assert rows_of(model, components.UNET) == [7, 7, 5, 3]
-    assert stub(model, components.REFINER_UNET).seen == []
+    assert batches_of(model, spec.UNET) == [7, 7, 5, 3]
+    assert stub(model, spec.REFINER_UNET).seen == []
 
 
-def test_each_row_has_its_own_text_size_and_timestep(model: LoadedModel) -> None:
+def test_each_batch_entry_has_its_own_text_size_and_timestep(model: LoadedModel) -> None:
     batch = [
         replace(PLAIN, negative_prompt="four"),
         replace(PLAIN, prompt="sixsix", guidance_scale=1.0, num_inference_steps=2),
     ]
     generate(model, batch)
-    first = stub(model, components.UNET).seen[0]
+    first = stub(model, spec.UNET).seen[0]
     assert first["keys_values"][:, 0, 0].tolist() == [4.0, 3.0, 6.0]
-    # What the stand-in makes of a time is the timestep and the sizes themselves.
+    # The stand-in embeds a timestep and sizes as themselves.
     assert first["time_embeds"].tolist() == [[at, 64, 96, 0, 0, 64, 96] for at in (751.0, 751.0, 501.0)]
     assert torch.equal(first["sample"][0], first["sample"][1])
 
 
 @pytest.mark.parametrize("negative, value", [(None, 0.0), ("", 0.0), ("four", 4.0)])
-def test_a_missing_negative_prompt_is_zeros_and_an_empty_one_is_read(
+def test_missing_negative_prompt_is_zeros_and_an_empty_one_encoded(
     negative: str | None, value: float, model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, negative_prompt=negative)])
-    assert stub(model, components.UNET).seen[0]["keys_values"][0, 0, 0] == value
-    texts = len(stub(model, components.TEXT_ENCODER).seen[0]["input_ids"])
+    assert stub(model, spec.UNET).seen[0]["keys_values"][0, 0, 0] == value
+    texts = len(stub(model, spec.TEXT_ENCODER).seen[0]["input_ids"])
     assert texts == (1 if negative is None else 2)
 
 
 def test_the_refiner_takes_over_with_its_own_text_and_score(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, use_refiner=True), replace(PLAIN, seed=9)])
-    assert rows_of(model, components.UNET) == [4, 4, 2, 2]
-    assert rows_of(model, components.REFINER_UNET) == [2, 2]
-    refined = stub(model, components.REFINER_UNET).seen[0]
+    assert batches_of(model, spec.UNET) == [4, 4, 2, 2]
+    assert batches_of(model, spec.REFINER_UNET) == [2, 2]
+    refined = stub(model, spec.REFINER_UNET).seen[0]
     assert refined["time_embeds"].tolist() == [[251.0, 64, 96, 0, 0, score] for score in (2.5, 6.0)]
-    [text] = stub(model, components.REFINER_UNET_TEXT).seen
+    [text] = stub(model, spec.REFINER_UNET_TEXT).seen
     assert text["encoder_hidden_states"].shape == (2, WIDTHS.tokens, TEXT_WIDTH)
     # This refiner does not force zeros: a missing negative prompt is read as an empty one.
-    assert len(stub(model, components.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
+    assert len(stub(model, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
 
 
-@pytest.mark.parametrize("fraction, rows", [(1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])])
-def test_the_refiner_reads_no_text_for_guidance_that_has_ended(
-    fraction: float, rows: list[int], model: LoadedModel
+@pytest.mark.parametrize("fraction, batches", [(1.0, [2, 2]), (0.75, [2, 1]), (0.5, [1, 1])])
+def test_refiner_encodes_no_negative_prompt_after_guidance(
+    fraction: float, batches: list[int], model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, use_refiner=True, negative_prompt="four", end_cfg_frac=fraction)])
-    assert rows_of(model, components.REFINER_UNET) == rows
-    texts = len(stub(model, components.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"])
-    assert texts == rows[0]
+    assert batches_of(model, spec.REFINER_UNET) == batches
+    texts = len(stub(model, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"])
+    assert texts == batches[0]
 
 
-def test_a_shared_text_encoder_is_used_for_both(model: LoadedModel) -> None:
-    model.shares_text_encoder_2 = True
-    generate(model, [replace(PLAIN, use_refiner=True)])
-    assert stub(model, components.REFINER_TEXT_ENCODER_2).seen == []
-    assert len(stub(model, components.TEXT_ENCODER_2).seen) >= 1
+BASE_NETWORKS = (spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.UNET_TIME, spec.UNET)
+REFINER_NETWORKS = (spec.REFINER_TEXT_ENCODER_2, spec.REFINER_UNET_TEXT, spec.REFINER_UNET_TIME, spec.REFINER_UNET)
+
+
+@pytest.mark.parametrize("fraction, unused", [(0.0, BASE_NETWORKS), (1.0, REFINER_NETWORKS)])
+def test_part_without_steps_is_neither_encoded_nor_run(
+    fraction: float, unused: tuple[str, ...], model: LoadedModel
+) -> None:
+    params = replace(PLAIN, use_refiner=True, denoising_frac=fraction, num_images=2)
+    pictures, timings, warnings = generate(model, [params])
+    assert len(pictures) == 2
+    for name in (*BASE_NETWORKS, *REFINER_NETWORKS):
+        assert bool(stub(model, name).seen) == (name not in unused), name
+    assert list(timings) == ["text", "refine" if fraction == 0.0 else "denoise", "decode"]
+    assert [text.partition(":")[0] for text in warnings] == (["denoising_frac"] if fraction == 1.0 else [])
+
+
+def test_shared_text_encoder_is_used_for_both(model: LoadedModel) -> None:
+    """The loader uses the same engines for both: see `test_refiner_shares_equal_weights` in test_loading.py."""
+    params = replace(PLAIN, use_refiner=True)
+    [expected] = generate(model, [params])[0]
+    model.engines[spec.REFINER_TEXT_ENCODER_2] = model.engines[spec.TEXT_ENCODER_2]
+    shared = stub(model, spec.TEXT_ENCODER_2)
+    shared.seen.clear()
+    assert np.array_equal(generate(model, [params])[0][0], expected)
+    assert len(shared.seen) == 2
+
+
+def test_conditioning_is_kept_only_for_images_that_need_it(model: LoadedModel) -> None:
+    """Tens of megabytes for each request of an SDXL."""
+    runner = Runner(model)
+    plan = runner.plan(replace(PLAIN, num_images=3))
+    for image, left in zip(plan.images(), (2, 1, 0), strict=True):
+        assert runner.advance(plan, image) == (spec.UNET, PLAIN.height, PLAIN.width)
+        assert len(plan.encoded[spec.UNET]) == left
+    assert len(stub(model, spec.TEXT_ENCODER).seen) == 1
+
+
+def test_steps_left_include_those_of_the_refiner(model: LoadedModel) -> None:
+    runner = Runner(model)
+    plan = runner.plan(replace(PLAIN, num_inference_steps=8, use_refiner=True, denoising_frac=0.75))
+    [image] = plan.images()
+    left = []
+    while (key := runner.advance(plan, image)) is not None:
+        left.append((key[0], plan.steps_left(image)))
+        denoise(model.loop(*key), [image])
+        left.append((key[0], plan.steps_left(image)))
+    assert left == [(spec.UNET, 8), (spec.UNET, 2), (spec.REFINER_UNET, 2), (spec.REFINER_UNET, 0)]
+    assert image.pixels is not None
+
+
+def test_requests_of_several_sizes_run_in_one_call(model: LoadedModel) -> None:
+    batch = [PLAIN, replace(PLAIN, width=64, seed=4, use_refiner=True), replace(PLAIN, seed=5)]
+    together = generate(model, batch)[0]
+    assert [picture.shape for picture in together] == [(64, 96, 3), (64, 64, 3), (64, 96, 3)]
+    for params, picture in zip(batch, together, strict=True):
+        assert np.abs(picture.astype(int) - generate(line_model(), [params])[0][0].astype(int)).max() <= 1
 
 
 def test_latents_are_the_seed_s_and_scaled_for_the_decoder(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, seed=5, num_images=2)])
-    first = stub(model, components.UNET).seen[0]["sample"]
+    first = stub(model, spec.UNET).seen[0]["sample"]
     for image, seed in enumerate((5, 6)):
         noise = torch.randn((1, 4, 8, 12), generator=torch.Generator("cpu").manual_seed(seed))
         ratio = first[2 + image] / noise[0]
         torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())))
-    decoded = [inputs["latents"] for inputs in stub(model, components.VAE_DECODER).seen]
+    decoded = [inputs["latents"] for inputs in stub(model, spec.VAE_DECODER).seen]
     assert [list(latents.shape) for latents in decoded] == [[1, 4, 8, 12]] * 2
 
 
@@ -134,7 +187,7 @@ def test_every_stage_is_timed(model: LoadedModel) -> None:
     assert "refine" not in generate(model, [PLAIN])[1]
 
 
-def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
+def test_warns_of_a_truncated_prompt(model: LoadedModel) -> None:
     _, _, warnings = generate(model, [replace(PLAIN, prompt="a b c d e and more", negative_prompt="a b c d e too")])
     assert warnings == [
         "prompt: the text encoders read 5 tokens; the last 2 were left out: 'and more'",
@@ -146,10 +199,10 @@ def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
 @pytest.mark.parametrize(
     "component, call",
     [
-        (components.TEXT_ENCODER_2, 0),
-        (components.UNET, 0),
-        (components.UNET, 3),
-        (components.VAE_DECODER, 0),
+        (spec.TEXT_ENCODER_2, 0),
+        (spec.UNET, 0),
+        (spec.UNET, 3),
+        (spec.VAE_DECODER, 0),
     ],
 )
 def test_what_is_not_a_number_is_no_picture(component: str, call: int, poison: float, model: LoadedModel) -> None:
@@ -159,14 +212,14 @@ def test_what_is_not_a_number_is_no_picture(component: str, call: int, poison: f
 
 
 def test_the_image_that_is_broken_is_named(model: LoadedModel) -> None:
-    stub(model, components.VAE_DECODER).poison = (1, float("nan"))
+    stub(model, spec.VAE_DECODER).poison = (1, float("nan"))
     with pytest.raises(BrokenImage, match=r"image 1 of 3 \(counted from 0\)"):
         generate(model, [replace(PLAIN, num_images=3)])
 
 
 def test_a_broken_run_leaves_nothing_behind(model: LoadedModel) -> None:
     expected = generate(model, [PLAIN])[0][0]
-    unet = stub(model, components.UNET)
+    unet = stub(model, spec.UNET)
     unet.poison = (len(unet.seen), float("nan"))
     with pytest.raises(BrokenImage):
         generate(model, [PLAIN])

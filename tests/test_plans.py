@@ -1,4 +1,4 @@
-"""TensorRT plans of a release: each opened once, from checked bytes, in memory that only those share who take turns."""
+"""TensorRT plans of a release: each is opened once, from checked bytes; those of one stream share a workspace."""
 
 import json
 import sys
@@ -18,6 +18,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.memory import check_memory, tensorrt_bytes
 from model.loading.select import Selection, select
 from model.loading.target import Target
+from model.pipeline.spec import SDXL
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.stand_ins import releases
 from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
@@ -48,7 +49,7 @@ def store(tmp_path: Path) -> WritableLocalStore:
 
 
 def record(
-    store: WritableLocalStore, component: str = "unet", profile: int = 0, rows: int = 1, **changed: Any
+    store: WritableLocalStore, component: str = "unet", profile: int = 0, batch: int = 1, **changed: Any
 ) -> EngineRecord:
     constants = json.dumps({"w": {"tensor": "layer.weight", "dtype": "float32", "shape": [4]}}).encode()
     plan = TensorRTPlan(
@@ -62,7 +63,7 @@ def record(
         "component": component,
         "runtime": "tensorrt",
         "runtime_version": VERSION,
-        "bucket": Bucket(batch=Span(min=rows, max=rows)),
+        "bucket": Bucket(batch=Span(min=batch, max=batch)),
         "signature": SIGNATURE,
         "blob": releases.keep(store, f"plan of {component}".encode()),
         "constants": releases.keep(store, constants),
@@ -73,22 +74,22 @@ def record(
 
 def test_engines_of_one_plan_open_it_once(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
-    one, four = (plans.open(record(store, profile=n, rows=rows), WEIGHTS) for n, rows in ((0, 1), (1, 4)))
+    one, four = (plans.open(record(store, profile=n, batch=batch), WEIGHTS, "text") for n, batch in ((0, 1), (1, 4)))
     assert fake.said("deserialize") == [("deserialize", b"plan of unet")]
     x = torch.randn(4, 4)
     torch.testing.assert_close(four.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
     torch.testing.assert_close(one.run({"x": x[:1]})["y"], x[:1] * WEIGHTS["layer.weight"] + 0.5)
 
 
-def test_memory_is_shared_by_those_who_take_turns(store: WritableLocalStore, fake: Fake) -> None:
+def test_engines_of_one_stream_share_a_workspace(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
     names = ("text_encoder", "text_encoder_2", "unet", "refiner_unet", "vae_decoder")
-    engines = [plans.open(record(store, component=name), WEIGHTS) for name in names]
+    engines = [plans.open(record(store, component=name), WEIGHTS, SDXL[name].stream) for name in names]
     for engine in engines:
         engine.run({"x": torch.zeros(1, 4)})
     text, text_2, unet, refiner, vae = (address for _, address, _ in fake.said("device_memory"))
     assert unet == refiner
-    assert len({text, text_2, unet, vae}) == 4  # the text encoders run beside each other
+    assert len({text, text_2, unet, vae}) == 4  # the text encoders run concurrently
 
 
 def test_a_damaged_plan_is_never_opened(store: WritableLocalStore, fake: Fake) -> None:
@@ -96,7 +97,7 @@ def test_a_damaged_plan_is_never_opened(store: WritableLocalStore, fake: Fake) -
     path = store.root / "blobs" / "sha256" / broken.blob.sha256
     path.write_bytes(b"plan of unex")
     with pytest.raises(CorruptBlob):
-        Plans(store, CPU).open(broken, WEIGHTS)
+        Plans(store, CPU).open(broken, WEIGHTS, "denoising")
     assert not fake.calls
 
 
@@ -107,7 +108,7 @@ def test_damaged_literals_are_refused(store: WritableLocalStore, fake: Fake) -> 
         assert plan is not None
         broken = record(store, tensorrt=plan.model_copy(update={"literals": literals}))
         with pytest.raises(EngineError, match="constants of the unet plan cannot be used"):
-            Plans(store, CPU).open(broken, WEIGHTS)
+            Plans(store, CPU).open(broken, WEIGHTS, "denoising")
 
 
 def selection(store: WritableLocalStore, engines: list[EngineRecord], weight_bytes: int) -> Selection:
@@ -122,13 +123,14 @@ def selection(store: WritableLocalStore, engines: list[EngineRecord], weight_byt
         name: [weights.model_copy(update={"component": name, "blobs": (blobs[name],)})] * len(some)
         for name, some in by_component.items()
     }
-    return Selection(manifest, "target", by_component, records)
+    return Selection(manifest, "target", by_component, records, shared={})
 
 
 def test_plans_take_copies_of_weights_and_workspaces(store: WritableLocalStore) -> None:
     engines = [record(store, "unet", 0), record(store, "unet", 1), record(store, "vae_decoder", 0)]
+    engines.append(record(store, "refiner_unet", 0))  # on the stream of the base's UNet
     # Each plan's copy of the weights once, and each stream's largest workspace.
-    assert tensorrt_bytes(selection(store, engines, 5000)) == 2 * 5000 + 1024 + 64
+    assert tensorrt_bytes(selection(store, engines, 5000)) == 3 * 5000 + 1024 + 64
     assert tensorrt_bytes(selection(store, list(releases.draft(store).engines), 5000)) == 0
 
 

@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from engine_builder.stores.local import WritableLocalStore
-from model.engines.components import BASE_COMPONENTS
 from model.engines.tensorrt import api as tensorrt_api
 from model.engines.tensorrt.api import TensorRTUnavailable
 from model.errors import EngineError, NoEngineForTarget
@@ -22,6 +21,7 @@ from model.store.manifest_json import parse_manifest
 from model.store.precision import FP16, FP32
 from tests.conftest import REPOSITORY
 from tests.stand_ins import releases
+from tests.stand_ins.components import BASE_COMPONENTS
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
     from truss.base.truss_config import TrussConfig

@@ -22,12 +22,13 @@ from model.api.request import GenerationRequest, resolve
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState
 from model.denoising.sampler_names import SAMPLERS
-from model.engines import components
 from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Unavailable
 from model.loading.load import Loaded
+from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import fit_preview_map
+from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
@@ -52,13 +53,13 @@ class Gate:
                 if not gate._open:
                     assert gate._allowed.acquire(timeout=SECONDS)
                 seeds = [row.generator.initial_seed() for row in self.images]
-                gate.steps.append((self._unet.component, self._width, seeds))
+                gate.steps.append((self._networks.unet.component, self._width, seeds))
                 return super().step()
 
         def loop(component: str, height: int, width: int) -> EagerLoop:
             key = (component, height, width)
             if key not in model.loops:
-                model.loops[key] = GatedLoop(model.engines[component], height, width)
+                model.loops[key] = GatedLoop(model.step_networks(component), height, width)
                 model.loops[key].capacity = self.capacity
                 model.loops[key].efficient_batch = self.efficient_batch
             return model.loops[key]  # type: ignore[return-value]
@@ -94,7 +95,7 @@ def failures() -> list[str]:
 @pytest.fixture
 def scheduler(model: LoadedModel, failures: list[str], request: pytest.FixtureRequest) -> Iterator[Scheduler]:
     gate = request.getfixturevalue("gate") if "gate" in request.fixturenames else None
-    scheduler = Scheduler(model, Limits(max_queue=8), lambda: failures.append("device"))
+    scheduler = Scheduler(Runner(model), Limits(max_queue=8), lambda: failures.append("device"))
     yield scheduler
     if gate is not None:
         gate.open()
@@ -228,7 +229,7 @@ def test_one_that_is_soon_gone_joins_where_few_run_at_once(
     gate.open()
     for job in jobs:
         job.result.result(SECONDS)
-    shared = [seeds for name, _, seeds in gate.steps if name == components.UNET and 0 in seeds and 10 in seeds]
+    shared = [seeds for name, _, seeds in gate.steps if name == spec.UNET and 0 in seeds and 10 in seeds]
     assert len(shared) == together
 
 
@@ -277,7 +278,7 @@ def test_an_image_at_the_refiner_counts_and_is_not_held_back_there(gate: Gate, s
     for job in few:
         job.result.result(SECONDS)
     turns = [(name, seeds) for name, _, seeds in gate.steps]
-    base, refiner = components.UNET, components.REFINER_UNET
+    base, refiner = spec.UNET, spec.REFINER_UNET
     assert turns == [(name, [seed]) for seed in (0, 1) for name in (base, base, refiner, refiner)]
     gate.steps.clear()
     scheduler.submit(asked(4, num_images=4, use_refiner=True)).result.result(SECONDS)
@@ -290,7 +291,7 @@ def test_a_refiner_that_is_full_is_waited_for(gate: Gate, scheduler: Scheduler) 
     gate.open()
     for job in jobs:
         job.result.result(SECONDS)
-    refined = [seeds for name, _, seeds in gate.steps if name == components.REFINER_UNET]
+    refined = [seeds for name, _, seeds in gate.steps if name == spec.REFINER_UNET]
     assert max(len(seeds) for seeds in refined) == 2
     assert list(dict.fromkeys(seed for seeds in refined for seed in seeds)) == [0, 1, 2, 3]
 
@@ -332,7 +333,7 @@ def test_none_is_ahead_of_what_runs(gate: Gate, scheduler: Scheduler) -> None:
 
 
 def test_a_further_size_waits_and_is_not_overtaken_for_ever(model: LoadedModel, gate: Gate) -> None:
-    scheduler = Scheduler(model, Limits(max_queue=64, sizes_at_once=1), lambda: None)
+    scheduler = Scheduler(Runner(model), Limits(max_queue=64, sizes_at_once=1), lambda: None)
     first = scheduler.submit(asked(0))
     eventually(lambda: bool(model.loops))
     other = scheduler.submit(asked(1, width=64))
@@ -351,8 +352,8 @@ def test_base_and_refiner_take_turns(gate: Gate, scheduler: Scheduler) -> None:
     for job in (refined, plain):
         job.result.result(SECONDS)
     names = [name for name, _, _ in gate.steps]
-    at = names.index(components.REFINER_UNET)
-    assert names[at : at + 3] == [components.REFINER_UNET, components.UNET, components.REFINER_UNET]
+    at = names.index(spec.REFINER_UNET)
+    assert names[at : at + 3] == [spec.REFINER_UNET, spec.UNET, spec.REFINER_UNET]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.999])
@@ -445,7 +446,7 @@ def test_giving_up_what_is_finished_does_nothing(scheduler: Scheduler) -> None:
 def test_a_broken_picture_is_that_request_s_alone(model: LoadedModel, scheduler: Scheduler) -> None:
     """NaN in a row, then the next request in the same loop: as if nothing had been."""
     [expected] = generate(line_model(), [PLAIN])[0]
-    unet = stub(model, components.UNET)
+    unet = stub(model, spec.UNET)
     unet.poison = (0, float("nan"))
     with pytest.raises(BrokenImage, match=r"image 0 of 1 \(counted from 0\)"):
         scheduler.submit(asked(1)).result.result(SECONDS)
@@ -453,7 +454,7 @@ def test_a_broken_picture_is_that_request_s_alone(model: LoadedModel, scheduler:
     assert scheduler.healthy()
 
 
-@pytest.mark.parametrize("component", [components.UNET, components.TEXT_ENCODER, components.VAE_DECODER])
+@pytest.mark.parametrize("component", [spec.UNET, spec.TEXT_ENCODER, spec.VAE_DECODER])
 def test_a_failed_engine_fails_its_requests_and_no_later_one(
     component: str, model: LoadedModel, scheduler: Scheduler, failures: list[str]
 ) -> None:
@@ -468,8 +469,8 @@ def test_a_failed_engine_fails_its_requests_and_no_later_one(
 def test_a_failure_of_one_size_leaves_the_other(model: LoadedModel, gate: Gate, scheduler: Scheduler) -> None:
     fails = scheduler.submit(asked(1, width=64))
     stays = scheduler.submit(asked(2))
-    eventually(lambda: (components.UNET, 64, 64) in model.loops)
-    model.loops[(components.UNET, 64, 64)].step = lambda: 1 / 0  # type: ignore[assignment]
+    eventually(lambda: (spec.UNET, 64, 64) in model.loops)
+    model.loops[(spec.UNET, 64, 64)].step = lambda: 1 / 0  # type: ignore[assignment]
     gate.open()
     with pytest.raises(ZeroDivisionError):
         fails.result.result(SECONDS)
@@ -482,7 +483,7 @@ def test_an_image_that_cannot_go_on_to_the_refiner_fails_alone(
     def full(row: ImageState) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(model.loop(components.REFINER_UNET, 64, 96), "add", full)
+    monkeypatch.setattr(model.loop(spec.REFINER_UNET, 64, 96), "add", full)
     refined, other = scheduler.submit(asked(1, use_refiner=True)), scheduler.submit(asked(2, num_inference_steps=40))
     with pytest.raises(torch.OutOfMemoryError):
         refined.result.result(SECONDS)
@@ -493,14 +494,14 @@ def test_an_image_that_cannot_go_on_to_the_refiner_fails_alone(
 def test_after_a_device_failure_nothing_is_promised(
     model: LoadedModel, scheduler: Scheduler, failures: list[str]
 ) -> None:
-    stub(model, components.UNET).fails = torch.AcceleratorError("CUDA error: an illegal memory access\nmore")
+    stub(model, spec.UNET).fails = torch.AcceleratorError("CUDA error: an illegal memory access\nmore")
     with pytest.raises(Unavailable, match=r"The GPU has failed \(CUDA error: an illegal memory access\)"):
         scheduler.submit(asked(1)).result.result(SECONDS)
     eventually(lambda: bool(failures))
     assert not scheduler.healthy()
     with pytest.raises(Unavailable):
         scheduler.submit(asked(2))
-    encoded = Job(model, asked(3), None, 0)  # as one whose picture was with the encoders
+    encoded = Job(scheduler.runner.plan(asked(3)), None, 0)  # as one whose picture was with the encoders
     scheduler._fail_from_worker(encoded, torch.AcceleratorError("CUDA error: an illegal memory access"))
     with pytest.raises(Unavailable, match="The GPU has failed"):
         encoded.result.result(SECONDS)
@@ -509,7 +510,7 @@ def test_after_a_device_failure_nothing_is_promised(
 
 
 def test_a_step_that_never_ends_is_no_health(model: LoadedModel, gate: Gate) -> None:
-    scheduler = Scheduler(model, Limits(stuck_seconds=0.05), lambda: None)
+    scheduler = Scheduler(Runner(model), Limits(stuck_seconds=0.05), lambda: None)
     assert scheduler.healthy()
     job = scheduler.submit(asked(1))
     eventually(lambda: not scheduler.healthy())
@@ -573,7 +574,7 @@ requests = st.fixed_dictionaries(
 def test_a_picture_does_not_depend_on_its_company(mix: list[dict[str, object]], loaded: Loaded) -> None:
     """Through queue, loops, refiner and decoder: at most 1 of 255 apart from the same request alone, in fp32."""
     batch = [resolve(GenerationRequest.model_validate(request), loaded.served) for request in mix]
-    scheduler = Scheduler(loaded.model, Limits(), lambda: None)
+    scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: None)
     jobs: list[Job] = [scheduler.submit(request) for request in batch]
     drawn = [job.result.result(SECONDS) for job in jobs]
     for request, result in zip(batch, drawn, strict=True):
@@ -584,7 +585,7 @@ def test_a_picture_does_not_depend_on_its_company(mix: list[dict[str, object]], 
 
 
 def test_a_closed_scheduler_answers_what_it_had_accepted(model: LoadedModel, gate: Gate) -> None:
-    scheduler = Scheduler(model, Limits(), lambda: None)
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
     jobs = [scheduler.submit(asked(seed)) for seed in range(4)]
     gate.let(1)
     eventually(lambda: len(gate.steps) == 1)

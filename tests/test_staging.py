@@ -15,7 +15,6 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
-from model.engines.components import BASE_COMPONENTS
 from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
 from model.store.manifest import Blob
@@ -26,6 +25,7 @@ from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
 from model.weights.stream import SLOTS, CopyLane, stream_weights, tensor_view
 from tests.stand_ins import releases
+from tests.stand_ins.components import BASE_COMPONENTS
 from tests.stand_ins.releases import NAME, cpu_target, keep
 
 CPU = torch.device("cpu")

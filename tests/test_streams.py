@@ -1,4 +1,4 @@
-"""Work beside the loops: no stream of a GPU reads what another is not done with, and none waits where it need not."""
+"""Streams next to the loops: none reads tensors that another has not finished, and none waits without need."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -10,19 +10,20 @@ import torch
 
 from model.cuda import graphs
 from model.cuda.streams import SideStream, StageTimer
-from model.engines import components, graphed
+from model.engines import graphed
 from model.engines.graphed import GraphedEngine
-from model.engines.tensorrt.plans import stream_of as plan_stream_of
-from model.pipeline.decode import PendingImage
+from model.images.pending import PendingImage
+from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import fit_preview_map
-from model.pipeline.text_to_image import generate, generate_latents, request_schedules
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from tests.stand_ins.line_networks import WIDTHS, Stub, line_model, stub
 from tests.stand_ins.streams import Race, Stream, Streams
-from tests.test_graph_loop import graph_loop
+from tests.test_graph_loop import bucketed, graph_loop
 from tests.test_scheduler import SECONDS, asked, pixels
 
 
@@ -33,10 +34,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.fixture
 def model(streams: Streams) -> LoadedModel:
-    """With the streams of a GPU, and its loop for the base at the size that is asked for here."""
+    """With a GPU's streams, and a graph loop for the base at the size that most requests here have."""
     model = line_model()
     streams.give(model)
-    model.loops[(components.UNET, 64, 96)] = graph_loop(model, 1, 2, 4, 8)
+    model.loops[(spec.UNET, 64, 96)] = graph_loop(bucketed(model, 1, 2, 4, 8))
     return model
 
 
@@ -65,31 +66,31 @@ MIX = [
 @contextmanager
 def served(model: LoadedModel, streams: Streams) -> Iterator[Scheduler]:
     """A scheduler whose thread is watched."""
-    scheduler, watch = Scheduler(model, Limits(), lambda: None), ExitStack()
+    scheduler, watch = Scheduler(Runner(model), Limits(), lambda: None), ExitStack()
     scheduler.call(lambda: watch.enter_context(streams.watched())).result(SECONDS)
     yield scheduler
     scheduler.call(watch.close).result(SECONDS)
     scheduler.close()
 
 
-def test_what_is_served_is_right_and_raceless(
+def test_served_images_are_correct_and_free_of_races(
     model: LoadedModel, streams: Streams, ran_on: dict[str, set[str]]
 ) -> None:
     with served(model, streams) as scheduler:
         scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(SECONDS)
         jobs = [scheduler.submit(request, lambda _: None, preview_every=2) for request in MIX]
         drawn = [job.result.result(SECONDS).images for job in jobs]
-    loops = {components.UNET: {"main"}, components.REFINER_UNET: {"main"}}
-    texts = {name: {"text"} for name in model.engines.keys() - loops.keys() - {components.VAE_DECODER}}
+    loops = {spec.UNET: {"main"}, spec.REFINER_UNET: {"main"}}
+    texts = {name: {"text"} for name in model.engines.keys() - loops.keys() - {spec.VAE_DECODER}}
     assert ran_on == {
         **loops,
         **texts,
-        components.TEXT_ENCODER: {"first_text"},
-        components.VAE_DECODER: {"decode"},
+        spec.TEXT_ENCODER: {"first_text"},
+        spec.VAE_DECODER: {"decode"},
     }
-    sharing: dict[str, set[str]] = {}  # what shares the memory of TensorRT's plans runs on one stream
+    sharing: dict[str, set[str]] = {}  # TensorRT's plans of one stream share a workspace
     for name, on in ran_on.items():
-        sharing.setdefault(plan_stream_of(name), set()).update(on)
+        sharing.setdefault(spec.SDXL[name].stream, set()).update(on)
     assert len(sharing) == 4 and all(len(on) == 1 for on in sharing.values())
     for request, images in zip(MIX, drawn, strict=True):
         for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
@@ -112,16 +113,16 @@ def stream_of(side: SideStream) -> Stream:
     return side._stream
 
 
-def queued(model: LoadedModel, request: GenerationParams) -> PendingImage:
-    """All that `generate` gives the device for a request of one image. It then waits, on the host."""
-    [row] = generate_latents(model, [request], [request_schedules(model, request)], lambda stage: None)
-    return PendingImage(model, row.latents)
+def queued(model: LoadedModel, params: GenerationParams) -> PendingImage:
+    """Queue everything that `generate` does on the device for a request of one image, without waiting for it."""
+    runner = Runner(model)
+    [image] = run_stages(runner, [runner.plan(params)])
+    assert image.pixels is not None
+    return image.pixels
 
 
 @pytest.mark.parametrize("refiner", [False, True])
-def test_drawing_from_the_first_step_to_the_last_is_raceless(
-    refiner: bool, model: LoadedModel, streams: Streams
-) -> None:
+def test_generate_is_free_of_races(refiner: bool, model: LoadedModel, streams: Streams) -> None:
     request = asked(5, use_refiner=refiner)
     with streams.watched():
         decoding = queued(model, request)
@@ -148,8 +149,8 @@ def test_without_a_wait_or_a_record_there_is_a_race(
         queued(model, asked(1))
 
 
-def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the last alone is waited for, at the end."""
+def test_gpu_stages_are_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last event is waited for, at the end. Times of one stage are summed."""
     waited: list[int] = []
 
     class Mark:
@@ -169,12 +170,13 @@ def test_a_gpus_stages_are_timed_by_its_own_marks(monkeypatch: pytest.MonkeyPatc
             return 10.0 ** (later.number - self.number) * self.number
 
     monkeypatch.setattr(torch.cuda, "Event", Mark)
-    laps = StageTimer(torch.device("cuda"))
-    laps.end("text")
-    laps.end("denoise")
+    timer = StageTimer(torch.device("cuda"))
+    timer.end("text")
+    timer.end("denoise")
+    timer.end("text")
     assert not waited
-    assert laps.milliseconds() == {"text": 10.0, "denoise": 20.0}
-    assert waited == [3]
+    assert timer.milliseconds() == {"text": 10.0 + 30.0, "denoise": 20.0}
+    assert waited == [4]
 
 
 def test_on_a_cpu_there_are_no_streams() -> None:
@@ -285,7 +287,7 @@ def test_branches_leave_the_current_stream_and_join_it_again(streams: Streams, m
     assert on[4] is on[1] and on[6] not in (on[1], on[2]) and on[5] is on[7] is other
 
 
-def test_a_graphed_engine_reads_each_run_s_own_inputs_and_gives_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphed_engine_copies_inputs_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[Callable[[], None]] = []
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
@@ -293,9 +295,9 @@ def test_a_graphed_engine_reads_each_run_s_own_inputs_and_gives_what_stays(monke
         return work
 
     monkeypatch.setattr(graphed, "capture", capture)
-    plain, behind = (stub(line_model(), components.UNET_TEXT) for _ in range(2))
+    plain, behind = (stub(line_model(), spec.UNET_TEXT) for _ in range(2))
     engine = GraphedEngine(behind)
-    width = [spec.shape[-1] for spec in plain.signature.inputs][0]
+    width = [tensor.shape[-1] for tensor in plain.signature.inputs][0]
     given = [{"encoder_hidden_states": torch.randn(1, WIDTHS.tokens, int(width))} for _ in range(3)]
     found = [engine.run({name: tensor.clone() for name, tensor in inputs.items()}) for inputs in given]
     for inputs, outputs in zip(given, found, strict=True):  # the earlier ones, too, after the last run

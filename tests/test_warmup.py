@@ -1,4 +1,4 @@
-"""What is run before a replica is ready: each size, as many images as pay, and memory that does not suffice."""
+"""The warm-up: every size is run, efficient batches are measured, and a lack of memory is reported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,29 +9,31 @@ import torch
 
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState
-from model.engines import components
 from model.engines.engine import EngineSet
 from model.errors import OutOfDeviceMemory
 from model.loading import warmup
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
 from model.loading.warmup import efficient_by_size, warm_up
+from model.pipeline import spec
 from model.store.manifest import Bucket, Span
 from tests.stand_ins.line_networks import line_model, stub
 
 
 @pytest.fixture
 def loaded() -> Loaded:
-    """Two sizes, with UNet engines for 2, 4 and 8 rows of each."""
+    """Two sizes, with UNet engines of batch 2, 4 and 8 for each."""
     model = line_model()
     sizes = ((64, 64), (96, 64))
-    for name in (components.UNET, components.REFINER_UNET):
+    for name in (spec.UNET, spec.REFINER_UNET):
         engines = []
         for width, height in sizes:
-            for rows in (2, 4, 8):
+            for batch in (2, 4, 8):
                 engines.append(replace(stub(model, name)))
                 engines[-1].bucket = Bucket(
-                    rows=Span(min=rows, max=rows), height=Span(min=height, max=height), width=Span(min=width, max=width)
+                    batch=Span(min=batch, max=batch),
+                    height=Span(min=height, max=height),
+                    width=Span(min=width, max=width),
                 )
         model.engines[name] = EngineSet(engines)
     served = ServedModel(64, 64, SizeList(sizes), has_refiner=True, defaults=Defaults())
@@ -43,8 +45,8 @@ Clocked = Callable[..., list[tuple[int, int]]]
 
 @pytest.fixture
 def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
-    """Gives steps seconds by their images on the warm-up's clock, the first that it looks at more by the factors of
-    `rising`; returns (width, images) of those it looks at."""
+    """Set the warm-up's clock: seconds of a step by its number of images, times the factors of `rising` for the first
+    measured steps. Returns (width, images) of each measured step."""
 
     def set_up(seconds: dict[int, float], rising: Sequence[float] = ()) -> list[tuple[int, int]]:
         now, looked, seen, step = 0.0, 0, [], EagerLoop.step
@@ -68,14 +70,14 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
     return set_up
 
 
-def test_every_loop_is_made_and_every_size_drawn(loaded: Loaded) -> None:
+def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     with torch.inference_mode():
         preview_map = warm_up(loaded)
     assert preview_map.weight.shape == (4, 3)
-    names = (components.UNET, components.REFINER_UNET)
+    names = (spec.UNET, spec.REFINER_UNET)
     assert set(loaded.model.loops) == {(name, 64, width) for name in names for width in (64, 96)}
     assert all(not loop.images for loop in loaded.model.loops.values())
-    widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, components.VAE_DECODER).seen}
+    widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, spec.VAE_DECODER).seen}
     assert widths == {64 // 8, 96 // 8}
 
 
@@ -87,19 +89,19 @@ def test_every_loop_is_made_and_every_size_drawn(loaded: Loaded) -> None:
         ({1: 0.050, 2: 0.055, 4: 0.060}, 4, (1, 2, 4)),
     ],
 )
-def test_each_listed_size_finds_out_how_many_images_pay(
+def test_measures_the_efficient_batch_of_each_listed_size(
     seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded, clocked: Clocked
 ) -> None:
     seen = clocked(seconds)
     with torch.inference_mode():
         warm_up(loaded)
-    assert efficient_by_size(loaded.model) == {"64x64": 2 * efficient, "96x64": 2 * efficient}  # rows
+    assert efficient_by_size(loaded.model) == {"64x64": 2 * efficient, "96x64": 2 * efficient}
     assert seen == [(width, images) for width in (64, 96) for images in tried]  # on a CPU once each
     assert loaded.model.efficient_pixels is None
 
 
-def test_a_release_without_guidance_is_asked_how_many_of_its_own_images_pay(loaded: Loaded, clocked: Clocked) -> None:
-    """Each takes one row: eight of them fill the largest bucket."""
+def test_measures_unguided_images_for_a_release_without_guidance(loaded: Loaded, clocked: Clocked) -> None:
+    """Each takes one batch entry: eight of them fill the largest bucket."""
     seen = clocked({1: 0.050, 2: 0.080, 4: 0.140, 8: 0.290})
     served = replace(loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": 1.0}))
     with torch.inference_mode():
@@ -108,7 +110,7 @@ def test_a_release_without_guidance_is_asked_how_many_of_its_own_images_pay(load
     assert list(dict.fromkeys(images for width, images in seen if width == 64)) == [2, 4, 8]
 
 
-def test_a_device_whose_clocks_rise_is_not_taken_to_like_more_images(
+def test_rising_clocks_do_not_raise_the_efficient_batch(
     loaded: Loaded, clocked: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two images cost 96 % of what one costs, each; one image's first steps are slower than they will be."""
@@ -119,10 +121,10 @@ def test_a_device_whose_clocks_rise_is_not_taken_to_like_more_images(
     assert efficient_by_size(loaded.model) == {"64x64": 2, "96x64": 2}
 
 
-def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
-    """Fewer images would cost as much."""
+def test_single_bucket_is_not_measured(loaded: Loaded, clocked: Clocked) -> None:
+    """Fewer images would take as long."""
     seen = clocked({1: 0.1})
-    for name in (components.UNET, components.REFINER_UNET):
+    for name in (spec.UNET, spec.REFINER_UNET):
         engines = loaded.model.engines[name].engines
         loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.batch.max == 8])
     with torch.inference_mode():
@@ -130,9 +132,9 @@ def test_one_bucket_needs_no_clock(loaded: Loaded, clocked: Clocked) -> None:
     assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not seen
 
 
-def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clocked: Clocked) -> None:
+def test_other_sizes_of_a_dynamic_engine_get_as_many_pixels(loaded: Loaded, clocked: Clocked) -> None:
     model = line_model()
-    for name in (components.UNET, components.REFINER_UNET):
+    for name in (spec.UNET, spec.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
         stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)
     served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
@@ -140,43 +142,43 @@ def test_other_sizes_of_a_dynamic_engine_take_as_many_pixels(loaded: Loaded, clo
     with torch.inference_mode():
         warm_up(replace(loaded, model=model, served=served))
     assert efficient_by_size(model) == {"64x64": 8}
-    for (height, width), rows in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
-        assert model.loop(components.UNET, height, width).efficient_batch == rows
+    for (height, width), batch in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
+        assert model.loop(spec.UNET, height, width).efficient_batch == batch
 
 
 @pytest.mark.parametrize("guidance_scale", [7.5, 1.0])
-def test_text_is_read_in_every_way_that_requests_can_ask_for(guidance_scale: float, loaded: Loaded) -> None:
+def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded) -> None:
     served = replace(
         loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": guidance_scale})
     )
     with torch.inference_mode():
         warm_up(replace(loaded, served=served))
     texts = (
-        components.TEXT_ENCODER, components.TEXT_ENCODER_2, components.UNET_TEXT, components.REFINER_TEXT_ENCODER_2,
-        components.REFINER_UNET_TEXT,
+        spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.REFINER_TEXT_ENCODER_2,
+        spec.REFINER_UNET_TEXT,
     )  # fmt: skip
     for name in texts:
-        rows = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
-        assert rows == {1, 2}, name
+        batches = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
+        assert batches == {1, 2}, name
 
 
 class EngineFailed(RuntimeError):
-    """As an AOTInductor engine's code raises whatever happens in it."""
+    """Like the RuntimeError that an AOTInductor engine raises for any failure."""
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_an_engine_that_finds_no_memory_is_told_from_one_that_fails(
+def test_distinguishes_a_lack_of_memory_from_other_failures(
     refused: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals = iter([3, 4 if refused else 3])  # of which one, or none, in the warm-up
     monkeypatch.setattr(warmup, "_refused_allocations", lambda model: next(refusals))
-    stub(loaded.model, components.VAE_DECODER).fails = EngineFailed("run_func_(...) API call failed")
+    stub(loaded.model, spec.VAE_DECODER).fails = EngineFailed("run_func_(...) API call failed")
     expected = pytest.raises(OutOfDeviceMemory, match="does not fit") if refused else pytest.raises(EngineFailed)
     with expected, torch.inference_mode():
         warm_up(loaded)
 
 
-def test_a_gpu_that_is_too_small_is_said_at_load(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_a_gpu_that_is_too_small(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 

@@ -18,13 +18,14 @@ import torch
 from engine_builder.benchmarks.rows import Row, make_row, medians
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines import components
+from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import targets_here
-from model.pipeline.decode import PendingImage
 from model.pipeline.params import GenerationParams
-from model.pipeline.text_to_image import generate, generate_latents, request_schedules
+from model.pipeline.runner import Runner
+from model.pipeline.spec import UNET
+from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.output_workers import THREADS
 from model.settings import ServedBucket, read_settings
 from model.store.store import open_store
@@ -105,9 +106,11 @@ def offline(loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, m
     """
     totals: list[float] = []
     requests = [params for params in batch for _ in range(params.num_images)]
+    runner = Runner(loaded.model)
 
-    def encode(image: PendingImage, params: GenerationParams) -> None:
-        pixels = image.wait()
+    def encode(image: ImageState, params: GenerationParams) -> None:
+        assert image.pixels is not None
+        pixels = image.pixels.wait()
         if pixels is None:
             raise broken_image([0], 1)
         encode_all([pixels], params)
@@ -115,12 +118,8 @@ def offline(loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, m
     with ThreadPoolExecutor(THREADS) as encoders, torch.inference_mode():
         began = before = time.perf_counter()
         while len(totals) < min_runs or before - began < seconds:
-            schedules = [request_schedules(loaded.model, params) for params in batch]
-            images = generate_latents(loaded.model, batch, schedules, lambda stage: None)
-            encoding = [
-                encoders.submit(encode, PendingImage(loaded.model, image.latents), params)
-                for image, params in zip(images, requests, strict=True)
-            ]
+            images = run_stages(runner, [runner.plan(params) for params in batch])
+            encoding = [encoders.submit(encode, image, params) for image, params in zip(images, requests, strict=True)]
             now = time.perf_counter()
             totals.append((now - before) * 1000)
             before = now
@@ -138,7 +137,7 @@ def encode_all(images: Iterable[Pixels], params: GenerationParams) -> None:
 
 def precision_of(loaded: Loaded) -> str:
     """Return the dtype of the base UNet's output, which a row states."""
-    return loaded.model.engines[components.UNET].signature.outputs[0].dtype
+    return loaded.model.engines[UNET].signature.outputs[0].dtype
 
 
 def timed_row(

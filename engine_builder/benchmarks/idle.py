@@ -23,10 +23,10 @@ from engine_builder.benchmarks.gpu_counters import Busy, GpuCounters, gpu_counte
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from model.api.request import GenerationRequest, resolve
 from model.denoising.loop import ImageState, Loop
-from model.engines import components
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
-from model.pipeline.text_to_image import denoise, prepare_images, request_schedules
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import denoise
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,14 @@ def count(loaded: Loaded, params: GenerationParams, counters: GpuCounters | None
 def _prepare(loaded: Loaded, params: GenerationParams) -> tuple[list[ImageState], Loop]:
     """Return the images of one request, on the device, and an empty loop for them."""
     with torch.inference_mode():
-        images = prepare_images(loaded.model, params, request_schedules(loaded.model, params)[0])
-        loop = loaded.model.loop(components.UNET, params.height, params.width)
+        runner = Runner(loaded.model)
+        plan = runner.plan(params)
+        images = plan.images()
+        for image in images:
+            key = runner.advance(plan, image)
+        assert key is not None
         torch.cuda.synchronize()
-    return images, loop
+    return images, loaded.model.loop(*key)
 
 
 def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:

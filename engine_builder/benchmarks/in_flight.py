@@ -37,12 +37,12 @@ from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.replicas.traffic import poisson_arrivals
 from model.api.request import GenerationRequest, resolve
 from model.denoising.sampler_names import SAMPLERS
-from model.engines import components
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.loading.warmup import warm_up
 from model.pipeline.params import GenerationParams
-from model.pipeline.prompt import is_guided
+from model.pipeline.runner import Runner
+from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.output_workers import THREADS
@@ -197,8 +197,8 @@ def measure(
     """
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
-    loop = loaded.model.loop(components.UNET, params.height, params.width)
-    each = 2 if is_guided(loaded.model, params, False) else 1
+    loop = loaded.model.loop(UNET, params.height, params.width)
+    each = Runner(loaded.model).plan(params).unet_batch
     capacity = max(1, loop.capacity // each)
     batch = min(images or capacity, capacity)
     loop.capacity = each * batch
@@ -216,7 +216,7 @@ def measure(
     rows = [row("offline, full rows", rates, "images/s")]
 
     scheduler = Scheduler(
-        loaded.model, Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9), lambda: None
+        Runner(loaded.model), Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9), lambda: None
     )
     rate = saturated(scheduler, requests(params, (steps,)), outstanding, seconds) / steps
     of_offline = round(rate / rows[0].value, 4)

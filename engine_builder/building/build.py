@@ -37,8 +37,8 @@ from engine_builder.networks.network import (
     load_network,
 )
 from engine_builder.stores.store import WritableStore
-from model.engines import components
 from model.errors import CorruptBlob
+from model.pipeline.spec import UNET
 from model.store.manifest import Manifest
 
 _DRAFT_VERSION = "draft"
@@ -165,7 +165,7 @@ def _current_draft(plan: BuildPlan, store: WritableStore, source: str) -> Manife
         draft = Manifest.model_validate_json(data)
     except ValueError:
         return None
-    unets = [engine.bucket for engine in draft.engines if engine.component == components.UNET]
+    unets = [engine.bucket for engine in draft.engines if engine.component == UNET]
     planned = [compiler.static_bucket(*size) for size in plan.sizes]
     same = draft.builder == _builder(plan, source) and set(draft.architectures) == set(plan.components)
     same = same and all(engine.precision == plan.precision_of(engine.component) for engine in draft.engines)

@@ -1,6 +1,7 @@
 """What a build makes: the model, the target, precisions and buckets."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine_builder.backends.aot_inductor import compile as compiler
@@ -8,10 +9,10 @@ from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.network import Network
-from model.engines import components
-from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
+from model.pipeline.spec import Part, find, of_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -56,13 +57,18 @@ class BuildPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The components to build, with the CFG variants that have sizes."""
-        variants = tuple(name for name, sizes in self.cfg_variant_sizes.items() if sizes)
-        return BASE_COMPONENTS + variants + (REFINER_COMPONENTS if self.refiner else ())
+        """The components to build, each followed by its variants that have sizes."""
+        parts: tuple[Part, ...] = ("base", "refiner") if self.refiner else ("base",)
+        sizes = self.variant_sizes
+        return tuple(
+            name
+            for spec in of_parts(parts)
+            for name in (spec.name, *(variant.name for variant in spec.variants if sizes.get(variant.cfg)))
+        )
 
     @property
-    def cfg_variant_sizes(self) -> dict[str, tuple[Size, ...]]:
-        """The sizes of the UNet's variants for guidance against zeros (CFG_VARIANTS); empty if none are built.
+    def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
+        """The sizes of the UNet's variants for guidance against zeros; empty if none are built.
 
         Where batches of one and two are built, one image runs its halves concurrently: UNet and unconditional UNet.
         Other even batches run both halves in one call. CUDA graphs use the variants, so CPU engines have none.
@@ -75,13 +81,13 @@ class BuildPlan:
         alone = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
         even = (size for size in self.sizes if size[0] % 2 == 0)
         return {
-            components.UNET_UNCONDITIONAL: alone,
-            components.UNET_GUIDED: tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in alone),
+            "uncond": alone,
+            "both": tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in alone),
         }
 
     def checkpoint_of(self, component: str) -> Checkpoint:
         """Return the checkpoint that a component is read from."""
-        if component not in REFINER_COMPONENTS:
+        if find(component)[0].part == "base":
             return self.base
         assert self.refiner is not None
         return self.refiner
@@ -92,7 +98,7 @@ class BuildPlan:
         The VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
         `vae_precision` replaces that.
         """
-        if component != components.VAE_DECODER:
+        if find(component)[0].precision_rule == "model":
             return self.precision
         if self.vae_precision is not None:
             return self.vae_precision
@@ -106,19 +112,23 @@ class BuildPlan:
     def buckets_of(self, network: Network) -> list[Bucket]:
         """Return the buckets that one component is compiled for.
 
-        The batch is the number of texts for text networks, of timesteps for time networks, one for the VAE.
+        The batch is one or two texts, up to 32 timesteps, the planned batches of a UNet, or one image.
         """
-        if network.component in (components.UNET_TIME, components.REFINER_UNET_TIME):
-            if self.sizes:
-                return [compiler.static_bucket(_TIMESTEPS_PER_CALL, None, None)]
-            return [compiler.dynamic_bucket(None, MAX_STEPS)]
+        spec, variant = find(network.component)
         if not self.sizes:
+            if spec.batch_unit == "timestep":
+                return [compiler.dynamic_bucket(None, MAX_STEPS)]
             return [compiler.dynamic_bucket(network.multiple)]
-        if network.multiple is None:
-            return [compiler.static_bucket(batch, None, None) for batch in (1, 2)]
-        if network.component == components.VAE_DECODER:
-            return [compiler.static_bucket(1, h, w) for h, w in dict.fromkeys((h, w) for _, h, w in self.sizes)]
-        sizes = self.cfg_variant_sizes.get(network.component, self.sizes)
+        sizes: Iterable[tuple[int, int | None, int | None]]
+        match spec.batch_unit:
+            case "text":
+                sizes = ((batch, None, None) for batch in (1, 2))
+            case "timestep":
+                sizes = [(_TIMESTEPS_PER_CALL, None, None)]
+            case "image":
+                sizes = dict.fromkeys((1, height, width) for _, height, width in self.sizes)
+            case "cfg_half":
+                sizes = self.variant_sizes[variant.cfg] if variant else self.sizes
         return [compiler.static_bucket(*size) for size in sizes]
 
     @property

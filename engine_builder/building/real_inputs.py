@@ -8,11 +8,11 @@ from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest, resolve
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines import components
 from model.engines.engine import EngineSet
 from model.engines.shapes import bind_shapes
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.spec import SDXL, find
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
@@ -43,7 +43,7 @@ def real_inputs(
         name: EagerEngine(name, network.module, network.signature, recording=True) for name, network in networks.items()
     }
     model = LoadedModel(
-        engines={name: EngineSet([engine]) for name, engine in eager.items()},
+        engines={name: EngineSet([engine]) for name, engine in eager.items() if name in SDXL},
         tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
         noise_schedules=schedulers,
         settings=facts,
@@ -64,9 +64,8 @@ def real_inputs(
         )
         generate(model, [resolve(request, served)])
     seen = {name: engine.seen for name, engine in eager.items()}
-    for name in seen.keys() & set(components.CFG_VARIANTS):  # not used with a negative prompt, which the request has
-        seen[name] = seen[components.UNET]
-    return seen
+    # Variants are not used with a negative prompt, which the request has.
+    return {name: inputs or seen[find(name)[0].name] for name, inputs in seen.items()}
 
 
 def fit(real: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

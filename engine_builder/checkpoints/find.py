@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from model.pipeline.spec import SDXL
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETTINGS = ["*.json", "*.txt"]
-_SUBFOLDERS = [
-    f"{root}{name}" for root in ("", "refiner/") for name in ("text_encoder", "text_encoder_2", "unet", "vae")
-]
+_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in SDXL.values())
+_SUBFOLDERS = [f"{root}{name}" for root in ("", "refiner/") for name in _FOLDERS]
 
 
 def find_model(name: str) -> Path:

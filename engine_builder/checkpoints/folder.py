@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.engines.shapes import Widths
+from model.engines.signatures import Widths
 from model.errors import PreheatError
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
@@ -98,6 +98,7 @@ class Checkpoint:
             text_width=self.config("text_encoder")["hidden_size"] if has_first else 0,
             text_width_2=second["hidden_size"],
             pooled_width=second["projection_dim"],
+            context_width=unet["cross_attention_dim"],
             latent_channels=unet["in_channels"],
             time_ids=embedded // unet["addition_time_embed_dim"],
             vae_scale=2 ** (len(vae["block_out_channels"]) - 1),

@@ -30,6 +30,7 @@ from engine_builder.commands.console import (
 )
 from engine_builder.stores.store import WritableStore
 from model.errors import RequestRefused
+from model.pipeline.spec import UNET
 
 
 class _LatencyByDefault(TyperGroup):
@@ -132,7 +133,7 @@ def cold_start(
     local = opened(store)
     manifest = local.read_release(release)
     # The dtype of the UNet's outputs, as in the rows of `latency`.
-    precision = next(engine.precision.io for engine in manifest.engines if engine.component == "unet")
+    precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
         request["width"], request["height"] = sides(size)

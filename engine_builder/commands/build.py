@@ -22,6 +22,7 @@ from engine_builder.commands.console import (
     steps_bar,
 )
 from engine_builder.stores.store import WritableStore
+from model.pipeline.spec import VAE_DECODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP16, FP32, Precision
 
@@ -169,7 +170,7 @@ def _bucket_remark(bucket: Bucket) -> str:
 
 def _vae_remark(plan: "BuildPlan") -> str:
     """Describe the VAE's precision if it is not the model's, or contradicts the VAE's config."""
-    precision = plan.precision_of("vae_decoder")
+    precision = plan.precision_of(VAE_DECODER)
     if precision == FP16 and plan.upcasts_vae:
         return (
             ", also its VAE, although its config says that it overflows in fp16 (force_upcast): images may hold NaN, "

@@ -26,6 +26,7 @@ from engine_builder.commands.console import (
 )
 from engine_builder.local_server import demo
 from model.errors import PreheatError
+from model.pipeline.spec import UNET
 
 _SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached
 
@@ -48,7 +49,7 @@ def load(
     manifest = holder.read_release(release)
     settings = manifest.settings
     width, height = sides(size) if size else (settings.native_width, settings.native_height)
-    precision = next(engine.precision.name for engine in manifest.engines if engine.component == "unet")
+    precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
     counts = _parse_clients(clients)
 
     def request_of(number: int) -> dict[str, Any]:

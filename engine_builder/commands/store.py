@@ -11,6 +11,7 @@ from rich.progress import Progress
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
 from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
+from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.manifest import Blob, Manifest
 from model.store.signature import check_signature, parse_public_keys
 from model.store.store import Store
@@ -87,7 +88,7 @@ def _precisions(manifest: Manifest) -> str:
     """Return the UNet's precisions and, if they differ, the VAE decoder's: "fp16, VAE fp32"."""
     unet, vae = (
         " ".join(sorted({engine.precision.name for engine in manifest.engines if engine.component == component}))
-        for component in ("unet", "vae_decoder")
+        for component in (UNET, VAE_DECODER)
     )
     return unet if vae == unet else f"{unet}, VAE {vae}"
 

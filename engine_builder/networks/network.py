@@ -9,7 +9,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,18 +17,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
-from engine_builder.networks.text import PooledTextNetwork, TextNetwork
-from engine_builder.networks.unet import (
-    GuidedUnetNetwork,
-    UnconditionalUnetNetwork,
-    UnetNetwork,
-    UnetTextNetwork,
-    UnetTimeNetwork,
-    text_width,
-    time_width,
-)
-from engine_builder.networks.vae import VaeDecoderNetwork
-from model.engines import components, shapes
+from engine_builder.networks.unet import text_width, time_width
+from engine_builder.networks.wrappers import WRAPPERS
+from model.engines.shapes import DTYPES
+from model.pipeline.spec import find
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -41,7 +33,6 @@ _PROVENANCE = (
     "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
 )  # fmt: skip
 _APPLIED_OUTSIDE = ("scaling_factor", "force_upcast")
-_UNETS = {components.UNET_GUIDED: GuidedUnetNetwork, components.UNET_UNCONDITIONAL: UnconditionalUnetNetwork}
 
 
 def library_versions() -> dict[str, str]:
@@ -84,7 +75,7 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     it to embed guidance.
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
-    if "time_cond_proj_dim" in entries and component not in (components.UNET_TIME, components.REFINER_UNET_TIME):
+    if "time_cond_proj_dim" in entries and find(component)[0].phase != "request":
         entries["time_cond_proj_dim"] = None
     return entries
 
@@ -121,47 +112,38 @@ def load_network(
 ) -> Network:
     """Load a component in eval mode on `device`. On "meta" it has shapes only, and no weights are read.
 
-    `component` is a name of `model.engines.components`. Refiner components need the refiner's own checkpoint. Pass one
-    `reader` to load several components in turn. `plain` selects the CPU's weight layout and convolutions on any device:
-    ONNX can express those. Raises CheckpointError if the component is missing or not SDXL's.
+    `component` is a name of `model.pipeline.spec`, also of a variant. Refiner components need the refiner's own
+    checkpoint. Pass one `reader` to load several components in turn. `plain` selects the CPU's weight layout and
+    convolutions on any device: ONNX can express those. Raises CheckpointError if the component is missing or not
+    SDXL's.
     """
-    dtype, io = shapes.DTYPES[precision.storage], precision.io
+    spec, variant = find(component)
+    wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
+    config = checkpoint.config(spec.checkpoint_folder)
     widths = checkpoint.widths()
-    name = component.removeprefix("refiner_")
-    subfolder = "unet" if name.startswith("unet") else "vae" if name == components.VAE_DECODER else name
-    config = checkpoint.config(subfolder)
-    multiple: int | None = None
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = _load_shapes if device == "meta" else (reader or ModuleReader()).read
-    module: nn.Module
-    if subfolder == "text_encoder":
-        module = TextNetwork(read("transformers", "CLIPTextModel", checkpoint, subfolder, dtype))
-        signature = shapes.text_signature(widths.text_width, widths.tokens, io, None)
-    elif subfolder == "text_encoder_2":
-        module = PooledTextNetwork(read("transformers", "CLIPTextModelWithProjection", checkpoint, subfolder, dtype))
-        signature = shapes.text_signature(widths.text_width_2, widths.tokens, io, widths.pooled_width)
-    elif subfolder == "unet":
-        unet = read("diffusers", "UNet2DConditionModel", checkpoint, subfolder, dtype)
-        time, text = time_width(unet), text_width(unet)
-        if component in (components.UNET_TEXT, components.REFINER_UNET_TEXT):
-            module = UnetTextNetwork(unet)
-            signature = shapes.unet_text_signature(widths.tokens, config["cross_attention_dim"], text, io)
-        elif component in (components.UNET_TIME, components.REFINER_UNET_TIME):
-            module = UnetTimeNetwork(unet)
-            signature = shapes.unet_time_signature(widths, time, io)
-        else:
-            use_winograd = layout == "channels_last" and precision.compute != "float32"
-            module = _UNETS.get(component, UnetNetwork)(unet, use_winograd)
-            signature = shapes.unet_signature(widths, time, text, io)
-            multiple = checkpoint.size_step()
-    else:
-        module = VaeDecoderNetwork(read("diffusers", "AutoencoderKL", checkpoint, subfolder, dtype))
-        signature = shapes.vae_decoder_signature(widths.latent_channels, widths.vae_scale, io)
-        multiple = widths.vae_scale
+    dtype = DTYPES[precision.storage]
+    network = read(wrapper.library, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
+    if spec.checkpoint_folder == "unet":
+        widths = replace(widths, time_embeds_width=time_width(network), keys_values_width=text_width(network))
+    options = {}
+    if wrapper.convolves:
+        options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
+    module = wrapper.wrap(network, **options)
+    multiples = {"cfg_half": checkpoint.size_step(), "image": widths.vae_scale}
     module = module.to(device).eval().requires_grad_(False)
     if layout == "channels_last":
         module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return Network(component, module, signature, architecture(config, component), precision, layout, multiple)
+    return Network(
+        component,
+        module,
+        spec.signature(widths, precision.io),
+        architecture(config, component),
+        precision,
+        layout,
+        multiples.get(spec.batch_unit),
+    )
 
 
 def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> nn.Module:

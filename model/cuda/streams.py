@@ -72,13 +72,14 @@ class StageTimer:
         self._events.append((stage, self._record()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Milliseconds of each stage, in order. Waits for the last one."""
+        """Milliseconds of each stage, in order; those of one name are summed. Waits for the last one."""
         if self._on_gpu:
             self._events[-1][1].synchronize()
-        return {
-            stage: before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
-            for (_, before), (stage, after) in pairwise(self._events)
-        }
+        spent: dict[str, float] = {}
+        for (_, before), (stage, after) in pairwise(self._events):
+            taken = before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
+            spent[stage] = spent.get(stage, 0.0) + taken
+        return spent
 
     def _record(self) -> Any:
         if not self._on_gpu:

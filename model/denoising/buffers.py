@@ -1,13 +1,16 @@
-"""The device buffers of a graph loop. Their shapes follow from the UNet's signature, before anything is loaded."""
+"""The device buffers of a graph loop. Their shapes follow from signatures, before anything is loaded."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from model.denoising.samplers import COEFFICIENTS
-from model.store.manifest import Signature
+from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
+
+SAMPLE = "sample"  # the input of a step's networks that the loop makes: the scaled latents
+COND, BATCH = "cond ", "batch "  # prefixes of the buffers of a conditioning input: by slot, and in batch order
 
 
 @dataclass(frozen=True)
@@ -22,21 +25,40 @@ class BufferShape:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def buffer_shapes(signature: Signature, height: int, width: int, batches: Sequence[int]) -> dict[str, BufferShape]:
-    """The buffers of a loop at `height` x `width` pixels, by name. `batches`: the batch sizes of the UNet's engines.
+def conditioning_inputs(networks: Sequence[Signature]) -> dict[str, TensorSpec]:
+    """The inputs of a step's networks, in the order in which they run, that neither an earlier network nor the loop
+    makes. The loop makes `sample`, the scaled latents."""
+    found: dict[str, TensorSpec] = {}
+    made = {SAMPLE}
+    for network in networks:
+        found |= {spec.name: spec for spec in network.inputs if spec.name not in made}
+        made |= {spec.name for spec in network.outputs}
+    return found
+
+
+def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
+    """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height."""
+    pixels = {"height": height, "width": width}
+    divided = [size if isinstance(size, int) else size.partition("/") for size in spec.shape[1:]]
+    return tuple(size if isinstance(size, int) else pixels[size[0]] // int(size[2] or 1) for size in divided)
+
+
+def buffer_shapes(
+    networks: Sequence[Signature], by_step: Collection[str], height: int, width: int, batches: Sequence[int]
+) -> dict[str, BufferShape]:
+    """The buffers of a loop at `height` x `width` pixels, by name.
+
+    `networks`: what runs in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`. `batches`: the
+    batch sizes of the UNet's engines.
 
     Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
     batch has entries. There are two conditioning slots at least where an engine of batch 1 exists: it then runs twice
-    for a guided image.
+    for a guided image. Conditioning for all steps is held a second time, in batch order.
     """
     slots, cond_slots = max(batches), max(*batches, 2 if 1 in batches else 1)
-    inputs = {spec.name: spec for spec in signature.inputs}
-    sample, time_embeds, keys_values = (inputs[name] for name in ("sample", "time_embeds", "keys_values"))
-    pixels = {"height": height, "width": width}
-    sides = [int(size) if isinstance(size, int) else _side(size, pixels) for size in sample.shape[1:]]
-    latents = BufferShape((slots, *sides))
-    text = BufferShape((cond_slots, *map(int, keys_values.shape[1:])), keys_values.dtype)
-    return {
+    [sample] = [spec for spec in networks[-1].inputs if spec.name == SAMPLE]
+    latents = BufferShape((slots, *entry_shape(sample, height, width)))
+    shapes = {
         "latents": latents,
         "previous": latents,
         "noise": latents,
@@ -44,14 +66,12 @@ def buffer_shapes(signature: Signature, height: int, width: int, batches: Sequen
         "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS) + 1)),  # the guidance scale is last
         "steps": BufferShape((slots,), "int64"),
         "slot_indices": BufferShape((slots,), "int64"),
-        "time_embeds": BufferShape((cond_slots, MAX_STEPS, *map(int, time_embeds.shape[1:])), time_embeds.dtype),
-        "keys_values": text,
-        "batch_keys_values": text,
         "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),
     }
-
-
-def _side(dimension: str, pixels: dict[str, int]) -> int:
-    """ "height/8" -> the latent's height."""
-    symbol, _, divisor = dimension.partition("/")
-    return pixels[symbol] // int(divisor or 1)
+    for name, spec in conditioning_inputs(networks).items():
+        entry = entry_shape(spec, height, width)
+        if name in by_step:
+            shapes[COND + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)
+        else:
+            shapes[COND + name] = shapes[BATCH + name] = BufferShape((cond_slots, *entry), spec.dtype)
+    return shapes

@@ -6,11 +6,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.denoising.loop import ImageState, has_room
+from model.denoising.buffers import SAMPLE, entry_shape
+from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide
-from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
+from model.store.manifest import TensorSpec
 
 
 @dataclass
@@ -25,11 +26,11 @@ class _Tensors:
 class EagerLoop:
     """Implements `model.denoising.loop.Loop`."""
 
-    def __init__(self, unet: EngineSet, height: int, width: int) -> None:
-        """`height` and `width` in pixels. Raises EngineError where no engine of `unet` serves them."""
-        self.capacity = self.efficient_batch = unet.max_batch(height, width)
+    def __init__(self, networks: StepNetworks, height: int, width: int) -> None:
+        """`height` and `width` in pixels. Raises EngineError where no engine of the UNet serves them."""
+        self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
-        self._unet = unet
+        self._networks = networks
         self._height, self._width = height, width
         self._tensors: dict[ImageState, _Tensors] = {}
 
@@ -71,19 +72,19 @@ class EagerLoop:
         """The UNet's guided prediction for each image, float32. The batch starts with the unconditional halves."""
         guided = [index for index, image in enumerate(self.images) if image.guided]
         order = torch.tensor([*guided, *range(len(self.images))], device=model_input.device)
-        pairs = [(self.images[index].uncond, self.images[index].step) for index in guided]
-        pairs += [(image.cond, image.step) for image in self.images]
-        texts = [(text, step) for text, step in pairs if text is not None]
-        dtype = DTYPES[self._unet.signature.outputs[0].dtype]
-        eps = self._unet.run(
-            {
-                "sample": model_input[order].to(dtype),
-                "time_embeds": torch.stack([text.time_embeds[step] for text, step in texts]),
-                "keys_values": torch.cat([text.keys_values for text, _ in texts]),
-            },
-            self._height,
-            self._width,
-        )["noise"].float()
+        halves = [(self.images[index].uncond, self.images[index].step) for index in guided]
+        halves += [(image.cond, image.step) for image in self.images]
+        entries = [(text, step) for text, step in halves if text is not None]
+        known = {SAMPLE: model_input[order]}
+        for engines in (*self._networks.before, self._networks.unet):
+            inputs = {
+                spec.name: known[spec.name].to(DTYPES[spec.dtype])
+                if spec.name in known
+                else torch.stack([self._entry(spec, text, step, model_input.device) for text, step in entries])
+                for spec in engines.signature.inputs
+            }
+            known |= engines.run(inputs, self._height, self._width)
+        eps = known["noise"].float()
         uncond, cond = eps[: len(guided)], eps[len(guided) :]
         if guided:
             cond = cond.clone()
@@ -92,3 +93,9 @@ class EagerLoop:
             scale = torch.tensor(scales, device=eps.device).reshape(-1, 1, 1, 1)
             cond[at] = guide(uncond, cond[at], scale)
         return cond
+
+    def _entry(self, spec: TensorSpec, text: Conditioning, step: int, device: torch.device) -> torch.Tensor:
+        """One batch entry of a conditioning input."""
+        if spec.name not in text.inputs:
+            return torch.zeros(entry_shape(spec, self._height, self._width), dtype=DTYPES[spec.dtype], device=device)
+        return text.inputs[spec.name][step if spec.name in self._networks.by_step else 0]

@@ -9,14 +9,15 @@ to two steps ahead of the device, which never waits for it. The arithmetic is th
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from model.cuda.graphs import capture, run_concurrently
 from model.cuda.streams import to_device
-from model.denoising.buffers import buffer_shapes
-from model.denoising.loop import Conditioning, ImageState, has_room, unet_batch
+from model.denoising.buffers import BATCH, COND, SAMPLE, buffer_shapes
+from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room, unet_batch
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide
 from model.engines.engine import Engine, EngineSet
@@ -25,65 +26,51 @@ from model.validation import MAX_STEPS
 
 MAX_STEPS_IN_FLIGHT = 2  # queued beyond the one that the device runs
 _LARGE_STEP_PIXELS = 4 * 2**20  # from here on cuBLAS's products are as fast without a workspace (see `capture`)
-_EMPTY = torch.empty(0)
 
 
 class GraphLoop:
     """Runs one UNet at one size. Each image owns a latent slot, and a conditioning slot for each of its one or two
     texts. Implements `model.denoising.loop.Loop`."""
 
-    def __init__(
-        self,
-        unet: EngineSet,
-        height: int,
-        width: int,
-        device: torch.device,
-        unconditional: Sequence[Engine] = (),
-        guided: Sequence[Engine] = (),
-    ) -> None:
-        """`height` and `width` in pixels. `unconditional` and `guided`: the UNet's CFG variants at that size, for steps
-        whose images are all guided against zeros; see `_map_split_cfg`. Raises EngineError where no engine of `unet`
-        serves the size."""
-        # Batch of a step -> the engines that run it. Two engines of batch 1 run concurrently, one for each CFG half of
-        # a single guided image.
-        calls = {engine.bucket.batch.max: [engine] for engine in unet.serving(height, width)}
-        split_calls = {engine.bucket.batch.max: [engine] for engine in guided}
-        alone = 2 * calls.get(1, [])
-        if alone:
-            calls.setdefault(2, alone)
-            for engine in unconditional:  # of batch 1, like the conditional one
-                split_calls[2] = [*calls[1], engine]
-        self.capacity = self.efficient_batch = unet.max_batch(height, width)
+    def __init__(self, networks: StepNetworks, height: int, width: int, device: torch.device) -> None:
+        """`height` and `width` in pixels. Raises EngineError where no engine of the UNet serves them."""
+        calls, split_calls = _calls(networks.unet, height, width)
+        self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
         self._slots: dict[ImageState, int] = {}
         self._cond_slots: dict[ImageState, list[int]] = {}  # the unconditional text's first
         self._device = device
-        self._pixels = height * width
+        self._networks = networks
+        self._height, self._width = height, width
         with torch.inference_mode():
-            batches = [engine.bucket.batch.max for engine in unet.serving(height, width)]
+            batches = [engine.bucket.batch.max for engine in networks.unet.serving(height, width)]
+            shapes = buffer_shapes(networks.signatures, networks.by_step, height, width, batches)
             buffers = {
                 name: torch.zeros(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
-                for name, buffer in buffer_shapes(unet.signature, height, width, batches).items()
+                for name, buffer in shapes.items()
             }
             self._latents, self._previous, self._noise = (buffers[name] for name in ("latents", "previous", "noise"))
             self._model_input = buffers["model_input"]
             self._coefficients, self._steps_done = buffers["coefficients"], buffers["steps"]
-            slots, cond_slots = len(self._latents), len(buffers["keys_values"])
-            self._slot_indices = buffers["slot_indices"].copy_(torch.arange(slots))
-            self._time_embeds = buffers["time_embeds"]
+            self._slot_indices = buffers["slot_indices"].copy_(torch.arange(len(self._latents)))
             # By conditioning slot, and in batch order, which changes when images join or leave and not at each step.
-            self._keys_values, self._batch_keys_values = buffers["keys_values"], buffers["batch_keys_values"]
+            self._cond = {name.removeprefix(COND): buffers[name] for name in buffers if name.startswith(COND)}
+            self._batch = {name.removeprefix(BATCH): buffers[name] for name in buffers if name.startswith(BATCH)}
+            slots = len(self._latents)
             # Batch entry -> conditioning slot and latent slot. Latent slot -> the batch entries that predict its noise:
             # the unconditional ones of all slots first, the same as the conditional ones for unguided images.
             self._mapping = buffers["mapping"]
+            cond_slots = len(self._mapping) // 2 - slots
             self._batch_cond_slots, self._batch_slots, self._predictions = torch.split(
                 self._mapping, [cond_slots, cond_slots, 2 * slots]
             )
             # Captured now, so that no request waits for a capture or finds the memory full.
             self._replays = {batch: self._replay_of(*calls[batch]) for batch in sorted(calls)}
             self._split_replays = {batch: self._replay_of(*engines) for batch, engines in split_calls.items()}
-            both = alone and calls[2] != alone and alone[0].concurrent
-            self._single_image_replay = self._replay_of(*alone) if both else None
+            # Two engines of batch 1 run concurrently for a single image, even where an engine of batch 2 exists.
+            alone = 2 * calls.get(1, [])
+            concurrent = alone and calls[2] != alone and alone[0].concurrent
+            self._single_image_replay = self._replay_of(*alone) if concurrent else None
         self._mapped: list[int] = []
         self._in_flight: deque[torch.cuda.Event] = deque()
         staged = partial(torch.zeros, self._latents.shape, pin_memory=device.type == "cuda")
@@ -95,7 +82,7 @@ class GraphLoop:
         assert image.step == 0 and image.schedule.steps and has_room(self, image.unet_batch)
         slot = min(set(range(len(self._slot_indices))) - set(self._slots.values()))
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
-        cond_slots = sorted(set(range(len(self._keys_values))) - taken)[: image.unet_batch]
+        cond_slots = sorted(set(range(len(self._batch_cond_slots))) - taken)[: image.unet_batch]
         steps = image.schedule.steps
         coefficients = pad_schedules([image.schedule], MAX_STEPS)[1][0]
         guidance = np.ones((MAX_STEPS, 1), np.float32)
@@ -108,11 +95,17 @@ class GraphLoop:
         self._previous[slot].zero_()
         texts = [text for text in (image.uncond, image.cond) if text is not None]
         for cond_slot, text in zip(cond_slots, texts[-image.unet_batch :], strict=True):
-            self._keys_values[cond_slot].copy_(text.keys_values[0])
-            self._time_embeds[cond_slot, :steps].copy_(text.time_embeds[:steps])
+            for name, buffer in self._cond.items():
+                given = text.inputs.get(name)
+                if given is None:
+                    buffer[cond_slot].zero_()
+                elif name in self._networks.by_step:
+                    buffer[cond_slot, :steps].copy_(given[:steps])
+                else:
+                    buffer[cond_slot].copy_(given[0])
         # Tens of megabytes that an image would otherwise hold for as long as it runs.
-        image.cond = Conditioning(_EMPTY, _EMPTY)
-        image.uncond = image.uncond and Conditioning(_EMPTY, _EMPTY, image.uncond.is_zero)
+        image.cond = Conditioning()
+        image.uncond = image.uncond and Conditioning(is_zero=image.uncond.is_zero)
         self._slots[image], self._cond_slots[image] = slot, cond_slots
         self._mapped = []  # the conditioning slots held other text before
         self.images.append(image)
@@ -153,7 +146,7 @@ class GraphLoop:
         bucket = next(batch for batch in self._replays if batch >= needed)
         against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
         if against_zeros and bucket in self._split_replays:
-            self._map_split_cfg(bucket // 2)
+            self._map_split_cfg(bucket)
             return self._split_replays[bucket]
         cond_slots: list[int] = []
         slots: list[int] = []
@@ -168,9 +161,10 @@ class GraphLoop:
         single = self._single_image_replay if len(self.images) == 1 and needed == 2 else None
         return single or self._replays[bucket]
 
-    def _map_split_cfg(self, half: int) -> None:
-        """Map images for the CFG variants, whose batch is `half` conditional entries, then as many unconditional ones.
-        Each image has the same position in both halves."""
+    def _map_split_cfg(self, bucket: int) -> None:
+        """Map images for the CFG variants: half of the batch is conditional entries, the rest unconditional ones. Each
+        image has the same position in both halves."""
+        half = bucket // 2
         slots = [self._slots[image] for image in self.images]
         cond_slots = [self._cond_slots[image][-1] for image in self.images]
         uncond_slots = [self._cond_slots[image][0] for image in self.images]
@@ -179,20 +173,21 @@ class GraphLoop:
         for index, slot in enumerate(slots):
             cond[slot], uncond[slot] = index, half + index
         batch_cond_slots = [*cond_slots, *cond_slots[-1:] * padding, *uncond_slots]
-        self._upload_mapping(half, batch_cond_slots, [*slots, *slots[-1:] * padding, *slots], cond, uncond)
+        self._upload_mapping(bucket, batch_cond_slots, [*slots, *slots[-1:] * padding, *slots], cond, uncond)
 
     def _upload_mapping(
-        self, texts: int, cond_slots: list[int], slots: list[int], cond: list[int], uncond: list[int]
+        self, bucket: int, cond_slots: list[int], slots: list[int], cond: list[int], uncond: list[int]
     ) -> None:
         """Upload the conditioning slot and latent slot of each batch entry, the batch entries of each slot, and the
-        keys and values of the first `texts` entries. Does nothing if nothing changed."""
+        conditioning of the bucket's entries. Does nothing if nothing changed."""
         padding = len(self._batch_cond_slots) - len(cond_slots)
         mapped = [*cond_slots, *cond_slots[-1:] * padding, *slots, *slots[-1:] * padding, *uncond, *cond]
         if mapped != self._mapped:
             self._mapped = mapped
             self._mapping.copy_(to_device(torch.tensor(mapped), self._device))
-            for entry, cond_slot in enumerate(mapped[:texts]):  # 15 us each for SDXL, where one gather takes 48
-                self._batch_keys_values[entry].copy_(self._keys_values[cond_slot])
+            for name, buffer in self._batch.items():
+                for entry, cond_slot in enumerate(mapped[:bucket]):  # 15 us each for SDXL, where one gather takes 48
+                    buffer[entry].copy_(self._cond[name][cond_slot])
 
     def _stage_noise(self) -> None:
         """Draw on the host, and upload, the noise that the next step's samplers add."""
@@ -221,7 +216,7 @@ class GraphLoop:
         if self._device.type != "cuda":
             return work
         batch = sum(engine.bucket.batch.max for engine in engines)
-        return capture(work, workspace=len(engines) == 1 and batch * self._pixels < _LARGE_STEP_PIXELS)
+        return capture(work, workspace=len(engines) == 1 and batch * self._height * self._width < _LARGE_STEP_PIXELS)
 
     def _step(self, engines: Sequence[Engine]) -> None:
         """One step of every slot at its own counter. The batch is divided between `engines`, in order. The results of
@@ -230,16 +225,8 @@ class GraphLoop:
         c_in, *update, scale = now.T.reshape(now.shape[1], -1, 1, 1, 1)
         model_input = torch.mul(c_in, self._latents, out=self._model_input)
         sizes = [engine.bucket.batch.max for engine in engines]
-        by_entry = (self._batch_cond_slots, self._batch_slots, self._batch_keys_values)
-        parts = zip(*(torch.split(entries[: sum(sizes)], sizes) for entries in by_entry), strict=True)
-        inputs = [
-            {
-                "sample": model_input[slots],
-                "time_embeds": self._time_embeds[cond_slots, self._steps_done[slots]],
-                "keys_values": keys_values,
-            }
-            for cond_slots, slots, keys_values in parts
-        ]
+        ends = list(accumulate(sizes, initial=0))
+        inputs = [self._inputs(slice(*part), model_input) for part in pairwise(ends)]
         runs = [partial(engine.run, given) for engine, given in zip(engines, inputs, strict=True)]
         results = run_concurrently(runs) if all(engine.concurrent for engine in engines) else [run() for run in runs]
         predicted = [result["noise"] for result in results]
@@ -247,3 +234,26 @@ class GraphLoop:
         uncond, cond = eps[self._predictions].float().chunk(2)
         advance(self._latents, self._previous, guide(uncond, cond, scale), self._noise, update)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
+
+    def _inputs(self, entries: slice, model_input: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The UNet's inputs for these entries of the batch. Runs the networks before it."""
+        slots, cond_slots = self._batch_slots[entries], self._batch_cond_slots[entries]
+        known = {SAMPLE: model_input[slots]} | {name: buffer[entries] for name, buffer in self._batch.items()}
+        steps = self._steps_done[slots]
+        known |= {name: buffer[cond_slots, steps] for name, buffer in self._cond.items() if name not in known}
+        for network in self._networks.before:
+            given = {spec.name: known[spec.name].to(DTYPES[spec.dtype]) for spec in network.signature.inputs}
+            known |= network.run(given, self._height, self._width)
+        return {spec.name: known[spec.name] for spec in self._networks.unet.signature.inputs}
+
+
+def _calls(unet: EngineSet, height: int, width: int) -> tuple[dict[int, list[Engine]], dict[int, list[Engine]]]:
+    """Batch of a step -> the engines that run it together: for any images, and for images that are all guided against
+    zeros (see `GraphLoop._map_split_cfg`). Two engines of batch 1 each run one CFG half of a single guided image."""
+    calls = {engine.bucket.batch.max: [engine] for engine in unet.serving(height, width)}
+    split = {engine.bucket.batch.max: [engine] for engine in unet.of_size(height, width, "both")}
+    if 1 in calls:
+        calls.setdefault(2, 2 * calls[1])
+        for engine in unet.of_size(height, width, "uncond"):  # of batch 1, like the conditional one
+            split[2] = [*calls[1], engine]
+    return calls, split

@@ -1,11 +1,11 @@
-"""The contract of a denoising loop: images of one size on one UNet, each at its own step, joining between steps.
+"""The state of an image, and the contract of a denoising loop: images of one size on one UNet, each at its own step.
 
 Each image's result is independent of the other images in the batch. Loops know nothing of requests, prompts, queues or
 HTTP; `model.pipeline` makes the image states and chooses the implementation.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -13,33 +13,62 @@ import torch
 from numpy.typing import NDArray
 
 from model.denoising.samplers import SamplerSchedule
+from model.engines.engine import EngineSet
+from model.images.pending import PendingImage
+from model.store.manifest import Signature
+
+_NO_LATENTS = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class StepNetworks:
+    """The engines that run in each step: `before`, in order, then `unet`. The outputs of one are inputs of the next by
+    name. `by_step`: the names of the inputs that differ by step."""
+
+    unet: EngineSet
+    by_step: Collection[str]
+    before: tuple[EngineSet, ...] = ()
+
+    @property
+    def signatures(self) -> tuple[Signature, ...]:
+        """In the order in which they run."""
+        return tuple(engines.signature for engines in (*self.before, self.unet))
 
 
 @dataclass
 class Conditioning:
-    """What conditions the UNet, in its precision: `keys_values` [1, tokens, width] of the text and `time_embeds`
-    [steps, width] of each step. `is_zero`: there is no text, not even an empty one, and keys and values are zeros."""
+    """Inputs of a step's networks by name, in their dtypes: [1, ...] for all steps, or [steps, ...] for those that
+    differ by step. A missing input is zeros. `is_zero`: there is no text, not even an empty one, and its inputs are
+    zeros."""
 
-    keys_values: torch.Tensor
-    time_embeds: torch.Tensor
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     is_zero: bool = False
 
 
 @dataclass(eq=False)
 class ImageState:
-    """One image being denoised. `guidance` [steps] is 1 from the first unguided step on; `step` counts finished steps.
+    """One image from its request to its pixels: the only lasting record of it.
 
-    latents: float32 [1, channels, height/8, width/8], the start and, once the image has finished, the result. The
-    generator has the image's seed. It is drawn from as diffusers does: the initial latents, then each step's noise.
+    index: its number among the images of its request.
+    generator: has the image's seed. It is drawn from as diffusers does: the initial latents, then each step's noise.
+    stage: the number of finished stages of its request's plan.
+    latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, they are its start.
+    schedule, step: the steps of the loop that the image is in or waits for, and how many of them are finished.
+    guidance: float32 [steps], 1 from the first unguided step on.
+    cond, uncond: what conditions the UNet; `uncond` is None where no step is guided.
+    pixels: the decoded image, once it is queued.
     """
 
-    latents: torch.Tensor
+    index: int
+    generator: torch.Generator
     schedule: SamplerSchedule
     guidance: NDArray[np.float32]
-    generator: torch.Generator
-    cond: Conditioning
-    uncond: Conditioning | None
+    latents: torch.Tensor = _NO_LATENTS
+    cond: Conditioning = field(default_factory=Conditioning)
+    uncond: Conditioning | None = None
     step: int = 0
+    stage: int = 0
+    pixels: PendingImage | None = None
 
     @property
     def guided(self) -> bool:

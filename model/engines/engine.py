@@ -4,11 +4,13 @@ An engine is native code: it is opened only after its digest was checked.
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from model.engines.shapes import bind_shapes
+from model.engines.signatures import CfgLayout
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span
 
@@ -30,12 +32,19 @@ class EngineSet:
     """All loaded engines of one component. A batch runs in the smallest bucket that holds it, padded, or in several
     calls where no bucket is large enough."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        """`engines`: at least one, all of one component. Raises EngineError where their signatures differ."""
+    def __init__(
+        self, engines: Sequence[Engine], variants: Mapping[CfgLayout, Sequence[Engine]] = MappingProxyType({})
+    ) -> None:
+        """`engines`: at least one, all of one component. `variants`: its engines for batches of one CFG layout.
+
+        Raises EngineError where their signatures differ.
+        """
         self.engines = sorted(engines, key=lambda engine: engine.bucket.batch.max)
+        self.variants = variants
         self.component = engines[0].component
         self.signature = engines[0].signature
-        if any(engine.signature != self.signature for engine in engines):
+        every = [*engines, *(engine for some in variants.values() for engine in some)]
+        if any(engine.signature != self.signature for engine in every):
             raise EngineError(f"The {self.component} engines differ in what they take and return.")
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
@@ -76,9 +85,10 @@ class EngineSet:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.", "")
         return serving
 
-    def of_size(self, height: int, width: int) -> list[Engine]:
-        """Like `serving`, but may return an empty list."""
-        return [engine for engine in self.engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
+    def of_size(self, height: int, width: int, cfg: CfgLayout | None = None) -> list[Engine]:
+        """Like `serving`, or the variants of one CFG layout, but may return an empty list."""
+        engines = self.engines if cfg is None else self.variants.get(cfg, [])
+        return [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
 
 
 def _smallest_batch(span: Span, needed: int) -> int:

@@ -13,16 +13,17 @@ import torch
 
 from model.cold_start import ColdStart
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines import components
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
+from model.engines.signatures import CfgLayout
 from model.engines.tensorrt.plans import Plans
 from model.loading.memory import check_memory
 from model.loading.select import select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.spec import SDXL, UNET, find
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, TokenizerRecord, WeightsRecord
@@ -89,25 +90,19 @@ def load_release(
             }
         with cold_start.phase("engines"):
             plans = Plans(store, device)
-            engines = {
-                name: EngineSet(
-                    [_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
-                )
-                for name, records in selection.engines.items()
-            }
-    text_encoders, refiners = (
-        {record.identity for record in selection.weights.get(name, [])}
-        for name in (components.TEXT_ENCODER_2, components.REFINER_TEXT_ENCODER_2)
-    )
+            engines: dict[str, EngineSet] = {}
+            for name, records in selection.engines.items():
+                opened = [_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
+                engines[name] = _engine_set(name, opened)
+            engines |= {name: engines[other] for name, other in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,
         noise_schedules=noise_schedules,
         settings=manifest.settings,
         device=device,
-        shares_text_encoder_2=text_encoders == refiners,
     )
-    runtime = selection.engines[components.UNET][0].runtime
+    runtime = selection.engines[UNET][0].runtime
     return Loaded(model, served, release, selection.target, runtime, cache.bytes)
 
 
@@ -129,9 +124,10 @@ def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
 def _open(
     store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device, plans: Plans
 ) -> Engine:
+    spec, _ = find(record.component)
     engine: Engine
     if record.tensorrt is not None:
-        engine = plans.open(record, weights)
+        engine = plans.open(record, weights, spec.stream)
     else:
         constants = _read(store, record.constants)
         package = store.get(record.blob.sha256, record.blob.bytes)
@@ -139,8 +135,15 @@ def _open(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
     # The denoising loops capture graphs of their own, around the UNet and the rest of a step.
-    per_step = record.component in components.PER_STEP_COMPONENTS
-    return engine if per_step or device.type != "cuda" else GraphedEngine(engine)
+    return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
+
+
+def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
+    """The engines of a component, those of its variants apart."""
+    variants: dict[CfgLayout, list[Engine]] = {}
+    for variant in SDXL[component].variants:
+        variants[variant.cfg] = [engine for engine in opened if engine.component == variant.name]
+    return EngineSet([engine for engine in opened if engine.component == component], variants)
 
 
 def _read(store: Store, blob: Blob) -> bytes:

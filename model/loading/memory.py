@@ -5,10 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from model.denoising.buffers import buffer_shapes
-from model.engines import components
-from model.engines.tensorrt.plans import stream_of
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
+from model.pipeline.spec import SDXL, feeding, unets
 from model.store.manifest import EngineRecord
 
 
@@ -31,14 +30,17 @@ def check_memory(device: torch.device, selection: Selection) -> None:
 def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
     """Device memory of the buffers of all denoising loops that these engines, by component, will have on a GPU."""
     total = 0
-    for name in (components.UNET, components.REFINER_UNET):
-        records = engines.get(name, ())
+    for spec in unets():
+        records = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
+        before = [feeder for feeder in feeding(spec.name) if feeder.name in engines]
+        by_step = [name for networks in (*before, spec) for name in networks.by_step]
         sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
         for height, width in sizes:
             serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
             if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
                 batches = [e.bucket.batch.max for e in serving]
-                buffers = buffer_shapes(serving[0].signature, height, width, batches)
+                signatures = [*(engines[feeder.name][0].signature for feeder in before), serving[0].signature]
+                buffers = buffer_shapes(signatures, by_step, height, width, batches)
                 total += sum(buffer.bytes for buffer in buffers.values())
     return total
 
@@ -46,11 +48,12 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
 def tensorrt_bytes(selection: Selection) -> int:
     """Device memory of TensorRT engines in addition to the weights that they are refit from: each plan's own copy of
     the weights, and one workspace for each stream, as large as its largest engine needs."""
-    copies, workspaces = 0, dict[str, int]()
+    copies: dict[str, int] = {}
+    workspaces: dict[str, int] = {}
     for name, engines in selection.engines.items():
-        plans = [engine.tensorrt for engine in engines if engine.tensorrt]
-        if plans:
-            copies += sum(blob.bytes for blob in selection.weights[name][0].blobs)
-            stream = stream_of(name)
-            workspaces[stream] = max(workspaces.get(stream, 0), *(plan.workspace_bytes for plan in plans))
-    return copies + sum(workspaces.values())
+        for engine, weights in zip(engines, selection.weights[name], strict=True):
+            if engine.tensorrt:
+                copies[engine.component] = sum(blob.bytes for blob in weights.blobs)  # a variant's plan has its own
+                stream = SDXL[name].stream
+                workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes)
+    return sum(copies.values()) + sum(workspaces.values())

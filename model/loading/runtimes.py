@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from model.engines import components
 from model.engines.tensorrt import api as tensorrt_api
 from model.engines.tensorrt.api import TensorRTUnavailable
 from model.loading.target import Target, detect_targets
+from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, of_parts
 from model.settings import RuntimeChoice
 from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import SERVED_FIRST
@@ -87,7 +87,8 @@ def fastest_first(manifest: Manifest, targets: Sequence[Target], names: Sequence
     engines: dict[Target, list[EngineRecord]] = {}
     whole = []
     for target in targets:
-        found = {name: servable(manifest, name, target.key) for name in (*names, *components.CFG_VARIANTS)}
+        variants = [variant.name for name in names for variant in SDXL[name].variants]
+        found = {name: servable(manifest, name, target.key) for name in (*names, *variants)}
         engines[target] = [engine for some in found.values() for engine in some]
         if all(found[name] for name in names) and all(_is_of(engine, version) for engine in engines[target]):
             whole.append(target)
@@ -112,11 +113,11 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
         benchmark = min(holding, key=lambda engine: engine.bucket.batch.max).benchmark if holding else None
         return benchmark.median if benchmark else None
 
-    both = components.UNET_GUIDED if components.UNET_GUIDED in {e.component for e in held} else components.UNET
-    steps = [median(both, 2), _sum([median(components.UNET, 1), median(components.UNET_UNCONDITIONAL, 1)])]
+    both = UNET_GUIDED if UNET_GUIDED in {engine.component for engine in held} else UNET
+    steps = [median(both, 2), _sum([median(UNET, 1), median(UNET_UNCONDITIONAL, 1)])]
     step = min((time for time in steps if time is not None), default=None)
-    once = [name for name in names if name != components.UNET and not name.startswith("refiner_")]  # off by default
-    rest = _sum([median(name, 1 if name == components.VAE_DECODER else 2) for name in once])
+    once = [spec for spec in of_parts(["base"]) if spec.name in names and spec.phase != "step"]  # no refiner by default
+    rest = _sum([median(spec.name, 1 if spec.batch_unit == "image" else 2) for spec in once])
     return None if step is None or rest is None else rest + _COMPARED_STEPS * step
 
 

@@ -6,11 +6,11 @@ Imports neither torch nor numpy, so it runs while torch is still being imported,
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from model.engines import components
 from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, fastest_first, servable
 from model.loading.target import Target
+from model.pipeline.spec import SDXL, ComponentSpec, Part, of_parts
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
 
@@ -18,12 +18,14 @@ from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
 @dataclass(frozen=True)
 class Selection:
     """What serves a release here. `engines` and `weights` are by component; `weights[name][i]` is of
-    `engines[name][i]`."""
+    `engines[name][i]`. The engines of a component's variants follow its own. `shared`: components without engines of
+    their own -> the component with the same weights whose engines serve both."""
 
     manifest: Manifest
     target: str
     engines: dict[str, list[EngineRecord]]
     weights: dict[str, list[WeightsRecord]]
+    shared: dict[str, str]
 
     def weight_blobs(self) -> list[Blob]:
         """The blobs of all weights, each once."""
@@ -48,9 +50,8 @@ def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[Serv
     names = required_components(manifest)
     target = choose_target(manifest, fastest_first(manifest, targets, names), names)
     engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
-    for name in components.CFG_VARIANTS:
-        if variants := cfg_variants(manifest, name, engines[components.UNET]):
-            engines[name] = variants
+    for name, records in engines.items():
+        records += choose_variants(manifest, SDXL[name], records)
     weights = {name: [weights_of(manifest, engine) for engine in some] for name, some in engines.items()}
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
@@ -58,18 +59,22 @@ def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[Serv
         check_installed(manifest, records)
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
-    return Selection(manifest, target, engines, weights)
+    identities = {name: {record.identity for record in records} for name, records in weights.items()}
+    same_as = {name: SDXL[name].same_as for name in names}
+    shared = {name: other for name, other in same_as.items() if other and identities[name] == identities[other]}
+    for name in shared:
+        del engines[name], weights[name]
+    return Selection(manifest, target, engines, weights, shared)
 
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """The components that serving this release takes. Raises MissingComponent naming those that it lacks."""
-    refined = manifest.settings.refiner is not None
-    names = components.BASE_COMPONENTS + (components.REFINER_COMPONENTS if refined else ())
+    parts: tuple[Part, ...] = ("base", "refiner") if manifest.has_refiner else ("base",)
+    names = tuple(spec.name for spec in of_parts(parts) if not spec.optional)
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
     missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
-    schedulers = ("base", "refiner") if refined else ("base",)
-    missing += [f"{name} scheduler" for name in schedulers if name not in manifest.schedulers]
+    missing += [f"{part} scheduler" for part in parts if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names
@@ -116,10 +121,11 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
     return list(chosen.values())
 
 
-def cfg_variants(manifest: Manifest, name: str, unets: Sequence[EngineRecord]) -> list[EngineRecord]:
-    """The engines of the CFG variant `name` with the same target, runtime, precision, layout and bucket as `unets`."""
-    wanted = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in unets]
-    every = [engine for engine in manifest.engines if engine.component == name and can_run(engine)]
+def choose_variants(manifest: Manifest, spec: ComponentSpec, chosen: Sequence[EngineRecord]) -> list[EngineRecord]:
+    """The engines of a component's variants with the same target, runtime, precision, layout and bucket as `chosen`."""
+    wanted = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in chosen]
+    names = [variant.name for variant in spec.variants]
+    every = [engine for engine in manifest.engines if engine.component in names and can_run(engine)]
     return [e for e in every if (e.target, e.runtime, e.precision, e.layout, e.bucket) in wanted]
 
 

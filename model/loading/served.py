@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.denoising.sampler_names import check_steps, sampler_name
-from model.engines.components import CFG_VARIANTS
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
 from model.settings import ServedBucket
@@ -121,8 +120,8 @@ def served_sizes(
     """
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
-    required = [records for name, records in engines.items() if name not in CFG_VARIANTS]
-    sized = [spans for records in required if (spans := _spans(records))]
+    own = [[engine for engine in records if engine.component == name] for name, records in engines.items()]
+    sized = [spans for records in own if (spans := _spans(records))]
     static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
     if static or not sized:
         held = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]

@@ -12,16 +12,18 @@ from dataclasses import replace
 import torch
 
 from model.denoising.loop import ImageState, Loop
-from model.engines import components
 from model.engines.engine import EngineSet
 from model.errors import OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
+from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map
-from model.pipeline.prompt import encode_prompt, is_guided
-from model.pipeline.text_to_image import generate, prepare_images, request_schedules
+from model.pipeline.prompt import encode_prompt
+from model.pipeline.runner import Runner
+from model.pipeline.spec import BASE, REFINER, UNET
+from model.pipeline.text_to_image import generate
 from model.scheduling.admission import efficient_images
 
 _NOISE_RATIO = 0.98  # a step above this share of the fastest so far is not faster, only measured differently
@@ -42,7 +44,7 @@ def warm_up(loaded: Loaded) -> PreviewMap:
             generate(loaded.model, [params])
             _find_efficient_batch(loaded.model, replace(params, use_refiner=False))
         if listed is None:
-            loop = loaded.model.loop(components.UNET, served.native_height, served.native_width)
+            loop = loaded.model.loop(UNET, served.native_height, served.native_width)
             loaded.model.efficient_pixels = loop.efficient_batch * served.native_height * served.native_width
         _encode_every_text(loaded.model, params)
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
@@ -64,10 +66,10 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
     """Encode with a negative prompt and without guidance: together these use both batch sizes of the text networks."""
     for negative_prompt, guidance_scale in (("warm up", 2.0), (None, 1.0)):
         varied = replace(params, negative_prompt=negative_prompt, guidance_scale=guidance_scale)
-        base, refiner = request_schedules(model, varied)
-        prepare_images(model, varied, base)
-        if refiner:
-            encode_prompt(model, varied, refiner, refiner=True)
+        plan = plan_request(model, varied)
+        for denoiser in (BASE, REFINER):
+            if denoiser.unet in plan.denoise:
+                encode_prompt(model, plan, denoiser)
 
 
 def _refused_allocations(model: LoadedModel) -> int:
@@ -77,22 +79,24 @@ def _refused_allocations(model: LoadedModel) -> int:
 
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:
     """WIDTHxHEIGHT -> the most efficient UNet batch of the base's loop of that size, for loops made so far."""
-    bases = {key: loop for key, loop in model.loops.items() if key[0] == components.UNET}
+    bases = {key: loop for key, loop in model.loops.items() if key[0] == UNET}
     return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
 
 
 def _find_efficient_batch(model: LoadedModel, params: GenerationParams) -> None:
     """Measure the base's loop of this size with copies of one image. Nothing is held back at the refiner's loop."""
     height, width = params.height, params.width
-    loop = model.loop(components.UNET, height, width)
-    each = 2 if is_guided(model, params, False) else 1
-    batches = _batches(model.engines[components.UNET], height, width, loop.capacity)
-    counts = sorted({max(1, batch // each) for batch in batches})
+    loop = model.loop(UNET, height, width)
+    runner = Runner(model)
+    plan = runner.plan(params)
+    batches = _batches(model.engines[UNET], height, width, loop.capacity)
+    counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
     if len(counts) == 1:
         return  # a smaller batch would take as long
-    [image] = prepare_images(model, params, request_schedules(model, params)[0])
+    [image] = plan.images()
+    runner.advance(plan, image)
     seconds = ((images, _step_seconds(model, loop, image, images)) for images in counts)
-    loop.efficient_batch = each * efficient_images(seconds)
+    loop.efficient_batch = plan.unet_batch * efficient_images(seconds)
 
 
 def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:

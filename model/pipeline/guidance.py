@@ -2,15 +2,9 @@
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from model.denoising.noise_schedule import Floats
 from model.pipeline.params import GenerationParams
-
-
-def guidance_by_step(params: GenerationParams) -> NDArray[np.float32]:
-    """Guidance scale of each step, [num_inference_steps]; 1 (no guidance) from round(end_cfg_frac * steps) on."""
-    return np.maximum(scale_by_step(params), 1.0).astype(np.float32)
 
 
 def scale_by_step(params: GenerationParams) -> Floats:

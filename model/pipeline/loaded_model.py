@@ -7,12 +7,15 @@ import torch
 from model.cuda.streams import SideStream
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import Loop
+from model.denoising.loop import Loop, StepNetworks
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines import components
 from model.engines.engine import EngineSet
+from model.pipeline.spec import SDXL, Components, feeding
 from model.pipeline.tokenizer import ClipTokenizer
 from model.store.manifest import ModelFacts
+
+LoopKey = tuple[str, int, int]
+"""The UNet of a loop, by name, and its height and width in pixels."""
 
 
 @dataclass
@@ -24,9 +27,8 @@ class LoadedModel:
     noise_schedules: dict[str, NoiseSchedule]
     settings: ModelFacts
     device: torch.device
-    shares_text_encoder_2: bool = False
-    """True if the refiner's text encoder has the base's weights, so that the base's engines serve both."""
-    loops: dict[tuple[str, int, int], Loop] = field(default_factory=dict)
+    components: Components = field(default_factory=lambda: SDXL)
+    loops: dict[LoopKey, Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
     """Pixels per step from which `efficient_batch` is derived for sizes that the warm-up did not measure."""
     text_stream: SideStream = field(init=False)
@@ -39,22 +41,25 @@ class LoadedModel:
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
         self.decode_stream = SideStream(self.device)
 
-    def loop(self, component: str, height: int, width: int) -> Loop:
+    def loop(self, unet: str, height: int, width: int) -> Loop:
         """The one loop of that UNet and size (pixels), made at its first use and kept for its buffers and graphs."""
-        key = (component, height, width)
+        key = (unet, height, width)
         if key not in self.loops:
-            loop = self.loops[key] = make_loop(self, component, height, width)
+            loop = self.loops[key] = make_loop(self, unet, height, width)
             if self.efficient_pixels is not None:
                 loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
         return self.loops[key]
 
+    def step_networks(self, unet: str) -> StepNetworks:
+        """The engines of a step of that UNet, as far as the release has them."""
+        specs = [spec for spec in feeding(unet, self.components) if spec.name in self.engines]
+        by_step = [name for spec in (*specs, self.components[unet]) for name in spec.by_step]
+        return StepNetworks(self.engines[unet], by_step, tuple(self.engines[spec.name] for spec in specs))
 
-def make_loop(model: LoadedModel, component: str, height: int, width: int) -> Loop:
-    """Make a loop for `component`, one of the UNets, at a size in pixels, in the implementation that fits."""
-    unet = model.engines[component]
-    if model.device.type == "cuda" and unet.is_static(height, width):
-        names = components.CFG_VARIANTS if component == components.UNET else ()
-        variants = {name: model.engines[name].of_size(height, width) for name in names if name in model.engines}
-        unconditional = variants.get(components.UNET_UNCONDITIONAL, [])
-        return GraphLoop(unet, height, width, model.device, unconditional, variants.get(components.UNET_GUIDED, []))
-    return EagerLoop(unet, height, width)
+
+def make_loop(model: LoadedModel, unet: str, height: int, width: int) -> Loop:
+    """Make a loop for a UNet at a size in pixels, in the implementation that fits."""
+    networks = model.step_networks(unet)
+    if model.device.type == "cuda" and networks.unet.is_static(height, width):
+        return GraphLoop(networks, height, width, model.device)
+    return EagerLoop(networks, height, width)

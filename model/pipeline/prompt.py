@@ -3,135 +3,76 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
-from model.denoising.noise_schedule import Floats
-from model.denoising.samplers import SamplerSchedule, pad_schedules
-from model.engines import components
-from model.engines.shapes import DTYPES, TIMESTEP_COND, timestep_cond_width
-from model.pipeline.guidance import embed_guidance, guidance_by_step, scale_by_step
+from model.engines.shapes import DTYPES
+from model.engines.signatures import TIMESTEP_COND, timestep_cond_width
+from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
-
-AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
-
-CfgConditioning = tuple[Conditioning, Conditioning | None]
-"""Conditional and unconditional; no unconditional one where no step is guided."""
+from model.pipeline.plan import CfgConditioning, DenoisePlan, RequestPlan
+from model.pipeline.spec import Denoiser
 
 
-def embeds_guidance(model: LoadedModel, refiner: bool) -> bool:
-    """True if the UNet was distilled to take the guidance scale as an input. It then runs once a step, and no negative
-    prompt reaches it."""
-    time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
-    return timestep_cond_width(time.signature) > 0
-
-
-def is_guided(model: LoadedModel, params: GenerationParams, refiner: bool, begin: int = 0) -> bool:
-    """True if the UNet that begins with step `begin` takes two batch entries for each image, until guidance ends."""
-    return bool((guidance_by_step(params)[begin:] > 1).any()) and not embeds_guidance(model, refiner)
-
-
-def encode_prompt(
-    model: LoadedModel, params: GenerationParams, schedule: SamplerSchedule, refiner: bool = False
-) -> CfgConditioning:
-    """Condition the base, or the refiner, on a request, for all of its images and for the steps of `schedule`.
+def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) -> CfgConditioning:
+    """Condition a UNet on a request, for all of its images and steps.
 
     Runs on the text stream; the current stream may read the result.
     """
+    plan = request.denoise[denoiser.unet]
     with model.text_stream.run_after():
-        encoded = _encode_prompt(model, params, schedule, refiner)
-    conditionings = [one for one in encoded if one is not None]
-    model.text_stream.release_to_current(
-        tensor for one in conditionings for tensor in (one.keys_values, one.time_embeds)
-    )
-    return encoded
+        hidden, pooled = _encode_texts(model, request, denoiser, texts=1 + (plan.guided and not plan.zero_negative))
+        if plan.guided and plan.zero_negative:
+            hidden = torch.cat([hidden, torch.zeros_like(hidden)])
+            pooled = torch.cat([pooled, torch.zeros_like(pooled)])
+        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled)
+    conditionings = [cond, *uncond]
+    model.text_stream.release_to_current(tensor for one in conditionings for tensor in one.inputs.values())
+    return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
 
 
-def _time_ids(model: LoadedModel, params: GenerationParams, refiner: bool) -> tuple[list[float], list[float]]:
-    """Sizes (and aesthetic score) of the conditional and the unconditional half."""
-    size = [float(params.height), float(params.width)]
-    before = [*size, 0.0, 0.0]
-    if refiner and model.settings.refiner is not None and model.settings.refiner.requires_aesthetics_score:
-        return [*before, AESTHETIC_SCORE], [*before, NEGATIVE_AESTHETIC_SCORE]
-    return [*before, *size], [*before, *size]
+def _encode_texts(
+    model: LoadedModel, request: RequestPlan, denoiser: Denoiser, texts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode the prompt and, with `texts` 2, the negative prompt.
 
-
-def _encode_prompt(
-    model: LoadedModel, params: GenerationParams, schedule: SamplerSchedule, refiner: bool
-) -> CfgConditioning:
-    """Encode the prompt and, where a step is guided, its counterpart for guidance.
-
-    The base takes the penultimate states of both text encoders, the refiner those of the second; the pooled projection
-    is always the second's. As in diffusers, a UNet that embeds the guidance scale has no unconditional half.
+    Returns the penultimate states of all text encoders [texts, tokens, width], and the last one's pooled projection
+    [texts, width].
     """
-    settings = model.settings.refiner if refiner else model.settings
-    assert settings is not None
-    begin = params.num_inference_steps - schedule.steps if refiner else 0
-    scales = scale_by_step(params)[begin:]
-    guided = is_guided(model, params, refiner, begin)
-    zero_negative = params.negative_prompt is None and settings.force_zeros_for_empty_prompt
-    texts = [params.prompt]
-    if guided and not zero_negative:
-        texts.append(params.negative_prompt or "")
-    second = components.TEXT_ENCODER_2
-    if refiner and not model.shares_text_encoder_2:
-        second = components.REFINER_TEXT_ENCODER_2
-    encoded = _encode_texts(model, second, "tokenizer_2", texts)
-    hidden, pooled = encoded["hidden_states"], encoded["pooled"]
-    if not refiner:
-        # Queued after the second encoder, which is the larger by far and has been running meanwhile.
+
+    def run(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(request.tokens[tokenizer][:texts])
+        return model.engines[component].run({"input_ids": to_device(ids, model.device)})
+
+    *others, last = denoiser.text_encoders
+    encoded = run(*last)
+    states = [encoded["hidden_states"]]
+    # Queued after the last encoder, which is the larger by far and has been running meanwhile.
+    for encoder in others:
         with model.first_text_stream.run_after():
-            first = _encode_texts(model, components.TEXT_ENCODER, "tokenizer", texts)["hidden_states"]
-        model.first_text_stream.release_to_current([first])
-        hidden = torch.cat([first.to(hidden.dtype), hidden], dim=-1)
-    if guided and zero_negative:
-        hidden = torch.cat([hidden, torch.zeros_like(hidden)])
-        pooled = torch.cat([pooled, torch.zeros_like(pooled)])
-    time_ids = _time_ids(model, params, refiner)
-    cond, *uncond = _conditionings(model, refiner, hidden, pooled, time_ids, schedule, scales)
-    return cond, replace(uncond[0], is_zero=zero_negative) if uncond else None
+            hidden = run(*encoder)["hidden_states"]
+        model.first_text_stream.release_to_current([hidden])
+        states.insert(-1, hidden.to(states[-1].dtype))
+    return torch.cat(states, dim=-1), encoded["pooled"]
 
 
 def _conditionings(
-    model: LoadedModel,
-    refiner: bool,
-    hidden: torch.Tensor,
-    pooled: torch.Tensor,
-    time_ids: Sequence[list[float]],
-    schedule: SamplerSchedule,
-    scales: Floats,
-) -> list[Conditioning]:
-    """One for each text: hidden [texts, tokens, width], pooled [texts, width], and that text's `time_ids`.
-
-    `scales`: the guidance scale of each step, for a UNet that embeds it.
-    """
-    text = model.engines[components.REFINER_UNET_TEXT if refiner else components.UNET_TEXT]
-    time = model.engines[components.REFINER_UNET_TIME if refiner else components.UNET_TIME]
+    model: LoadedModel, denoiser: Denoiser, plan: DenoisePlan, hidden: torch.Tensor, pooled: torch.Tensor
+) -> Sequence[Conditioning]:
+    """One for each text: hidden [texts, tokens, width], pooled [texts, width]."""
+    text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
-    steps = max(1, schedule.steps)  # a request may leave one of its two UNets without steps
-    timesteps = to_device(torch.from_numpy(pad_schedules([schedule], steps)[0][0]), model.device)
-    width = timestep_cond_width(time.signature)
-    guidance = {}
-    if width:
-        guidance[TIMESTEP_COND] = to_device(embed_guidance(np.resize(scales, steps), width).to(dtype), model.device)
+    steps = plan.schedule.steps
+    timesteps = torch.tensor(plan.schedule.timesteps, dtype=torch.float32)
+    given = {"timestep": to_device(timesteps, model.device)}
+    if width := timestep_cond_width(time.signature):
+        given[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
     made = []
     for index in range(len(hidden)):
-        embedded = time.run(
-            {
-                "timestep": timesteps,
-                "text_embeds": pooled[index].to(dtype).expand(steps, -1),
-                "time_ids": to_device(torch.tensor(time_ids[index]), model.device).expand(steps, -1),
-                **guidance,
-            }
-        )
-        made.append(Conditioning(keys_values[index : index + 1], embedded["time_embeds"]))
+        given["text_embeds"] = pooled[index].to(dtype).expand(steps, -1)
+        given["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
+        embedded = time.run(given)["time_embeds"]
+        made.append(Conditioning({"keys_values": keys_values[index : index + 1], "time_embeds": embedded}))
     return made
-
-
-def _encode_texts(model: LoadedModel, component: str, tokenizer: str, texts: list[str]) -> dict[str, torch.Tensor]:
-    ids = [model.tokenizers[tokenizer].encode(text)[0] for text in texts]
-    return model.engines[component].run({"input_ids": to_device(torch.tensor(ids), model.device)})

@@ -2,17 +2,13 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 
-from model.denoising.loop import ImageState
-from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
-from model.pipeline.prompt import CfgConditioning, is_guided
-from model.pipeline.text_to_image import request_schedules, request_warnings
-
-_STAGES = ("queue", "text", "denoise", "refine", "decode", "encode")
+from model.pipeline.plan import RequestPlan
 
 
 @dataclass(frozen=True)
@@ -46,23 +42,18 @@ class Job:
 
     def __init__(
         self,
-        model: LoadedModel,
-        params: GenerationParams,
+        plan: RequestPlan,
         listener: Callable[[StepEvent | ImageEvent], None] | None,
         preview_every: int,
     ) -> None:
         self.result: Future[GenerationResult] = Future()
         self.queue_position = 0
         """Images before it in the queue when last counted; 0 after its first image has joined a loop."""
-        self.params = params
+        self.plan = plan
+        self.params = plan.params
         self.listener = listener
         self.preview_every = preview_every
-        self.base_schedule, self.refiner_schedule = request_schedules(model, params)
-        self.unet_batch = 2 if is_guided(model, params, False) else 1  # of each of its images, in the first step
-        self.warnings = request_warnings(model, params, self.refiner_schedule)
-        self.images: list[ImageState] = []  # of the base, from text encoding until all have joined
-        self.refiner_conditioning: CfgConditioning | None = None
-        self.joined = 0  # images that have joined a loop, in order
+        self.images = deque(plan.images())  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
         self.files: dict[int, str] = {}
         self.timestamps = {"accepted": time.perf_counter()}
@@ -72,6 +63,11 @@ class Job:
     def steps(self) -> int:
         """Steps of all images, base and refiner."""
         return self.params.num_inference_steps * self.params.num_images
+
+    @property
+    def joined(self) -> int:
+        """Images that have joined a loop."""
+        return self.params.num_images - len(self.images)
 
     @property
     def done(self) -> bool:
@@ -90,12 +86,7 @@ class Job:
 
     def timings(self) -> dict[str, float]:
         """Milliseconds from the end of one stage, for the last of the images, to the end of the next."""
-        last, timings = self.timestamps["accepted"], {}
-        for stage in _STAGES:
-            if stage in self.timestamps:
-                timings[stage] = (self.timestamps[stage] - last) * 1000
-                last = self.timestamps[stage]
-        return timings
+        return {stage: (end - began) * 1000 for (_, began), (stage, end) in pairwise(self.timestamps.items())}
 
     def emit(self, event: StepEvent | ImageEvent) -> None:
         if self.listener is not None:

@@ -4,8 +4,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from model.denoising.loop import ImageState
 from model.images.encode import broken_image, encode_base64
-from model.pipeline.decode import PendingImage
+from model.images.pending import PendingImage
 from model.pipeline.preview import Preview
 from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
 
@@ -21,9 +22,10 @@ class OutputWorkers:
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
 
-    def submit_image(self, job: Job, index: int, pending: PendingImage) -> None:
-        """Wait for image `index` of a request and encode it. The last of its images answers the request."""
-        self._threads.submit(self._encode, job, index, pending)
+    def submit_image(self, job: Job, image: ImageState) -> None:
+        """Wait for an image whose stages are finished, and encode it. The last image of a request answers it."""
+        assert image.pixels is not None
+        self._threads.submit(self._encode, job, image.index, image.pixels)
 
     def submit_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
         """Send the request's listener a step event with a preview."""
@@ -48,7 +50,7 @@ class OutputWorkers:
                 if len(job.files) == job.params.num_images and not job.done:
                     job.end_stage("encode")
                     files = [job.files[index] for index in range(len(job.files))]
-                    job.result.set_result(GenerationResult(files, job.timings(), job.warnings))
+                    job.result.set_result(GenerationResult(files, job.timings(), job.plan.warnings))
         except Exception as error:
             self._on_failure(job, error)
 

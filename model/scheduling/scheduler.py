@@ -3,7 +3,7 @@
 Between two steps images join loops, leave them (finished, cancelled) and are decoded, so a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
 itself; `model.scheduling.admission` limits how many run at once. Loops (of sizes, of base and refiner) take turns of
-one step. Each image's result is independent of the other images.
+one step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
 
 Knows nothing of HTTP. Methods that any thread may call say so; the rest belongs to the scheduler's thread.
 """
@@ -17,20 +17,18 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from model import metrics
 from model.denoising.loop import ImageState, has_room, unet_batch
-from model.engines import components
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
-from model.pipeline.decode import PendingImage
-from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
-from model.pipeline.prompt import encode_prompt
-from model.pipeline.text_to_image import prepare_images, prepare_refiner_image
+from model.pipeline.runner import Runner
+from model.pipeline.spec import unets
 from model.scheduling.admission import may_join, shortens_mean_latency
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
@@ -39,16 +37,13 @@ from model.settings import Limits
 logger = logging.getLogger("preheat")
 
 _CPU_NICENESS = 5
-_LoopKey = tuple[str, int, int]  # component, height, width
 
 
-@dataclass(frozen=True, eq=False)
-class _Owner:
-    """The job that an image in a loop belongs to."""
+class _Running(NamedTuple):
+    """The job that an image in a loop belongs to, and that loop."""
 
     job: Job
-    index: int
-    component: str
+    loop: LoopKey
 
 
 @dataclass
@@ -62,12 +57,14 @@ class _Call:
 class Scheduler:
     """Any thread may call `submit`, `call`, `cancel`, `healthy` and `retry_after`."""
 
-    def __init__(self, model: LoadedModel, limits: Limits, on_device_failure: Callable[[], None]) -> None:
+    def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
         """`on_device_failure` is called once, when this process can no longer use the device."""
-        self.model = model
+        self.runner = runner
+        self.model = runner.model
         self.limits = limits
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
+        self._unets = [spec.name for spec in unets(self.model.components)]
         self._wakeup = threading.Condition()  # guards the next five
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
@@ -75,9 +72,9 @@ class Scheduler:
         self._failure: str | None = None
         self._closed = False
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
-        self._waiting_for_refiner: dict[_LoopKey, deque[tuple[_Owner, ImageState]]] = {}
-        self._running: dict[ImageState, _Owner] = {}  # the images in loops
-        self._active_loops: deque[_LoopKey] = deque()  # loops with images; the first is next
+        self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # after their first loop
+        self._running: dict[ImageState, _Running] = {}  # the images in loops
+        self._active_loops: deque[LoopKey] = deque()  # loops with images; the first is next
         self._last_progress: float | None = None  # when the thread last started something; None while it waits
         self._seconds_per_image = 1.0
         self._last_image: float | None = None
@@ -99,7 +96,7 @@ class Scheduler:
             self._check_room(count)
             self._queued_images += count
         try:
-            job = Job(self.model, params, listener, preview_every)
+            job = Job(self.runner.plan(params), listener, preview_every)
         except BaseException:
             self._leave_queue(count)
             raise
@@ -203,20 +200,21 @@ class Scheduler:
             self._free(job)
 
     def _admit(self) -> None:
-        """Add images to loops: first those that wait for the refiner, which are half done, then in order of arrival."""
-        for key, waiting in self._waiting_for_refiner.items():
+        """Add images to loops: first those that wait for a further loop, which are half done, then in order of
+        arrival."""
+        for key, waiting in self._waiting_for_loop.items():
             loop = self.model.loop(*key)
             while waiting and has_room(loop, waiting[0][1].unet_batch):
-                owner, image = waiting.popleft()
+                job, image = waiting.popleft()
                 try:
-                    self._start_image(key, owner, image)
+                    self._start_image(key, job, image)
                 except Exception as error:
-                    self._fail({owner.job}, error)
+                    self._fail({job}, error)
         position, full = 0, set()
         for job in list(self._waiting):
             job.queue_position = position
-            position += job.params.num_images - job.joined
-            key = _base_key(job)
+            position += len(job.images)
+            key = job.plan.first_loop
             if key in full:
                 continue
             sizes = {key[1:] for key in self._active_loops}
@@ -226,52 +224,51 @@ class Scheduler:
                 self._admit_job(job, key)
             except Exception as error:
                 self._fail({job}, error)
-            if not job.done and job.joined < job.params.num_images:
+            if not job.done and job.images:
                 full.add(key)
-        self._waiting = [job for job in self._waiting if not job.done and job.joined < job.params.num_images]
+        self._waiting = [job for job in self._waiting if not job.done and job.images]
 
-    def _admit_job(self, job: Job, key: _LoopKey) -> None:
+    def _admit_job(self, job: Job, key: LoopKey) -> None:
         """Add as many images of a job as may join."""
-        while job.joined < job.params.num_images and self._may_join(job, key):
-            if not job.images:
+        while job.images and self._may_join(job, key):
+            first = not job.joined
+            if first:
                 job.end_stage("queue")
                 metrics.QUEUE_WAIT.observe(job.timestamps["queue"] - job.timestamps["accepted"])
-                job.images = prepare_images(self.model, job.params, job.base_schedule)
-                job.end_stage("text")
-            owner, image = _Owner(job, job.joined, key[0]), job.images[job.joined]
+            loop = self.runner.advance(job.plan, job.images[0])
+            if first:
+                job.end_stage(self.runner.stages[0].name)
+            image = job.images.popleft()
             job.queue_position = 0
-            job.joined += 1
-            if job.joined == job.params.num_images:
-                job.images = []  # frees their conditioning
             self._leave_queue(1)
-            if image.schedule.steps:
-                self._start_image(key, owner, image)
+            if loop is None:
+                self._workers.submit_image(job, image)
             else:
-                self._after_base(owner, image)
+                self._start_image(loop, job, image)
 
-    def _may_join(self, job: Job, key: _LoopKey) -> bool:
-        """True if the base's loop can admit one more image of this job.
+    def _may_join(self, job: Job, key: LoopKey) -> bool:
+        """True if the first loop of this job can admit one more image of it.
 
         Admission is limited by `efficient_batch`, except for further images of an admitted job, which is answered when
-        all are done, and for short jobs. Images that have moved to the refiner count as running.
+        all are done, and for short jobs. Images that have moved to a further loop count as running.
         """
-        loop, params = self.model.loop(*key), job.params
-        running = {image: owner for image, owner in self._running.items() if _base_key(owner.job) == key}
+        loop, needed = self.model.loop(*key), job.plan.unet_batch
+        running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop == key}
         batch = unet_batch(list(running))
-        of_size = [other for other in self._waiting if _base_key(other) == key]
-        waiting = sum(other.unet_batch * (other.params.num_images - other.joined) for other in of_size)
-        left = min((_steps_left(owner, image) for image, owner in running.items()), default=0)
-        total = job.unet_batch * params.num_images
+        of_size = [other for other in self._waiting if other.plan.first_loop == key]
+        waiting = sum(other.plan.unet_batch * len(other.images) for other in of_size)
+        left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
+        total = needed * job.params.num_images
         admitted = (
             job.joined > 0
-            or may_join(batch, waiting, job.unet_batch, loop.efficient_batch, loop.capacity)
-            or shortens_mean_latency(params.num_inference_steps, total, len(running), batch, left)
+            or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)
+            or shortens_mean_latency(job.params.num_inference_steps, total, len(running), batch, left)
         )
-        return admitted and has_room(loop, job.unet_batch)
+        return admitted and has_room(loop, needed)
 
-    def _start_image(self, key: _LoopKey, owner: _Owner, image: ImageState) -> None:
+    def _start_image(self, key: LoopKey, job: Job, image: ImageState) -> None:
         self.model.loop(*key).add(image)
-        self._running[image] = owner
+        self._running[image] = _Running(job, key)
         if key not in self._active_loops:
             self._active_loops.append(key)
 
@@ -280,7 +277,7 @@ class Scheduler:
             self._queued_images -= images
         metrics.QUEUE.set(self._queued_images)
 
-    def _step(self, key: _LoopKey) -> None:
+    def _step(self, key: LoopKey) -> None:
         component, loop = key[0], self.model.loop(*key)
         images = list(loop.images)
         began = time.perf_counter()
@@ -294,21 +291,17 @@ class Scheduler:
         metrics.STEPS.labels(component).inc()
         for image in images:
             self._emit_progress(key, image, image in finished)
-        for owner, image in [(self._running.pop(image), image) for image in finished]:
-            if owner.job.done:
+        for job, image in [(self._running.pop(image).job, image) for image in finished]:
+            if job.done:
                 continue
             try:
-                if component == components.UNET:
-                    self._after_base(owner, image)
-                else:
-                    owner.job.end_stage("refine")
-                    self._decode(owner, image)
+                self._finish_loop(job, image)
             except Exception as error:
-                self._fail({owner.job}, error)
+                self._fail({job}, error)
         self._active_loops.rotate(-1)
         self._close_empty_loops()
 
-    def _emit_progress(self, key: _LoopKey, image: ImageState, finished: bool) -> None:
+    def _emit_progress(self, key: LoopKey, image: ImageState, finished: bool) -> None:
         job = self._running[image].job
         job.steps_done += 1
         if job.listener is None:
@@ -320,50 +313,43 @@ class Scheduler:
         preview = Preview(self.preview_map, self.model.loop(*key).latents(image))
         self._workers.submit_preview(job, done, preview)
 
-    def _after_base(self, owner: _Owner, image: ImageState) -> None:
-        job, schedule = owner.job, owner.job.refiner_schedule
-        job.end_stage("denoise")
-        if not schedule:
-            self._decode(owner, image)
+    def _finish_loop(self, job: Job, image: ImageState) -> None:
+        """Advance an image whose steps in a loop are done: to a further loop, or to the output workers."""
+        job.end_stage(self.runner.stage_name(image))
+        key = self.runner.advance(job.plan, image)
+        if key is None:
+            self._workers.submit_image(job, image)
             return
-        if job.refiner_conditioning is None:
-            job.refiner_conditioning = encode_prompt(self.model, job.params, schedule, refiner=True)
-        key = (components.REFINER_UNET, job.params.height, job.params.width)
-        refined = prepare_refiner_image(job.params, schedule, image, job.refiner_conditioning)
-        self._waiting_for_refiner.setdefault(key, deque()).append((_Owner(job, owner.index, key[0]), refined))
+        self._waiting_for_loop.setdefault(key, deque()).append((job, image))
         if key not in self._active_loops:
             self._active_loops.append(key)
 
-    def _decode(self, owner: _Owner, image: ImageState) -> None:
-        self._workers.submit_image(owner.job, owner.index, PendingImage(self.model, image.latents))
-
     def _close_empty_loops(self) -> None:
         """Take loops without images out of the turns."""
-        for component in (components.UNET, components.REFINER_UNET):
-            count = sum(len(self.model.loop(*key).images) for key in self._active_loops if key[0] == component)
-            metrics.ACTIVE.labels(component).set(count)
+        for unet in self._unets:
+            count = sum(len(self.model.loop(*key).images) for key in self._active_loops if key[0] == unet)
+            metrics.ACTIVE.labels(unet).set(count)
         self._active_loops = deque(
-            key for key in self._active_loops if self.model.loop(*key).images or self._waiting_for_refiner.get(key)
+            key for key in self._active_loops if self.model.loop(*key).images or self._waiting_for_loop.get(key)
         )
 
     def _free(self, job: Job) -> None:
-        """Remove a job from the queue, the loops and the refiner's queue."""
+        """Remove a job from the queue, the loops and the queues of further loops."""
         if job in self._waiting:
             self._waiting.remove(job)
-        if job.joined < job.params.num_images:
-            self._leave_queue(job.params.num_images - job.joined)
-            job.joined = job.params.num_images
-        for image in [image for image, owner in self._running.items() if owner.job is job]:
-            owner = self._running.pop(image)
-            self.model.loop(owner.component, job.params.height, job.params.width).remove(image)
-        for waiting in self._waiting_for_refiner.values():
-            for entry in [entry for entry in waiting if entry[0].job is job]:
+        if job.images:
+            self._leave_queue(len(job.images))
+            job.images.clear()
+        for image in [image for image, running in self._running.items() if running.job is job]:
+            self.model.loop(*self._running.pop(image).loop).remove(image)
+        for waiting in self._waiting_for_loop.values():
+            for entry in [entry for entry in waiting if entry[0] is job]:
                 waiting.remove(entry)
         self._close_empty_loops()
 
     def _unfinished_jobs(self) -> set[Job]:
-        refining = {owner.job for waiting in self._waiting_for_refiner.values() for owner, _ in waiting}
-        return {owner.job for owner in self._running.values()} | set(self._waiting) | refining
+        between_loops = {job for waiting in self._waiting_for_loop.values() for job, _ in waiting}
+        return {running.job for running in self._running.values()} | set(self._waiting) | between_loops
 
     def _fail(self, jobs: set[Job], error: Exception) -> None:
         """Fail `jobs` with an error of work done for them, and all other jobs too if the device has failed."""
@@ -403,13 +389,3 @@ class Scheduler:
     def _fail_from_worker(self, job: Job, error: Exception) -> None:
         """Pass an error to the thread that owns the job."""
         self.call(lambda: None if job.done else self._fail({job}, error))
-
-
-def _base_key(job: Job) -> _LoopKey:
-    return components.UNET, job.params.height, job.params.width
-
-
-def _steps_left(owner: _Owner, image: ImageState) -> int:
-    """Remaining steps of an image in a loop, including refiner steps."""
-    refiner = owner.job.refiner_schedule if owner.component == components.UNET else None
-    return image.schedule.steps - image.step + (refiner.steps if refiner else 0)

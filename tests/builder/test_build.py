@@ -31,10 +31,10 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines.components import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.errors import BrokenImage
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
+from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP16, FP32, Precision
@@ -461,7 +461,7 @@ def test_base_and_refiner_share_equal_text_encoder(store: WritableStore, release
     weights = weights_of(manifest)
     assert weights[TEXT_ENCODER_2] == weights[REFINER_TEXT_ENCODER_2]
     assert engines_of(manifest)[TEXT_ENCODER_2] == engines_of(manifest)[REFINER_TEXT_ENCODER_2]
-    assert loaded.model.shares_text_encoder_2
+    assert loaded.model.engines[REFINER_TEXT_ENCODER_2] is loaded.model.engines[TEXT_ENCODER_2]
     once = {blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}
     twice = sum(blob.bytes for record in manifest.weights for blob in record.blobs)
     assert loaded.weight_bytes <= sum(once.values()) < twice

@@ -15,10 +15,10 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.engine import AotInductorEngine
-from model.engines.components import BASE_COMPONENTS
 from model.errors import EngineError
 from model.store.manifest import EngineRecord
 from model.store.precision import FP16, FP32
+from tests.stand_ins.components import BASE_COMPONENTS
 
 RELEASE = "toy-sdxl/1"
 

@@ -15,9 +15,9 @@ from engine_builder.benchmarks import in_flight
 from engine_builder.benchmarks.in_flight import measure, requests
 from engine_builder.replicas.traffic import poisson_arrivals
 from model.api.request import GenerationRequest
-from model.engines import components
 from model.errors import Unavailable
 from model.loading.load import Loaded
+from model.pipeline import spec
 from model.pipeline.params import GenerationParams
 from model.scheduling.job import StepEvent
 from model.scheduling.scheduler import Scheduler
@@ -82,7 +82,7 @@ def test_error_ends_the_measurement() -> None:
 
 def test_measures_every_case(loaded: Loaded) -> None:
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=2)
-    loop = loaded.model.loop(components.UNET, 64, 64)
+    loop = loaded.model.loop(spec.UNET, 64, 64)
     capacity = loop.capacity
     try:
         rows = measure(loaded, request, seconds=0.5, share=0.7, images=2, mix=(1, 3))

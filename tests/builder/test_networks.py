@@ -30,10 +30,10 @@ from engine_builder.networks.blocks import channels_last_group_norm, subpixel_up
 from engine_builder.networks.network import ModuleReader, load_network
 from engine_builder.networks.winograd import WinogradConv, replace_wide_convs, transform_weight
 from engine_builder.stores.store import WritableStore
-from model.engines import components
-from model.engines.components import BASE_COMPONENTS
 from model.loading.target import Target
+from model.pipeline import spec
 from model.store.precision import BF16, FP16, FP32, Precision
+from tests.stand_ins.components import BASE_COMPONENTS, CFG_VARIANTS
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 CLASSES = {
@@ -206,8 +206,10 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = ((1, 512, 512), (2, 512, 512), (5, 512, 512), (8, 512, 768))
     plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
-    names = (components.UNET, components.UNET_UNCONDITIONAL, components.UNET_GUIDED)
+    names = (spec.UNET, spec.UNET_UNCONDITIONAL, spec.UNET_GUIDED)
     assert {*names} <= {*plan.components}
+    at = plan.components.index(spec.UNET)
+    assert plan.components[at : at + 4] == (*names, spec.VAE_DECODER)  # variants follow their component
     networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]
     _, unconditional, guided = networks
     assert plan.buckets_of(unconditional) == [static_bucket(1, 512, 512)]
@@ -216,7 +218,7 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
     assert len({engine_key(one, gpu, bucket) for one in networks}) == 3
 
     pair = replace(plan, sizes=((2, 512, 512), (1, 512, 768)))  # without an engine for the conditional half alone
-    assert not {components.UNET_UNCONDITIONAL} & {*pair.components}
+    assert not {spec.UNET_UNCONDITIONAL} & {*pair.components}
     assert pair.buckets_of(guided) == [bucket]
 
     index = folder_copy / "model_index.json"
@@ -227,7 +229,7 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
         replace(plan, tensorrt=PlanOptions()),
         replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
     ):
-        assert not {*components.CFG_VARIANTS} & {*other.components}
+        assert not {*CFG_VARIANTS} & {*other.components}
 
 
 @pytest.mark.parametrize(("small", "large"), [(0, 2**40), (0, 0), (2**40, 2**40)])

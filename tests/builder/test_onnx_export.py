@@ -25,7 +25,6 @@ from engine_builder.networks.network import Network, load_network
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
-from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded
@@ -33,6 +32,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
+from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
 slow = pytest.mark.skipif(

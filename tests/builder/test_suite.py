@@ -13,10 +13,10 @@ from engine_builder.checkpoints import random_sdxl
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.networks.network import load_network
 from model.api.request import GenerationRequest, resolve
-from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.store.precision import FP16
+from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -37,7 +37,7 @@ from engine_builder.backends.tensorrt.progress import PhaseProgress
 from engine_builder.networks.network import Network
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.local import WritableLocalStore
-from model.engines.shapes import text_signature, vae_decoder_signature
+from model.engines.signatures import Widths, pooled_text_signature, vae_decoder_signature
 from model.engines.tensorrt import api as tensorrt_api
 from model.loading.runtimes import tensorrt_target, tensorrt_targets
 from model.loading.target import Target
@@ -74,9 +74,13 @@ def test_profile_of_dynamic_bucket_has_its_range() -> None:
 
 
 def test_profiles_of_every_signature() -> None:
+    widths = Widths(
+        tokens=77, text_width=768, text_width_2=1280, pooled_width=1280, context_width=2048, latent_channels=4,
+        time_ids=6, vae_scale=8,
+    )  # fmt: skip
     for signature, buckets in (
-        (text_signature(1280, 77, "float16", 1280), [static_bucket(1, None, None), static_bucket(2, None, None)]),
-        (vae_decoder_signature(4, 8, "float16"), [static_bucket(1, 1024, 1024)]),
+        (pooled_text_signature(widths, "float16"), [static_bucket(1, None, None), static_bucket(2, None, None)]),
+        (vae_decoder_signature(widths, "float16"), [static_bucket(1, 1024, 1024)]),
     ):
         made = profiles(signature, buckets)
         assert len(made) == len(buckets)

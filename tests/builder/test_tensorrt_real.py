@@ -27,12 +27,12 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines.components import UNET
 from model.engines.tensorrt.api import installed_version, version_tag
 from model.engines.tensorrt.plans import Plans
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import targets_of, tensorrt_target
 from model.loading.target import detect_targets
+from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
 from model.store.precision import FP16

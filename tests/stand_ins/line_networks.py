@@ -1,4 +1,4 @@
-"""An SDXL whose networks are lines: it runs in microseconds, remembers what it was asked, and fails when told to."""
+"""An SDXL of linear networks that run in microseconds, record their inputs, and fail on request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,16 +7,21 @@ import torch
 
 from engine_builder.building.eager_engine import ANY_BUCKET
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines import components, shapes
+from model.engines import shapes
 from model.engines.engine import EngineSet
-from model.engines.shapes import Widths
+from model.engines.signatures import Widths
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
+from model.pipeline.spec import SDXL
 from model.store.manifest import ModelFacts, RefinerFacts, Signature
 
 TEXT_WIDTH = 4
 WIDTHS = Widths(
-    tokens=5, text_width=TEXT_WIDTH, text_width_2=TEXT_WIDTH, pooled_width=3, latent_channels=4, time_ids=6, vae_scale=8
+    tokens=5, text_width=TEXT_WIDTH, text_width_2=TEXT_WIDTH, pooled_width=3, context_width=2 * TEXT_WIDTH,
+    latent_channels=4, time_ids=6, vae_scale=8, time_embeds_width=7, keys_values_width=4 * TEXT_WIDTH,
+)  # fmt: skip
+REFINER_WIDTHS = replace(
+    WIDTHS, context_width=TEXT_WIDTH, time_ids=5, time_embeds_width=6, keys_values_width=2 * TEXT_WIDTH
 )
 SCHEDULE = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False)
 
@@ -69,28 +74,16 @@ class Stub:
         if "timestep" in inputs:
             return {"time_embeds": torch.cat([inputs["timestep"][:, None], inputs["time_ids"]], dim=1)}
         if "sample" in inputs:
-            told = inputs["keys_values"].mean((1, 2)) + 1e-3 * inputs["time_embeds"].mean(1)
-            return {"noise": 0.5 * inputs["sample"] + 0.01 * told.reshape(-1, 1, 1, 1)}
+            conditioning = inputs["keys_values"].mean((1, 2)) + 1e-3 * inputs["time_embeds"].mean(1)
+            return {"noise": 0.5 * inputs["sample"] + 0.01 * conditioning.reshape(-1, 1, 1, 1)}
         large = torch.nn.functional.interpolate(inputs["latents"][:, :3], scale_factor=8)
         return {"pixels": large.clone()}
 
 
 def line_model() -> LoadedModel:
-    """A model of such networks, with a refiner; native size 64x64."""
-    context = 2 * TEXT_WIDTH
-    refined = replace(WIDTHS, time_ids=5)
-    signatures = {
-        components.TEXT_ENCODER: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", None),
-        components.TEXT_ENCODER_2: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.REFINER_TEXT_ENCODER_2: shapes.text_signature(TEXT_WIDTH, WIDTHS.tokens, "float32", 3),
-        components.UNET_TEXT: shapes.unet_text_signature(WIDTHS.tokens, context, 2 * context, "float32"),
-        components.UNET_TIME: shapes.unet_time_signature(WIDTHS, 7, "float32"),
-        components.UNET: shapes.unet_signature(WIDTHS, 7, 2 * context, "float32"),
-        components.REFINER_UNET_TEXT: shapes.unet_text_signature(WIDTHS.tokens, TEXT_WIDTH, context, "float32"),
-        components.REFINER_UNET_TIME: shapes.unet_time_signature(refined, 6, "float32"),
-        components.REFINER_UNET: shapes.unet_signature(refined, 6, context, "float32"),
-        components.VAE_DECODER: shapes.vae_decoder_signature(4, 8, "float32"),
-    }
+    """A model of these networks, with a refiner. Its native size is 64x64."""
+    widths = {"base": WIDTHS, "refiner": REFINER_WIDTHS}
+    signatures = {name: component.signature(widths[component.part], "float32") for name, component in SDXL.items()}
     return LoadedModel(
         engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
         tokenizers={"tokenizer": Words(), "tokenizer_2": Words()},  # type: ignore[dict-item]

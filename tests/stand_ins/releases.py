@@ -23,7 +23,6 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from model.engines.shapes import dtype_name
 from model.loading.target import Target, detect_targets
 from model.store.manifest import (
@@ -40,6 +39,7 @@ from model.store.manifest import (
     WeightsRecord,
 )
 from model.store.precision import FP32
+from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")

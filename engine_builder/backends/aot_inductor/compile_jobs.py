@@ -25,9 +25,9 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile import CompiledNetwork, CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from model.engines import components
 from model.errors import PreheatError
 from model.loading.target import Target
+from model.pipeline.spec import find
 from model.store.manifest import Bucket
 from model.store.precision import Precision
 
@@ -77,7 +77,7 @@ def compile_jobs(
     when the generator is closed.
     """
     if processes > 1 and len(jobs) > 1:
-        longest_first = sorted(jobs, key=lambda job: job.component not in components.PER_STEP_COMPONENTS)
+        longest_first = sorted(jobs, key=lambda job: find(job.component)[0].phase != "step")
         yield from _compile_in_processes(longest_first, processes, on_start)
         return
     for job in jobs:

@@ -20,7 +20,7 @@ from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
-from model.engines.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from model.pipeline.spec import SDXL, of_parts
 from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
@@ -63,11 +63,11 @@ def export_model(
 
     Raises CheckpointError, CompileError or InaccurateEngine.
     """
-    names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
+    names = [spec.name for spec in of_parts(("base", "refiner") if refiner else ("base",))]
     exported = []
     reader = ModuleReader()
     for done, name in enumerate(names):
-        checkpoint = refiner if refiner is not None and name in REFINER_COMPONENTS else base
+        checkpoint = refiner if refiner is not None and SDXL[name].part == "refiner" else base
         report(name, "loading", done, len(names))
         network = load_network(checkpoint, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))

@@ -4,26 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from model.engines import components
 from model.engines.tensorrt.engine import PlanError, TensorRTEngine, TensorRTPlan, Workspace
 from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord
 from model.store.store import Store
 from model.weights.mapped import tensors_in
-
-# Components whose work is queued on one stream (model/pipeline/loaded_model.py) never overlap and share a workspace.
-# All others encode text on the stream of the second text encoder.
-_STREAMS = {
-    components.TEXT_ENCODER: "first text encoder",
-    components.UNET: "denoising",
-    components.REFINER_UNET: "denoising",
-    components.VAE_DECODER: "decoding",
-}
-
-
-def stream_of(component: str) -> str:
-    """The name of the stream that a component runs on."""
-    return _STREAMS.get(component, "text")
 
 
 class Plans:
@@ -35,8 +20,11 @@ class Plans:
         self._plans: dict[tuple[str, str], TensorRTPlan] = {}
         self._workspaces: dict[str, Workspace] = {}
 
-    def open(self, record: EngineRecord, weights: Mapping[str, torch.Tensor]) -> TensorRTEngine:
-        """Open the engine of a TensorRT record. Raises TensorRTUnavailable, EngineError, CorruptBlob or StoreError."""
+    def open(self, record: EngineRecord, weights: Mapping[str, torch.Tensor], stream: str) -> TensorRTEngine:
+        """Open the engine of a TensorRT record. Engines of one `stream` never overlap, and share a workspace.
+
+        Raises TensorRTUnavailable, EngineError, CorruptBlob or StoreError.
+        """
         assert record.tensorrt is not None
         identity = (record.component, record.blob.sha256)
         if identity not in self._plans:
@@ -50,7 +38,7 @@ class Plans:
                 self._literals(record.component, record.tensorrt.literals),
                 self._device,
             )
-        workspace = self._workspaces.setdefault(stream_of(record.component), Workspace(self._device))
+        workspace = self._workspaces.setdefault(stream, Workspace(self._device))
         return TensorRTEngine(self._plans[identity], record.tensorrt.profile, record.bucket, workspace)
 
     def _literals(self, component: str, blob: Blob) -> dict[str, torch.Tensor]:

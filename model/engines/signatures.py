@@ -1,0 +1,108 @@
+"""The tensors that each network of an SDXL pipeline takes and returns. Imports no torch.
+
+Shapes are symbolic in the batch ("rows", the manifest's word for it) and in pixels ("height/8" is a latent's side).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model.store.manifest import Signature, TensorSpec
+from model.store.precision import Dtype
+
+TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
+
+CfgLayout = Literal["uncond", "both"]
+"""What the batch of a UNet's variant for guidance against zeros holds: unconditional halves only, or the conditional
+halves of some images and then the unconditional ones, in the same order."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes of a model that signatures depend on; `engine_builder.checkpoints` reads them."""
+
+    tokens: int
+    text_width: int
+    text_width_2: int
+    pooled_width: int
+    context_width: int  # of the UNet's text: all of its text encoders' widths
+    latent_channels: int
+    time_ids: int
+    vae_scale: int
+    timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
+    time_embeds_width: int = 0  # these two are known once the UNet is read
+    keys_values_width: int = 0
+
+    @property
+    def latents(self) -> tuple[str | int, ...]:
+        """Shape of latents."""
+        return ("rows", self.latent_channels, f"height/{self.vae_scale}", f"width/{self.vae_scale}")
+
+
+def text_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """input_ids [batch, tokens] -> penultimate hidden states [batch, tokens, width]."""
+    return Signature(
+        inputs=(TensorSpec(name="input_ids", dtype="int64", shape=("rows", widths.tokens)),),
+        outputs=(TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width)),),
+    )
+
+
+def pooled_text_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """input_ids [batch, tokens] -> penultimate hidden states, and the pooled projection [batch, width]."""
+    return Signature(
+        inputs=(TensorSpec(name="input_ids", dtype="int64", shape=("rows", widths.tokens)),),
+        outputs=(
+            TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width_2)),
+            TensorSpec(name="pooled", dtype=dtype, shape=("rows", widths.pooled_width)),
+        ),
+    )
+
+
+def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Text embeddings -> keys and values of all cross-attentions of a UNet, computed once a prompt."""
+    text, width = ("rows", widths.tokens, widths.context_width), widths.keys_values_width
+    return Signature(
+        inputs=(TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=text),),
+        outputs=(TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, width)),),
+    )
+
+
+def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Timestep, pooled text and sizes -> what they add in each ResNet block of a UNet.
+
+    The batch is the number of timesteps: all steps of a request are computed at once. A UNet that embeds the guidance
+    scale (`Widths.timestep_cond`) takes that too.
+    """
+    inputs = [
+        TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
+        TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
+        TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
+    ]
+    if widths.timestep_cond:
+        inputs.append(TensorSpec(name=TIMESTEP_COND, dtype=dtype, shape=("rows", widths.timestep_cond)))
+    embeds = TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width))
+    return Signature(inputs=tuple(inputs), outputs=(embeds,))
+
+
+def timestep_cond_width(signature: Signature) -> int:
+    """Width of the embedded guidance scale that a time network takes; 0 where it takes none."""
+    return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == TIMESTEP_COND), 0)
+
+
+def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Latents with their time embeddings, keys and values -> the predicted noise, of the latents' shape."""
+    return Signature(
+        inputs=(
+            TensorSpec(name="sample", dtype=dtype, shape=widths.latents),
+            TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
+            TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, widths.keys_values_width)),
+        ),
+        outputs=(TensorSpec(name="noise", dtype=dtype, shape=widths.latents),),
+    )
+
+
+def vae_decoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Latents divided by the scaling factor -> pixels in [-1, 1], [batch, 3, height, width]."""
+    return Signature(
+        inputs=(TensorSpec(name="latents", dtype=dtype, shape=widths.latents),),
+        outputs=(TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width")),),
+    )

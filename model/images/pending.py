@@ -1,0 +1,33 @@
+"""Pixels on their way from the device: queued by one thread, waited for by another."""
+
+import torch
+
+from model.images.encode import Pixels, to_levels
+
+
+class PendingImage:
+    """A decoded image whose copy to the host is queued on the current stream. `wait` may be called from any thread.
+
+    The GPU continues with other images meanwhile.
+    """
+
+    def __init__(self, decoded: torch.Tensor) -> None:
+        """`decoded`: float [1, 3, height, width], nominally in [-1, 1]."""
+        levels, finite = to_levels(decoded)
+        self._levels, self._finite, self._done = levels[0], finite, None
+        if levels.is_cuda:
+            self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
+            self._done = torch.cuda.current_stream(levels.device).record_event()
+
+    def wait(self) -> Pixels | None:
+        """uint8 [height, width, 3]; None if the image holds NaN or infinity."""
+        if self._done is not None:
+            self._done.synchronize()
+        if not bool(self._finite):
+            return None
+        pixels: Pixels = self._levels.numpy()
+        return pixels
+
+
+def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,161 @@
+"""Everything that follows from a request alone, computed once, before the request is queued."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.denoising.loop import Conditioning, ImageState
+from model.denoising.noise_schedule import Floats
+from model.denoising.samplers import SamplerSchedule, sampler_schedule, split_schedule
+from model.engines.signatures import timestep_cond_width
+from model.pipeline.guidance import scale_by_step
+from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.pipeline.params import GenerationParams
+from model.pipeline.spec import BASE, REFINER, Denoiser
+from model.store.manifest import RefinerFacts
+
+AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
+
+CfgConditioning = tuple[Conditioning, Conditioning | None]
+"""Conditional and unconditional; no unconditional one where no step is guided."""
+
+
+@dataclass(frozen=True, eq=False)
+class DenoisePlan:
+    """The steps of one UNet for a request.
+
+    scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
+    guidance: float32 [steps], the same, but at least 1.
+    guided: True if a step takes an unconditional half too. A UNet that embeds the guidance scale never does.
+    zero_negative: True if the unconditional half has zeros in place of text.
+    time_ids: sizes, and the refiner's aesthetic score, of the conditional and of the unconditional half.
+    """
+
+    schedule: SamplerSchedule
+    scales: Floats
+    guidance: NDArray[np.float32]
+    guided: bool
+    zero_negative: bool
+    time_ids: tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True, eq=False)
+class RequestPlan:
+    """A request, and what follows from it. Stages only read it, but for `encoded`.
+
+    first_loop: the loop that its images join first.
+    unet_batch: batch entries of that loop's UNet that the first step of each image takes.
+    init_sigma: the initial latents are init_sigma * N(0, 1).
+    tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if there is none).
+    denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
+    encoded: by UNet, the request's conditioning, once for each image that still needs it. `EncodePrompt` fills it for
+        the first image, and each image takes one, so that the tensors are freed with the last.
+    """
+
+    params: GenerationParams
+    first_loop: LoopKey
+    unet_batch: int
+    init_sigma: float
+    tokens: Mapping[str, list[list[int]]]
+    denoise: Mapping[str, DenoisePlan]
+    warnings: list[str]
+    encoded: dict[str, list[CfgConditioning]] = field(default_factory=dict)
+
+    def steps_left(self, image: ImageState) -> int:
+        """The steps of an image that are not finished, on the UNet that it is at and on later ones."""
+        schedules = [plan.schedule for plan in self.denoise.values()]
+        later = schedules[schedules.index(image.schedule) + 1 :]
+        return image.schedule.steps - image.step + sum(schedule.steps for schedule in later)
+
+    def images(self) -> list[ImageState]:
+        """The states of the request's images before their first stage."""
+        first = self.denoise[self.first_loop[0]]
+        return [
+            ImageState(index, torch.Generator("cpu").manual_seed(seed), first.schedule, first.guidance)
+            for index, seed in enumerate(self.params.seeds)
+        ]
+
+
+def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
+    """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
+    whole = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
+    parts = [(BASE, whole)]
+    if params.use_refiner:
+        base, refiner = split_schedule(whole, model.noise_schedules["base"], params.denoising_frac)
+        parts = [(BASE, base), (REFINER, refiner)]
+    scales, first = scale_by_step(params), 0
+    denoise: dict[str, DenoisePlan] = {}
+    for denoiser, schedule in parts:
+        if schedule.steps:
+            of_part = scales[first : first + schedule.steps]
+            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, of_part)
+        first += schedule.steps
+    texts = (params.prompt, params.negative_prompt or "")
+    encoded = {name: [tokenizer.encode(text) for text in texts] for name, tokenizer in model.tokenizers.items()}
+    tokens = {name: [ids for ids, _ in pairs] for name, pairs in encoded.items()}
+    lost = [count for _, count in encoded["tokenizer_2"]]
+    unet, plan = next(iter(denoise.items()))
+    return RequestPlan(
+        params,
+        first_loop=(unet, params.height, params.width),
+        unet_batch=2 if plan.guided else 1,
+        init_sigma=whole.init_sigma,
+        tokens=tokens,
+        denoise=denoise,
+        warnings=_warnings(model, params, parts[-1][1], lost),
+    )
+
+
+def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
+    """True if the UNet was distilled to take the guidance scale as an input. It then runs once a step, and no negative
+    prompt reaches it."""
+    return timestep_cond_width(model.engines[denoiser.unet_time].signature) > 0
+
+
+def _denoise_plan(
+    model: LoadedModel, params: GenerationParams, denoiser: Denoiser, schedule: SamplerSchedule, scales: Floats
+) -> DenoisePlan:
+    settings = model.settings.refiner if denoiser is REFINER else model.settings
+    assert settings is not None
+    guidance = np.maximum(scales, 1.0).astype(np.float32)
+    size = [float(params.height), float(params.width), 0.0, 0.0]
+    time_ids = (size + size[:2], size + size[:2])
+    if isinstance(settings, RefinerFacts) and settings.requires_aesthetics_score:
+        time_ids = (size + [AESTHETIC_SCORE], size + [NEGATIVE_AESTHETIC_SCORE])
+    return DenoisePlan(
+        schedule,
+        scales,
+        guidance,
+        guided=bool((guidance > 1).any()) and not embeds_guidance(model, denoiser),
+        zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
+        time_ids=time_ids,
+    )
+
+
+def _warnings(model: LoadedModel, params: GenerationParams, last: SamplerSchedule, lost: Sequence[int]) -> list[str]:
+    """Describe what cannot be followed: a truncated prompt, an ignored negative prompt, a refiner without steps.
+
+    `last`: the steps of the last UNet. `lost`: how many tokens of the prompt and of the negative prompt did not fit.
+    """
+    tokenizer = model.tokenizers["tokenizer_2"]
+    warnings = [
+        f"{name}: the text encoders read {tokenizer.settings.max_length} tokens; the last {count} were left out: "
+        f"{tokenizer.dropped_text(getattr(params, name))[:200]!r}"
+        for name, count in zip(("prompt", "negative_prompt"), lost, strict=True)
+        if count
+    ]
+    if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
+        refined = params.use_refiner and last.steps and not embeds_guidance(model, REFINER)
+        warnings.append(
+            "negative_prompt: this model's UNet takes the guidance scale as an input and reads no negative prompt"
+            f"{'; only the refiner does' if refined else ''}."
+        )
+    if not last.steps:
+        warnings.append(
+            f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
+            "steps; it was not used."
+        )
+    return warnings

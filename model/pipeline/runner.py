@@ -1,0 +1,41 @@
+"""Run what the scheduler, or an offline call, decides: plan requests, and advance images through their stages."""
+
+from collections.abc import Sequence
+
+import torch
+
+from model.denoising.loop import ImageState
+from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.pipeline.params import GenerationParams
+from model.pipeline.plan import RequestPlan, plan_request
+from model.pipeline.stages import TEXT_TO_IMAGE, Stage
+
+
+class Runner:
+    """Runs a pipeline on one model. Holds no state of images: that is in `ImageState`."""
+
+    def __init__(self, model: LoadedModel, stages: Sequence[Stage] = TEXT_TO_IMAGE) -> None:
+        self.model = model
+        self.stages = stages
+
+    def plan(self, params: GenerationParams) -> RequestPlan:
+        """Any thread may call it. Raises RequestRefused."""
+        return plan_request(self.model, params)
+
+    @torch.inference_mode()
+    def advance(self, plan: RequestPlan, image: ImageState) -> LoopKey | None:
+        """Run an image's next stages, up to the next one of many steps.
+
+        Returns the loop that runs those steps. After them, call `advance` again. None: all stages are finished, and
+        `image.pixels` is the result.
+        """
+        while image.stage < len(self.stages):
+            stage = self.stages[image.stage]
+            image.stage += 1
+            if (loop := stage.run(self.model, plan, image)) is not None:
+                return loop
+        return None
+
+    def stage_name(self, image: ImageState) -> str:
+        """The name of the stage that an image has begun last."""
+        return self.stages[image.stage - 1].name

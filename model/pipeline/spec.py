@@ -1,0 +1,173 @@
+"""The components of the SDXL pipeline as data. The builder, the loader and the server iterate these tables.
+
+A component is one network. All that the project must know of one stands in its `ComponentSpec`, so a new network is a
+new entry here, a wrapper in the builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from model.engines import signatures
+from model.engines.signatures import CfgLayout, Widths
+from model.store.manifest import Signature
+from model.store.precision import Dtype
+
+Part = Literal["base", "refiner"]
+"""The checkpoint that a component is read from, and the UNet that it serves."""
+Phase = Literal["prompt", "request", "step", "image"]
+"""How often a component runs: for each prompt, request, denoising step or finished image."""
+BatchUnit = Literal["text", "timestep", "cfg_half", "image"]
+"""What one entry of a component's batch is. Only the last two have a height and a width."""
+Stream = Literal["first_text", "text", "denoising", "decoding"]
+"""The CUDA stream that a component runs on. Components of one stream never overlap."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A further engine of a component for batches of one CFG layout. Its weights and signature are the component's.
+
+    `name`: the variant's name in a manifest.
+    """
+
+    name: str
+    cfg: CfgLayout
+    wrapper: str
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One network of the pipeline.
+
+    name: its name in a manifest.
+    part, checkpoint_folder: where its weights are read from.
+    wrapper: its entry in `engine_builder.networks.wrappers`.
+    signature: the tensors that it takes and returns.
+    by_step: of a component with phase "step", the inputs that differ by step. Conditioning has one entry a step for
+        them, and one for all steps for the others.
+    feeds: of a component with phase "step", the UNet before which it runs. Its outputs are inputs of the UNet by name.
+    optional: a release may lack it.
+    precision_rule: "vae" where `force_upcast` of the VAE's config may ask for fp32.
+    same_as: a component whose engines serve this one too where both have the same weights.
+    """
+
+    name: str
+    part: Part
+    checkpoint_folder: str
+    wrapper: str
+    signature: Callable[[Widths, Dtype], Signature]
+    phase: Phase
+    batch_unit: BatchUnit
+    stream: Stream = "text"
+    by_step: tuple[str, ...] = ()
+    feeds: str = ""
+    optional: bool = False
+    precision_rule: Literal["model", "vae"] = "model"
+    same_as: str = ""
+    variants: tuple[Variant, ...] = ()
+
+    @property
+    def has_size(self) -> bool:
+        """True if its tensors depend on the image's height and width."""
+        return self.batch_unit in ("cfg_half", "image")
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """The components around one UNet. `text_encoders`: (component, tokenizer); the last one's pooled text is used."""
+
+    part: Part
+    text_encoders: tuple[tuple[str, str], ...]
+    unet_text: str
+    unet_time: str
+    unet: str
+
+
+TEXT_ENCODER = "text_encoder"
+TEXT_ENCODER_2 = "text_encoder_2"
+UNET_TEXT = "unet_text"
+UNET_TIME = "unet_time"
+UNET = "unet"
+UNET_UNCONDITIONAL = "unet_unconditional"
+UNET_GUIDED = "unet_guided"
+VAE_DECODER = "vae_decoder"
+REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
+REFINER_UNET_TEXT = "refiner_unet_text"
+REFINER_UNET_TIME = "refiner_unet_time"
+REFINER_UNET = "refiner_unet"
+
+_CFG_VARIANTS = (
+    Variant(UNET_UNCONDITIONAL, "uncond", "UnconditionalUnetNetwork"),
+    Variant(UNET_GUIDED, "both", "GuidedUnetNetwork"),
+)
+
+
+def _unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> tuple[ComponentSpec, ...]:
+    """The three networks that a UNet is divided into, by how often each of them runs."""
+    folder, by_step = "unet", ("time_embeds",)
+    return (
+        ComponentSpec(
+            f"{prefix}unet_text", part, folder, "UnetTextNetwork", signatures.unet_text_signature, "prompt", "text"
+        ),
+        ComponentSpec(
+            f"{prefix}unet_time", part, folder, "UnetTimeNetwork", signatures.unet_time_signature, "request", "timestep"
+        ),
+        ComponentSpec(
+            f"{prefix}unet", part, folder, "UnetNetwork", signatures.unet_signature, "step", "cfg_half", "denoising",
+            by_step, variants=variants,
+        ),
+    )  # fmt: skip
+
+
+_COMPONENTS = (
+    ComponentSpec(
+        TEXT_ENCODER, "base", "text_encoder", "TextNetwork", signatures.text_signature, "prompt", "text", "first_text"
+    ),
+    ComponentSpec(
+        TEXT_ENCODER_2, "base", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature, "prompt",
+        "text",
+    ),
+    *_unet_components("base", "", _CFG_VARIANTS),
+    ComponentSpec(
+        VAE_DECODER, "base", "vae", "VaeDecoderNetwork", signatures.vae_decoder_signature, "image", "image", "decoding",
+        precision_rule="vae",
+    ),
+    ComponentSpec(
+        REFINER_TEXT_ENCODER_2, "refiner", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature,
+        "prompt", "text", same_as=TEXT_ENCODER_2,
+    ),
+    *_unet_components("refiner", "refiner_", ()),
+)  # fmt: skip
+
+Components = dict[str, ComponentSpec]
+SDXL: Components = {spec.name: spec for spec in _COMPONENTS}
+"""The components by name, in the order in which they are built. Variants are entries of their component."""
+
+BASE = Denoiser("base", ((TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")), UNET_TEXT, UNET_TIME, UNET)
+REFINER = Denoiser(
+    "refiner", ((REFINER_TEXT_ENCODER_2, "tokenizer_2"),), REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET
+)
+
+
+def of_parts(parts: Iterable[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+    """The components of these parts, in order."""
+    return tuple(spec for spec in components.values() if spec.part in parts)
+
+
+def find(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Variant | None]:
+    """The component of that name in a manifest, or the component and its variant of that name."""
+    for spec in components.values():
+        for variant in spec.variants:
+            if variant.name == name:
+                return spec, variant
+    return components[name], None
+
+
+def unets(components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+    """The components that denoising loops are made for."""
+    return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
+
+
+def feeding(unet: str, components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+    """The components that run before a UNet in each of its steps, in order."""
+    return tuple(spec for spec in components.values() if spec.feeds == unet)

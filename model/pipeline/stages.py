@@ -1,0 +1,97 @@
+"""The stages of the pipeline. Each advances one image, and knows only its own part of the request's plan.
+
+A stage that has nothing to do for a request returns at once. New features add a stage: see `Stage`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from model.cuda.streams import to_device
+from model.denoising.loop import ImageState
+from model.images.pending import PendingImage
+from model.pipeline.decode import decode_latents
+from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.pipeline.plan import RequestPlan
+from model.pipeline.prompt import encode_prompt
+from model.pipeline.spec import BASE, REFINER, Denoiser
+
+
+class Stage(Protocol):
+    """One stage. `name`: the entry of a request's timings that its time counts for."""
+
+    @property
+    def name(self) -> str: ...
+
+    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
+        """Queue the stage's work for an image on the current stream, and return.
+
+        A stage of many steps returns the loop that runs them. It is called once, before the image joins that loop.
+        """
+
+
+@dataclass(frozen=True)
+class EncodePrompt:
+    """Condition an image on its prompts, for one UNet. The text is encoded once for all images of a request."""
+
+    denoiser: Denoiser
+    name: str
+
+    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+        unet = self.denoiser.unet
+        if unet in plan.denoise:
+            conditionings = plan.encoded.setdefault(unet, [])
+            if not conditionings:
+                conditionings += [encode_prompt(model, plan, self.denoiser)] * plan.params.num_images
+            image.cond, image.uncond = conditionings.pop()
+
+
+@dataclass(frozen=True)
+class PrepareLatents:
+    """Draw an image's initial noise."""
+
+    name: str = "text"
+
+    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+        settings, params = model.settings, plan.params
+        scale = settings.vae_scale_factor
+        shape = (1, settings.latent_channels, params.height // scale, params.width // scale)
+        latents = torch.randn(shape, generator=image.generator) * plan.init_sigma
+        image.latents = to_device(latents, model.device)
+
+
+@dataclass(frozen=True)
+class Denoise:
+    """Run an image's steps on one UNet. The refiner's continue with the latents and the generator of the base's."""
+
+    denoiser: Denoiser
+    name: str
+
+    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
+        unet = self.denoiser.unet
+        if unet not in plan.denoise:
+            return None
+        image.schedule, image.guidance, image.step = plan.denoise[unet].schedule, plan.denoise[unet].guidance, 0
+        return unet, plan.params.height, plan.params.width
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Decode an image and copy it to the host, while other images are denoised."""
+
+    name: str = "decode"
+
+    def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
+        with model.decode_stream.run_after(image.latents):
+            image.pixels = PendingImage(decode_latents(model, image.latents))
+
+
+TEXT_TO_IMAGE: tuple[Stage, ...] = (
+    EncodePrompt(BASE, "text"),
+    PrepareLatents(),
+    Denoise(BASE, "denoise"),
+    EncodePrompt(REFINER, "refine"),
+    Denoise(REFINER, "refine"),
+    Decode(),
+)
