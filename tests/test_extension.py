@@ -1,0 +1,59 @@
+"""A component and a stage that no other file knows: they shift the predicted noise in proportion to the timestep."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.denoising.graph_loop import GraphLoop
+from model.engines.engine import EngineSet
+from model.images.encode import encode_base64
+from model.pipeline.runner import Runner
+from model.pipeline.spec import SDXL, UNET, ComponentSpec
+from model.pipeline.stages import TEXT_TO_IMAGE
+from model.pipeline.text_to_image import generate
+from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
+from model.store.manifest import Bucket, Signature, Span, TensorSpec
+from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model
+
+SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
+TAKES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
+SHIFTER = ComponentSpec("shifter", "base", "", "", lambda *_: TAKES, "step", "cfg_half", by_step=("scale",), feeds=UNET)
+
+
+class Networks(Stub):
+    def _outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if "scale" in inputs:
+            return {"shift": inputs["scale"][:, :, None, None].expand_as(inputs["sample"])}
+        own = 1e-3 * inputs["time_embeds"][:, :1, None, None]  # of the reference; time embeddings begin with timesteps
+        return {"noise": super()._outputs(inputs)["noise"] + inputs.get("shift", own)}
+
+
+class ShiftStage:
+    name = "text"
+
+    def run(self, model, plan, image) -> None:
+        for half in filter(None, (image.cond, image.uncond) if plan.params.prompt == "shifted" else ()):
+            half.inputs["scale"] = 1e-3 * torch.tensor(image.schedule.timesteps, dtype=torch.float32)[:, None]
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
+    plain, reference, model = line_model(), line_model(), line_model()
+    own = plain.engines[UNET].signature
+    reference.engines[UNET] = EngineSet([Networks(UNET, own)])
+    unet = Networks(UNET, Signature(inputs=(*own.inputs, SHIFT), outputs=own.outputs))
+    model.components = SDXL | {"shifter": SHIFTER}
+    model.engines |= {UNET: EngineSet([unet]), "shifter": EngineSet([Networks("shifter", TAKES)])}
+    if in_graphs:
+        unet.bucket = Bucket(rows=Span(min=8, max=8), height=Span(min=64, max=64), width=Span(min=96, max=96))
+        model.loops[UNET, 64, 96] = GraphLoop(model.step_networks(UNET), 64, 96, model.device)
+    scheduler = Scheduler(Runner(model, (*TEXT_TO_IMAGE[:2], ShiftStage(), *TEXT_TO_IMAGE[2:])), Limits(), lambda: None)
+    requests = [PLAIN, replace(PLAIN, prompt="shifted"), replace(PLAIN, guidance_scale=1.0, num_inference_steps=3)]
+    jobs = scheduler.call(lambda: [scheduler.submit(params) for params in requests]).result()
+    for params, job in zip(requests, jobs, strict=True):
+        [[expected], *_] = generate(reference if params.prompt == "shifted" else plain, [params])
+        assert job.result.result(60).images == [encode_base64(expected, "png", 95)]
+    assert max(len(call["sample"]) for call in unet.seen) == (8 if in_graphs else 5)  # all ran in the same steps
+    scheduler.close()
