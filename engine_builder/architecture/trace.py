@@ -1,0 +1,103 @@
+"""Record which functions of a package run, in the order of their first calls. Knows nothing of Preheat's modules."""
+
+import inspect
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+
+Key = tuple[str, str]
+"""Module (path below the package, without suffix) and qualified name of a function."""
+
+
+@dataclass
+class Function:
+    """A function that ran. `caller`: the nearest function of the package above its first call."""
+
+    key: Key
+    thread: str
+    caller: Key | None
+    calls: int = 0
+    is_entered: bool = False
+    """True if another module called it, or nothing of the package did."""
+
+    @property
+    def module(self) -> str:
+        return self.key[0]
+
+
+@dataclass
+class Walk:
+    """What ran: functions in the order of their first calls, and the pairs of functions (caller, called) likewise."""
+
+    functions: dict[Key, Function] = field(default_factory=dict)
+    calls: dict[tuple[Key, Key], None] = field(default_factory=dict)
+
+
+class Tracer:
+    """Traces the package in `folder`. Comprehensions, lambdas and nested functions count as their function.
+
+    Properties count as data and are left out, as are bodies of modules and classes, and generated methods. Threads
+    count by the beginning of their names.
+    """
+
+    def __init__(self, folder: Path, threads: Iterable[str]) -> None:
+        self._root = f"{folder}/"
+        self._threads = tuple(threads)
+        self._walk: Walk | None = None
+        self._keys: dict[CodeType, Key | None] = {}
+
+    def install(self) -> None:
+        """Trace this thread, and threads that start later."""
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    @contextmanager
+    def recording(self) -> Iterator[Walk]:
+        """Yield a walk that is recorded until the end of the block."""
+        walk = self._walk = Walk()
+        try:
+            yield walk
+        finally:
+            self._walk = None
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> None:
+        walk, thread = self._walk, threading.current_thread().name
+        if walk is None or event != "call" or not thread.startswith(self._threads):
+            return
+        if (key := self._key(frame)) is None:
+            return
+        above, caller = frame.f_back, None
+        while above is not None and (caller := self._key(above)) is None:
+            above = above.f_back
+        if caller == key:  # a nested function of it, or a recursion
+            return
+        if caller is not None:
+            walk.calls[caller, key] = None
+            if caller not in walk.functions:  # it began before the recording did
+                walk.functions[caller] = Function(caller, thread, None, 1, True)
+        function = walk.functions.setdefault(key, Function(key, thread, caller))
+        function.calls += 1
+        function.is_entered |= caller is None or caller[0] != key[0]
+
+    def _key(self, frame: FrameType) -> Key | None:
+        code = frame.f_code
+        if code not in self._keys:
+            self._keys[code] = self._key_of(frame)
+        return self._keys[code]
+
+    def _key_of(self, frame: FrameType) -> Key | None:
+        code = frame.f_code
+        name = code.co_qualname.partition(".<locals>")[0]
+        is_body = not code.co_flags & inspect.CO_OPTIMIZED  # of a module or class
+        if not code.co_filename.startswith(self._root) or is_body or "<" in name or _is_property(frame, name):
+            return None
+        return code.co_filename.removeprefix(self._root).removesuffix(".py"), name
+
+
+def _is_property(frame: FrameType, name: str) -> bool:
+    owner = frame.f_globals.get(name.partition(".")[0])
+    return isinstance(getattr(owner, name.rpartition(".")[2], None), property) if "." in name else False

@@ -1,0 +1,117 @@
+"""docs/architecture.md has the walks of the current code, and the tracer that makes it counts as the page says."""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from engine_builder.architecture.trace import Function, Tracer
+from engine_builder.stores.store import WritableStore
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "architecture.md"
+OUTER = """
+from .inner import Shape, helper
+from . import inner
+
+def enter(): return sum(local(n) for n in [1, 2]) + (lambda: helper())()
+def local(n): return n
+def run_forever(wait):
+    wait()
+    return helper()
+"""
+INNER = """
+def helper(): return _private()
+def _private():
+    def nested(): return Shape().side
+    return nested()
+
+class Shape:
+    def __init__(self): self.length = 2
+    @property
+    def side(self): return self.length
+"""
+Keys = dict[tuple[str, str], Function]
+
+
+@pytest.fixture
+def outer(tmp_path: Path) -> Iterator[ModuleType]:
+    for name, text in (("__init__", ""), ("inner", INNER), ("outer", OUTER)):
+        (tmp_path / f"{name}.py").write_text(text)
+    spec = importlib.util.spec_from_file_location("traced", tmp_path / "__init__.py", submodule_search_locations=[])
+    assert spec is not None and spec.loader is not None
+    spec.submodule_search_locations = [str(tmp_path)]
+    sys.modules["traced"] = importlib.util.module_from_spec(spec)
+    yield importlib.import_module("traced.outer")
+    for name in [name for name in sys.modules if name.startswith("traced")]:
+        del sys.modules[name]
+
+
+def uninstall() -> None:
+    sys.setprofile(None)
+    threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def recorded(folder: Path, work: Callable[[], object], thread: str = "traced") -> Keys:
+    """What a thread of that name records while it runs `work`. The threads of tests are not traced."""
+    tracer = Tracer(folder, ["traced"])
+    found: Keys = {}
+
+    def trace() -> None:
+        tracer.install()
+        with tracer.recording() as walk:
+            work()
+        uninstall()
+        found.update(walk.functions)
+
+    worker = threading.Thread(target=trace, name=thread)
+    worker.start()
+    worker.join()
+    return found
+
+
+def test_page_has_the_walks_of_the_code(store: WritableStore, release: str, tmp_path: Path) -> None:
+    page = tmp_path / "architecture.md"
+    command = [sys.executable, "-m", "engine_builder.architecture.document", store.url, release, "--out", str(page)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert PAGE.read_text() == page.read_text(), "Run `python -m engine_builder.architecture.document STORE RELEASE`."
+
+
+def test_counts_functions_entered_from_another_module(outer: ModuleType, tmp_path: Path) -> None:
+    functions = recorded(tmp_path, outer.enter)
+    assert [*functions] == [
+        ("outer", "enter"), ("outer", "local"), ("inner", "helper"), ("inner", "_private"), ("inner", "Shape.__init__"),
+    ]  # fmt: skip
+    entered = [name for (_, name), function in functions.items() if function.is_entered]
+    assert entered == ["enter", "helper"]
+    assert functions["outer", "local"].calls == 2
+    assert functions["inner", "helper"].caller == ("outer", "enter")
+
+
+def test_lists_a_function_that_ran_before_recording(outer: ModuleType, tmp_path: Path) -> None:
+    tracer = Tracer(tmp_path, ["traced"])
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        tracer.install()
+        outer.run_forever(lambda: (begun.set(), go_on.wait()))
+        uninstall()
+
+    worker = threading.Thread(target=work, name="traced")
+    worker.start()
+    begun.wait()
+    with tracer.recording() as walk:
+        go_on.set()
+        worker.join()
+    assert [name for _, name in walk.functions] == ["run_forever", "helper", "_private", "Shape.__init__"]
+
+
+def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:
+    assert recorded(tmp_path, outer.enter, thread="other") == {}
