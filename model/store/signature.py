@@ -34,7 +34,13 @@ class PublicKey:
                 f"{text!r:.80} is not a public key.",
                 "Give the line that `preheat keygen` prints (ed25519: and 44 characters).",
             )
-        return cls(base64.b64decode(text.removeprefix(_PREFIX)))
+        raw = base64.b64decode(text.removeprefix(_PREFIX))
+        if _has_small_order(raw):
+            raise ConfigError(
+                f"{text!r} is a point of small order. Anybody can make signatures that match it.",
+                "Make a key with `preheat keygen`, and give the line that it prints.",
+            )
+        return cls(raw)
 
     @property
     def key_id(self) -> str:
@@ -43,6 +49,18 @@ class PublicKey:
 
     def __str__(self) -> str:
         return _PREFIX + base64.b64encode(self.raw).decode()
+
+
+def _has_small_order(raw: bytes) -> bool:
+    """True for an encoded point whose order divides 8 on edwards25519, -x^2 + y^2 = 1 + d x^2 y^2 (RFC 8032, 5.1).
+
+    The orders 1, 2 and 4 have y = 1, -1 and 0. Doubling a point of order 8 gives y = 0. This needs x^2 = -y^2, and so
+    d y^4 + 2 y^2 = 1. The sign of x, the highest bit, does not matter, and y may be at least the prime.
+    """
+    prime = 2**255 - 19
+    d = -121665 * pow(121666, -1, prime)
+    y = int.from_bytes(raw, "little") % 2**255 % prime
+    return y in (0, 1, prime - 1) or (d * y**4 + 2 * y**2 - 1) % prime == 0
 
 
 def parse_public_keys(value: Any) -> list[PublicKey]:

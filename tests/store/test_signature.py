@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from typer.testing import CliRunner
 
 from engine_builder.commands import main as cli
@@ -297,6 +298,24 @@ def test_refuses_invalid_public_key(given: object, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match="is not a public key. Give the line that `preheat keygen` prints") as caught:
         read_settings({"public_key": given})
     assert len(str(caught.value)) < 400
+
+
+_PRIME = 2**255 - 19
+_ORDER_8 = int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little")
+
+
+@pytest.mark.parametrize("sign", [0, 2**255])
+@pytest.mark.parametrize("y", [0, 1, _PRIME - 1, _PRIME, _PRIME + 1, _ORDER_8, _PRIME - _ORDER_8])
+def test_refuses_public_key_of_small_order(y: int, sign: int) -> None:
+    raw = (y + sign).to_bytes(32, "little")
+    with pytest.raises(ConfigError, match="small order"):
+        PublicKey.parse(str(PublicKey(raw)))
+
+
+def test_signature_nobody_made_matches_a_small_order_key() -> None:
+    """The reason for the refusal: the library accepts R = identity and S = 0 for many messages."""
+    key = Ed25519PublicKey.from_public_bytes((1).to_bytes(32, "little"))
+    key.verify((1).to_bytes(32, "little") + bytes(32), b"any message")
 
 
 def test_server_with_key_loads_only_signed_releases(
