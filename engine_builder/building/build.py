@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -143,6 +144,12 @@ def fingerprint(plan: BuildPlan) -> str:
     return digest.hexdigest()
 
 
+def preheat_version() -> str:
+    """Return the version in pyproject.toml. A plain checkout has no installed distribution to ask."""
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
 def _files(root: Path) -> Iterator[Path]:
     """Yield every file below a folder, following links to folders. Each folder is visited once."""
     visited: set[str] = set()
@@ -182,7 +189,7 @@ def _current_draft(plan: BuildPlan, store: WritableStore, source: str) -> Manife
 
 def _builder(plan: BuildPlan, source: str) -> dict[str, str]:
     """Return the versions, the source and the options of a build. Drafts that agree in them and in sizes are equal."""
-    versions = {name: importlib.metadata.version(name) for name in ("preheat", "torch")} | library_versions()
+    versions = {"preheat": preheat_version(), "torch": importlib.metadata.version("torch")} | library_versions()
     versions |= {"form": str(NETWORK_VERSION), "recipe": str(compiler.COMPILER_VERSION)}
     options = {"tensorrt": json.dumps(asdict(plan.tensorrt), sort_keys=True)} if plan.tensorrt else {}
     return versions | {"source": source} | options

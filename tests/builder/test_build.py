@@ -1,6 +1,7 @@
 """Building: what is compiled or reused, what an interruption leaves, what is never stored."""
 
 import hashlib
+import importlib.metadata
 import json
 import os
 import re
@@ -365,6 +366,20 @@ def test_release_has_the_folders_defaults(store_copy: WritableStore, folder_copy
     (folder_copy / "defaults.json").write_text('{"num_inference_steps": 400}')
     with pytest.raises(CheckpointError, match="num_inference_steps"):
         build(plan_of(folder_copy, "turbo"), store_copy)
+
+
+def test_builds_from_a_checkout_that_is_not_installed(
+    store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "preheat":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert build(plan_of(folder_copy, "checkout"), store_copy).draft.builder["preheat"] == installed("preheat")
 
 
 def test_distinguishes_static_and_dynamic_drafts(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
