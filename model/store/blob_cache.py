@@ -35,6 +35,8 @@ from model.store.sink import Sink
 _STALE_SECONDS = 24 * 3600  # age at which an unused partial blob is deleted whenever space is made
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# A link, a pipe, a file or a folder where something else belongs.
+_WRONG_TYPE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO}
 
 
 class Partial:
@@ -299,6 +301,12 @@ class BlobCache(LocalStore):
                 raise StoreError(
                     f"The cache {self.root} is full ({error.strerror}).", f"Free space on that disk, or {other}"
                 ) from error
+            entry = Path(str(error.filename2 or error.filename))
+            if error.errno in _WRONG_TYPE and self.root in entry.parents:
+                raise StoreError(
+                    f"The cache {self.root} cannot be used, because of {entry} in it: {error.strerror}.",
+                    f"Remove that entry, or {other}",
+                ) from error
             raise StoreError(
                 f"The cache {self.root} cannot be used: {error.strerror or error}.",
                 f"Make it a writable folder, or {other}",
@@ -326,7 +334,7 @@ def _open_regular(path: Path, flags: int = _CREATE) -> int:
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, f"{path.name[:80]} in it is not a regular file")
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return handle
 
 

@@ -436,3 +436,31 @@ def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"The cache \S+/file/cache cannot be used: Not a directory"):
         BlobCache(tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [("lock", "folder"), ("lock", "link"), ("lock", "pipe"), *(
+        (name, kind) for name in ("users", "partial", "blobs/sha256") for kind in ("file", "link", "pipe")
+    )],
+)  # fmt: skip
+def test_names_the_entry_that_is_in_the_way(root: Path, name: str, kind: str) -> None:
+    entry = root / name
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "link":
+        entry.symlink_to("elsewhere")
+    else:
+        {"folder": os.mkdir, "file": Path.touch, "pipe": os.mkfifo}[kind](entry)
+    with pytest.raises(StoreError, match="Remove that entry") as caught:
+        BlobCache(root)
+    assert f"because of {entry} in it" in str(caught.value)
+
+
+def test_names_a_folder_in_place_of_a_blob(root: Path) -> None:
+    cache = BlobCache(root)
+    blob = root / "blobs" / "sha256" / blob_of("a")[0]
+    blob.mkdir()
+    (blob / "file").touch()
+    with pytest.raises(StoreError, match="Remove that entry") as caught:
+        fetch(cache, "a")
+    assert f"because of {blob} in it" in str(caught.value)
