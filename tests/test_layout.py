@@ -137,3 +137,7 @@ def test_modules_before_torch_import_neither_torch_nor_numpy() -> None:
     assert set(TORCH_FREE) - {"model.store"} <= set(names) and len(names) > 20
     assert heavy_imports(names) == set()
     assert heavy_imports(names, ", model.denoising.samplers") == {"numpy"}
+
+
+def test_new_component_and_stage_take_few_lines() -> None:
+    assert len((ROOT / "tests" / "test_extension.py").read_text().splitlines()) < 60

@@ -602,3 +602,14 @@ def test_a_closed_scheduler_answers_what_it_had_accepted(model: LoadedModel, gat
     assert call.result(SECONDS) == "done"
     with pytest.raises(Unavailable):
         scheduler.submit(asked(9))
+
+
+def test_stages_change_the_conditioning_of_one_image_only(model: LoadedModel) -> None:
+    runner = Runner(model)
+    plan = runner.plan(asked(1, num_images=2))
+    first, second = plan.images()
+    for image in (first, second):
+        runner.advance(plan, image)
+    first.cond.inputs["strength"] = torch.ones(1)
+    assert "strength" not in second.cond.inputs
+    assert first.cond.inputs["keys_values"] is second.cond.inputs["keys_values"]

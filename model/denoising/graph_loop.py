@@ -244,7 +244,7 @@ class GraphLoop:
         for network in self._networks.before:
             given = {spec.name: known[spec.name].to(DTYPES[spec.dtype]) for spec in network.signature.inputs}
             known |= network.run(given, self._height, self._width)
-        return {spec.name: known[spec.name] for spec in self._networks.unet.signature.inputs}
+        return {spec.name: known[spec.name].to(DTYPES[spec.dtype]) for spec in self._networks.unet.signature.inputs}
 
 
 def _calls(unet: EngineSet, height: int, width: int) -> tuple[dict[int, list[Engine]], dict[int, list[Engine]]]:

@@ -51,7 +51,7 @@ class ImageState:
 
     index: its number among the images of its request.
     generator: has the image's seed. It is drawn from as diffusers does: the initial latents, then each step's noise.
-    stage: the number of finished stages of its request's plan.
+    stage: how many of the runner's stages it has begun.
     latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, they are its start.
     schedule, step: the steps of the loop that the image is in or waits for, and how many of them are finished.
     guidance: float32 [steps], 1 from the first unguided step on.

@@ -12,8 +12,8 @@ from model.store.precision import Dtype
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 
 CfgLayout = Literal["uncond", "both"]
-"""What the batch of a UNet's variant for guidance against zeros holds: unconditional halves only, or the conditional
-halves of some images and then the unconditional ones, in the same order."""
+"""The batch of a UNet's variant for guidance against zeros. "uncond": unconditional halves only. "both": the
+conditional halves of some images, then the unconditional ones in the same order."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pixels on their way from the device: queued by one thread, waited for by another."""
+"""Pixels in flight from the device: queued by one thread, waited for by another."""
 
 import torch
 

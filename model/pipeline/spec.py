@@ -1,7 +1,7 @@
 """The components of the SDXL pipeline as data. The builder, the loader and the server iterate these tables.
 
-A component is one network. All that the project must know of one stands in its `ComponentSpec`, so a new network is a
-new entry here, a wrapper in the builder, and a stage that uses it (model/pipeline/stages.py). Imports no torch.
+A component is one network, and `ComponentSpec` has its facts. A new network is an entry here, a wrapper in the builder,
+and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ Part = Literal["base", "refiner"]
 Phase = Literal["prompt", "request", "step", "image"]
 """How often a component runs: for each prompt, request, denoising step or finished image."""
 BatchUnit = Literal["text", "timestep", "cfg_half", "image"]
-"""What one entry of a component's batch is. Only the last two have a height and a width."""
+"""The unit of a component's batch. Only the last two have a height and a width."""
 Stream = Literal["first_text", "text", "denoising", "decoding"]
 """The CUDA stream that a component runs on. Components of one stream never overlap."""
 
@@ -65,11 +65,6 @@ class ComponentSpec:
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
     variants: tuple[Variant, ...] = ()
-
-    @property
-    def has_size(self) -> bool:
-        """True if its tensors depend on the image's height and width."""
-        return self.batch_unit in ("cfg_half", "image")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 A stage that has nothing to do for a request returns at once. New features add a stage: see `Stage`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -44,7 +44,10 @@ class EncodePrompt:
             conditionings = plan.encoded.setdefault(unet, [])
             if not conditionings:
                 conditionings += [encode_prompt(model, plan, self.denoiser)] * plan.params.num_images
-            image.cond, image.uncond = conditionings.pop()
+            cond, uncond = conditionings.pop()
+            # Images share the tensors, not the dicts: a later stage may add an input for one image.
+            image.cond = replace(cond, inputs=dict(cond.inputs))
+            image.uncond = uncond and replace(uncond, inputs=dict(uncond.inputs))
 
 
 @dataclass(frozen=True)

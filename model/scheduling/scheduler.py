@@ -253,9 +253,9 @@ class Scheduler:
         all are done, and for short jobs. Images that have moved to a further loop count as running.
         """
         loop, needed = self.model.loop(*key), job.plan.unet_batch
-        running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop == key}
+        running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
         batch = unet_batch(list(running))
-        of_size = [other for other in self._waiting if other.plan.first_loop == key]
+        of_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
         waiting = sum(other.plan.unet_batch * len(other.images) for other in of_size)
         left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
         total = needed * job.params.num_images
