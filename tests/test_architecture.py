@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from engine_builder.architecture.trace import Function, Tracer
+from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps
 from engine_builder.stores.store import WritableStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -81,7 +81,8 @@ def test_page_has_the_walks_of_the_code(store: WritableStore, release: str, tmp_
     command = [sys.executable, "-m", "engine_builder.architecture.document", store.url, release, "--out", str(page)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert PAGE.read_text() == page.read_text(), "Run `python -m engine_builder.architecture.document STORE RELEASE`."
+    remedy = f"Run `python -m engine_builder.architecture.document {store.url} {release}`."
+    assert PAGE.read_text() == page.read_text(), remedy
 
 
 def test_counts_functions_entered_from_another_module(outer: ModuleType, tmp_path: Path) -> None:
@@ -111,6 +112,19 @@ def test_lists_a_function_that_ran_before_recording(outer: ModuleType, tmp_path:
         go_on.set()
         worker.join()
     assert [name for _, name in walk.functions] == ["run_forever", "helper", "_private", "Shape.__init__"]
+
+
+def walk_of(*functions: Function) -> Walk:
+    return Walk({function.key: function for function in functions})
+
+
+def test_marks_functions_whose_calls_grow_with_the_steps() -> None:
+    def walk(**calls: int) -> Walk:
+        return walk_of(*(Function(("loop", name), "traced", None, count, True) for name, count in calls.items()))
+
+    four = walk(step=4, twice=8, prompt=6, once=1)
+    mark_steps(four, walk(step=8, twice=16, prompt=6, once=1), 4)
+    assert [name for (_, name), function in four.functions.items() if function.in_each_step] == ["step", "twice"]
 
 
 def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:

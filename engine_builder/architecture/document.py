@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import importlib
 import logging
-import math
 import os
 import sys
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from engine_builder.architecture.trace import Function, Tracer, Walk
+from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps
 from model.api.request import GenerationRequest
 from model.model import Model
 
@@ -44,7 +43,8 @@ Stages, components and their facts are data: [model/pipeline/stages.py](../model
 """
 _REQUEST = f"""## A request
 
-One guided image of the native size in {STEPS} steps, after another request like it.
+One guided image of the native size in {STEPS} steps. Caches are filled: a request with another prompt and seed
+came before.
 """
 _REFINED = """### With the refiner
 
@@ -72,14 +72,18 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
         await model.predict(request, Request({"type": "http", "method": "POST", "path": "/", "headers": []}, never))
         await asyncio.sleep(0.5)  # until the scheduler waits for the next request
 
+    async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Walk:
+        request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, use_refiner=use_refiner)
+        with tracer.recording() as walk:
+            await answer(request)
+        return walk
+
     async def requests() -> list[Walk]:
         walks = []
         for use_refiner in (False, True):
-            options = {"prompt": "a red circle", "use_refiner": use_refiner, "num_inference_steps": STEPS}
-            first, second = (GenerationRequest.model_validate({**options, "seed": seed}) for seed in (1, 2))
-            await answer(first)
-            with tracer.recording() as walk:
-                await answer(second)
+            await record("a red circle", 1, STEPS, use_refiner)  # fills caches
+            walk = await record("a blue square", 2, STEPS, use_refiner)
+            mark_steps(walk, await record("a blue square", 2, 2 * STEPS, use_refiner), STEPS)
             walks.append(walk)
         return walks
 
@@ -91,8 +95,8 @@ def document(load: Walk, request: Walk, refined: Walk) -> str:
     """Return the page."""
     added, loading = without(refined, request), without(load, request)
     parts = [
-        _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request, STEPS),
-        _REFINED, *listing(added, STEPS), _LOAD, diagram(loading), "", *listing(loading),
+        _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
+        _REFINED, *listing(added), _LOAD, diagram(loading), "", *listing(loading),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
 
@@ -103,11 +107,11 @@ def without(walk: Walk, other: Walk) -> Walk:
     return Walk(functions, {call: None for call in walk.calls if call[0] in functions and call[1] in functions})
 
 
-def listing(walk: Walk, steps: float = math.inf) -> list[str]:
-    """Return the lines of a numbered list for each thread. `steps`: calls from which a function is marked."""
+def listing(walk: Walk) -> list[str]:
+    """Return the lines of a numbered list for each thread."""
 
     def mark(function: Function) -> str:
-        return " (step)" if function.calls >= steps and function.thread == "preheat-worker" else ""
+        return " (step)" if function.in_each_step else ""
 
     lines, number = [], 0
     for thread, title in _THREADS.items():

@@ -23,6 +23,7 @@ class Function:
     calls: int = 0
     is_entered: bool = False
     """True if another module called it, or nothing of the package did."""
+    in_each_step: bool = False
 
     @property
     def module(self) -> str:
@@ -35,6 +36,13 @@ class Walk:
 
     functions: dict[Key, Function] = field(default_factory=dict)
     calls: dict[tuple[Key, Key], None] = field(default_factory=dict)
+
+
+def mark_steps(walk: Walk, longer: Walk, steps: int) -> None:
+    """Mark the functions that each step calls. `longer`: a walk like `walk` with `steps` more steps."""
+    for key, function in walk.functions.items():
+        again = longer.functions.get(key)
+        function.in_each_step = again is not None and again.calls - function.calls >= steps
 
 
 class Tracer:
