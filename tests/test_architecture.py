@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps
+from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps, without
 from engine_builder.stores.store import WritableStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -125,6 +125,15 @@ def test_marks_functions_whose_calls_grow_with_the_steps() -> None:
     four = walk(step=4, twice=8, prompt=6, once=1)
     mark_steps(four, walk(step=8, twice=16, prompt=6, once=1), 4)
     assert [name for (_, name), function in four.functions.items() if function.in_each_step] == ["step", "twice"]
+
+
+def test_difference_keeps_what_leads_to_a_further_helper() -> None:
+    enter = Function(("loop", "enter"), "traced", None, 1, True)
+    cached = Function(("loop", "cached"), "traced", enter.key, 1)
+    make = Function(("loop", "make"), "traced", cached.key, 1)
+    other = Function(("step", "guide"), "traced", enter.key, 1, True)
+    difference = without(walk_of(enter, cached, make, other), walk_of(enter, cached, other))
+    assert [*difference.functions.values()] == [enter, cached, make]
 
 
 def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:

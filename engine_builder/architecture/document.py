@@ -9,17 +9,19 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from starlette.requests import Request
 
-from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps
+from engine_builder.architecture.trace import Function, Key, Tracer, Walk, callers_in_module, mark_steps, without
 from model.api.request import GenerationRequest
 from model.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
+SETTLE_SECONDS = 0.5  # until the scheduler waits for the next request
 _THREADS = {
     "MainThread": "Main thread (the server's event loop)",
     "preheat-worker": "Scheduler",
@@ -48,11 +50,12 @@ came before.
 """
 _REFINED = """### With the refiner
 
-The same request with the refiner runs these in addition.
+The same request with the refiner runs these in addition. A function above is repeated if it leads to one of them.
 """
 _LOAD = """## A load
 
-The release is in a local store. The warm-up generates an image, so the functions above are not repeated.
+The release is in a local store. The warm-up generates an image, so a function of the request is repeated only if it
+leads to further functions. Threads that read ahead and hash files are not traced, because their order varies.
 """
 
 
@@ -63,6 +66,7 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
     model = Model(config={"model_metadata": {"preheat": {"store": store, "release": release}}})
     with tracer.recording() as load:
         model.load()
+        time.sleep(SETTLE_SECONDS)
 
     async def never() -> dict[str, object]:
         await asyncio.Event().wait()
@@ -70,7 +74,7 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
 
     async def answer(request: GenerationRequest) -> None:
         await model.predict(request, Request({"type": "http", "method": "POST", "path": "/", "headers": []}, never))
-        await asyncio.sleep(0.5)  # until the scheduler waits for the next request
+        await asyncio.sleep(SETTLE_SECONDS)
 
     async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Walk:
         request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, use_refiner=use_refiner)
@@ -96,35 +100,36 @@ def document(load: Walk, request: Walk, refined: Walk) -> str:
     added, loading = without(refined, request), without(load, request)
     parts = [
         _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
-        _REFINED, *listing(added), _LOAD, diagram(loading), "", *listing(loading),
+        _REFINED, *listing(added, refined), _LOAD, diagram(loading), "", *listing(loading, load),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
 
 
-def without(walk: Walk, other: Walk) -> Walk:
-    """Return a walk without the functions of another, and without calls of them."""
-    functions = {key: function for key, function in walk.functions.items() if key not in other.functions}
-    return Walk(functions, {call: None for call in walk.calls if call[0] in functions and call[1] in functions})
-
-
-def listing(walk: Walk) -> list[str]:
-    """Return the lines of a numbered list for each thread."""
+def listing(walk: Walk, whole: Walk | None = None) -> list[str]:
+    """Return the lines of a numbered list for each thread. `whole`: the walk of which `walk` is a part."""
 
     def mark(function: Function) -> str:
         return " (step)" if function.in_each_step else ""
 
+    below: dict[Key, list[Function]] = {}
+    for function in walk.functions.values():
+        below.setdefault(callers_in_module(function, walk)[-1].key, []).append(function)
     lines, number = [], 0
     for thread, title in _THREADS.items():
         of_thread = [function for function in walk.functions.values() if function.thread.startswith(thread)]
-        entered = [function for function in of_thread if _entry(function, walk) is function]
+        entered = [function for function in of_thread if function.is_entered]
         lines += [f"**{title}**", ""] if entered else []
         for function in entered:
             number += 1
             lines.append(f"{number}. `{function.module}.py` **{_name(function)}**{mark(function)}{_summary(function)}")
-            helpers = [other for other in of_thread if other is not function and _entry(other, walk) is function]
+            helpers = [other for other in below.get(function.key, []) if other is not function]
             lines += [f"    - {', '.join(f'`{_name(other)}`{mark(other)}' for other in helpers)}"] if helpers else []
         lines += [""] if entered else []
-    return [*lines, f"{number} functions entered from another module, {len(walk.functions)} in all.", ""]
+    lines.append(f"{number} functions entered from another module, {len(walk.functions)} in all.")
+    if whole is not None:
+        entered = [function for function in whole.functions.values() if function.is_entered]
+        lines.append(f"The whole walk: {len(entered)} and {len(whole.functions)}.")
+    return [*lines, ""]
 
 
 def diagram(walk: Walk) -> str:
@@ -147,13 +152,6 @@ def diagram(walk: Walk) -> str:
         lines += [f"  subgraph {folder}", *nodes, "  end"] if folder else nodes
     lines += [f"  {_node(a)} -->|{number}| {_node(b)}" for number, (a, b) in enumerate(arrows, start=1)]
     return "\n".join([*lines, "```"])
-
-
-def _entry(function: Function, walk: Walk) -> Function:
-    """The function of its module, entered from another, below which a function is listed."""
-    while not function.is_entered and function.caller in walk.functions:
-        function = walk.functions[function.caller]
-    return function
 
 
 def _name(function: Function) -> str:

@@ -45,6 +45,22 @@ def mark_steps(walk: Walk, longer: Walk, steps: int) -> None:
         function.in_each_step = again is not None and again.calls - function.calls >= steps
 
 
+def callers_in_module(function: Function, walk: Walk) -> list[Function]:
+    """Return the function, its caller, and so on, up to the one that is entered from another module."""
+    path = [function]
+    while not path[-1].is_entered and path[-1].caller is not None:
+        path.append(walk.functions[path[-1].caller])
+    return path
+
+
+def without(walk: Walk, other: Walk) -> Walk:
+    """Return a walk without the functions of another, but with those that lead to further ones in their module."""
+    further = [function for key, function in walk.functions.items() if key not in other.functions]
+    kept = {path.key for function in further for path in callers_in_module(function, walk)}
+    functions = {key: function for key, function in walk.functions.items() if key in kept}
+    return Walk(functions, {call: None for call in walk.calls if call[0] in functions and call[1] in functions})
+
+
 class Tracer:
     """Traces the package in `folder`. Comprehensions, lambdas and nested functions count as their function.
 
