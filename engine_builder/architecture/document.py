@@ -36,8 +36,8 @@ page is made by a tool that traces both with the tiny model on a CPU:
 
 A numbered function is entered from another module. Below it stand the functions of its own module that it calls. A
 function is listed once, at its first call; (step) marks those that run in every denoising step. Nested functions count
-as their function, and properties as data. The diagrams show modules from which other modules are entered. Arrows are
-numbered in the order of first calls, one thread after the other.
+as their function, and properties as data. The diagrams show modules from which other modules are entered. Calls back
+into a calling module have no arrow. Arrows are numbered in the order of first calls, one thread after the other.
 
 Stages, components and their facts are data: [model/pipeline/stages.py](../model/pipeline/stages.py) has the stages,
 [model/pipeline/spec.py](../model/pipeline/spec.py) the components. To add a feature, add a component, a stage or both;
@@ -140,17 +140,23 @@ def diagram(walk: Walk) -> str:
         return next(index for index, thread in enumerate(order) if function.thread.startswith(thread))
 
     calls = sorted(walk.calls, key=lambda call: position(walk.functions[call[0]]))
-    pairs = dict.fromkeys((caller[0], called[0]) for caller, called in calls if caller[0] != called[0])
+    pairs: dict[tuple[str, str], None] = {}
+    for (source, _), (target, _) in calls:
+        if source != target and (target, source) not in pairs:
+            pairs[source, target] = None
     inner = {source for source, _ in pairs}
     arrows = [(source, target) for source, target in pairs if target in inner]
     folders: dict[str, list[str]] = {}
     for module in dict.fromkeys(module for arrow in arrows for module in arrow):
-        folders.setdefault(module.rpartition("/")[0], []).append(module)
-    lines = ["```mermaid", "flowchart LR"]
+        folders.setdefault(_folder(module), []).append(module)
+    lines = ["```mermaid", "flowchart TB"]
     for folder, modules in folders.items():
         nodes = [f"    {_node(module)}[{module.rpartition('/')[2]}]" for module in modules]
         lines += [f"  subgraph {folder}", *nodes, "  end"] if folder else nodes
-    lines += [f"  {_node(a)} -->|{number}| {_node(b)}" for number, (a, b) in enumerate(arrows, start=1)]
+    for number, (source, target) in enumerate(arrows, start=1):
+        # Long arrows between folders keep other folders' modules out of their way.
+        arrow = "-->" if _folder(source) == _folder(target) else "---->"
+        lines.append(f"  {_node(source)} {arrow}|{number}| {_node(target)}")
     return "\n".join([*lines, "```"])
 
 
@@ -166,6 +172,10 @@ def _summary(function: Function) -> str:
         target = getattr(target, part)
     sentence = " ".join((target.__doc__ or "").split()).partition(". ")[0].rstrip(".")
     return f": {sentence}" if sentence else ""
+
+
+def _folder(module: str) -> str:
+    return module.rpartition("/")[0]
 
 
 def _node(module: str) -> str:
