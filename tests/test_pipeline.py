@@ -79,7 +79,7 @@ def test_each_batch_entry_has_its_own_text_size_and_timestep(model: LoadedModel)
 
 
 @pytest.mark.parametrize("negative, value", [(None, 0.0), ("", 0.0), ("four", 4.0)])
-def test_missing_negative_prompt_is_zeros_and_an_empty_one_encoded(
+def test_missing_negative_prompt_is_zeros_an_empty_one_text(
     negative: str | None, value: float, model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, negative_prompt=negative)])

@@ -12,7 +12,7 @@ from engine_builder.networks.network import Network
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import Part, find, of_parts
+from model.pipeline.spec import find, of_parts, parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -58,11 +58,10 @@ class BuildPlan:
     @property
     def components(self) -> tuple[str, ...]:
         """The components to build, each followed by its variants that have sizes."""
-        parts: tuple[Part, ...] = ("base", "refiner") if self.refiner else ("base",)
         sizes = self.variant_sizes
         return tuple(
             name
-            for spec in of_parts(parts)
+            for spec in of_parts(parts(self.refiner is not None))
             for name in (spec.name, *(variant.name for variant in spec.variants if sizes.get(variant.cfg)))
         )
 

@@ -40,10 +40,12 @@ def real_inputs(
     holds NaN or infinity.
     """
     eager = {
-        name: EagerEngine(name, network.module, network.signature, recording=True) for name, network in networks.items()
+        name: EagerEngine(name, network.module, network.signature, recording=True)
+        for name, network in networks.items()
+        if name in SDXL
     }
     model = LoadedModel(
-        engines={name: EngineSet([engine]) for name, engine in eager.items() if name in SDXL},
+        engines={name: EngineSet([engine]) for name, engine in eager.items()},
         tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
         noise_schedules=schedulers,
         settings=facts,
@@ -63,9 +65,8 @@ def real_inputs(
             defaults=read_defaults({}),
         )
         generate(model, [resolve(request, served)])
-    seen = {name: engine.seen for name, engine in eager.items()}
-    # Variants are not used with a negative prompt, which the request has.
-    return {name: inputs or seen[find(name)[0].name] for name, inputs in seen.items()}
+    # Variants are not used with a negative prompt, which the request has: they get their component's inputs.
+    return {name: eager[find(name)[0].name].seen for name in networks}
 
 
 def fit(real: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

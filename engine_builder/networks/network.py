@@ -124,7 +124,7 @@ def load_network(
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = _load_shapes if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
-    network = read(wrapper.library, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
+    network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
     if spec.checkpoint_folder == "unet":
         widths = replace(widths, time_embeds_width=time_width(network), keys_values_width=text_width(network))
     options = {}

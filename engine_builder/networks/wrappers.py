@@ -18,10 +18,10 @@ from engine_builder.networks.vae import VaeDecoderNetwork
 
 @dataclass(frozen=True)
 class Wrapper:
-    """`library` and `class_name`: what reads the checkpoint's network, which `wrap` takes. `convolves`: `wrap` also
+    """`package` and `class_name`: what reads the checkpoint's network, which `wrap` takes. `convolves`: `wrap` also
     takes `use_winograd`."""
 
-    library: str
+    package: str
     class_name: str
     wrap: Callable[..., nn.Module]
     convolves: bool = False

@@ -1,9 +1,10 @@
 """The denoising loop as CUDA graphs: one step of a bucket is captured once and replayed for every step of every image.
 
-A step is UNet + guidance + sampler update + step counters. All that differs between images (latents, text, times,
-sampler coefficients, guidance, which images there are) is data in buffers that the graph reads. So any sampler, step
-count and guidance scale, and any joining and leaving of images, runs without a new capture. The host queues replays up
-to two steps ahead of the device, which never waits for it. The arithmetic is that of `model.denoising.eager_loop`.
+A step is the networks before the UNet, the UNet, guidance, sampler update and step counters. All that differs between
+images (latents, text, times, sampler coefficients, guidance, which images there are) is data in buffers that the graph
+reads. So any sampler, step count and guidance scale, and any joining and leaving of images, runs without a new capture.
+The host queues replays up to two steps ahead of the device, which never waits for it. The arithmetic is that of
+`model.denoising.eager_loop`.
 """
 
 from collections import deque

@@ -7,7 +7,7 @@ import torch
 from model.denoising.buffers import buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.spec import SDXL, feeding, unets
+from model.pipeline.spec import SDXL, step_components, unets
 from model.store.manifest import EngineRecord
 
 
@@ -32,14 +32,13 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
     total = 0
     for spec in unets():
         records = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
-        before = [feeder for feeder in feeding(spec.name) if feeder.name in engines]
-        by_step = [name for networks in (*before, spec) for name in networks.by_step]
         sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
         for height, width in sizes:
             serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
             if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
                 batches = [e.bucket.batch.max for e in serving]
-                signatures = [*(engines[feeder.name][0].signature for feeder in before), serving[0].signature]
+                networks, by_step = step_components(spec.name, engines)
+                signatures = [engines[network.name][0].signature for network in networks]
                 buffers = buffer_shapes(signatures, by_step, height, width, batches)
                 total += sum(buffer.bytes for buffer in buffers.values())
     return total

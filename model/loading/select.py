@@ -10,7 +10,7 @@ from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, fastest_first, servable
 from model.loading.target import Target
-from model.pipeline.spec import SDXL, ComponentSpec, Part, of_parts
+from model.pipeline.spec import SDXL, ComponentSpec, of_parts, parts
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
 
@@ -69,12 +69,11 @@ def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[Serv
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """The components that serving this release takes. Raises MissingComponent naming those that it lacks."""
-    parts: tuple[Part, ...] = ("base", "refiner") if manifest.has_refiner else ("base",)
-    names = tuple(spec.name for spec in of_parts(parts) if not spec.optional)
+    names = tuple(spec.name for spec in of_parts(parts(manifest.has_refiner)))
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
     missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
-    missing += [f"{part} scheduler" for part in parts if part not in manifest.schedulers]
+    missing += [f"{part} scheduler" for part in parts(manifest.has_refiner) if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names

@@ -10,7 +10,7 @@ from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.engine import EngineSet
-from model.pipeline.spec import SDXL, Components, feeding
+from model.pipeline.spec import SDXL, Components, step_components
 from model.pipeline.tokenizer import ClipTokenizer
 from model.store.manifest import ModelFacts
 
@@ -52,9 +52,9 @@ class LoadedModel:
 
     def step_networks(self, unet: str) -> StepNetworks:
         """The engines of a step of that UNet, as far as the release has them."""
-        specs = [spec for spec in feeding(unet, self.components) if spec.name in self.engines]
-        by_step = [name for spec in (*specs, self.components[unet]) for name in spec.by_step]
-        return StepNetworks(self.engines[unet], by_step, tuple(self.engines[spec.name] for spec in specs))
+        specs, by_step = step_components(unet, self.engines, self.components)
+        *before, last = (self.engines[spec.name] for spec in specs)
+        return StepNetworks(last, by_step, tuple(before))
 
 
 def make_loop(model: LoadedModel, unet: str, height: int, width: int) -> Loop:

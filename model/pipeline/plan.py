@@ -118,7 +118,7 @@ def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
 def _denoise_plan(
     model: LoadedModel, params: GenerationParams, denoiser: Denoiser, schedule: SamplerSchedule, scales: Floats
 ) -> DenoisePlan:
-    settings = model.settings.refiner if denoiser is REFINER else model.settings
+    settings = model.settings.refiner if denoiser.part == "refiner" else model.settings
     assert settings is not None
     guidance = np.maximum(scales, 1.0).astype(np.float32)
     size = [float(params.height), float(params.width), 0.0, 0.0]

@@ -4,7 +4,7 @@ A component is one network, and `ComponentSpec` has its facts. A new network is 
 and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,7 +46,6 @@ class ComponentSpec:
     by_step: of a component with phase "step", the inputs that differ by step. Conditioning has one entry a step for
         them, and one for all steps for the others.
     feeds: of a component with phase "step", the UNet before which it runs. Its outputs are inputs of the UNet by name.
-    optional: a release may lack it.
     precision_rule: "vae" where `force_upcast` of the VAE's config may ask for fp32.
     same_as: a component whose engines serve this one too where both have the same weights.
     """
@@ -61,7 +60,6 @@ class ComponentSpec:
     stream: Stream = "text"
     by_step: tuple[str, ...] = ()
     feeds: str = ""
-    optional: bool = False
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
     variants: tuple[Variant, ...] = ()
@@ -144,9 +142,14 @@ REFINER = Denoiser(
 )
 
 
-def of_parts(parts: Iterable[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+def parts(has_refiner: bool) -> tuple[Part, ...]:
+    """The parts of a model without or with a refiner."""
+    return ("base", "refiner") if has_refiner else ("base",)
+
+
+def of_parts(chosen: Iterable[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
     """The components of these parts, in order."""
-    return tuple(spec for spec in components.values() if spec.part in parts)
+    return tuple(spec for spec in components.values() if spec.part in chosen)
 
 
 def find(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Variant | None]:
@@ -163,6 +166,11 @@ def unets(components: Components = SDXL) -> tuple[ComponentSpec, ...]:
     return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
 
 
-def feeding(unet: str, components: Components = SDXL) -> tuple[ComponentSpec, ...]:
-    """The components that run before a UNet in each of its steps, in order."""
-    return tuple(spec for spec in components.values() if spec.feeds == unet)
+def step_components(
+    unet: str, available: Container[str], components: Components = SDXL
+) -> tuple[tuple[ComponentSpec, ...], list[str]]:
+    """The `available` components that run in each step of a UNet, in order, the UNet last; and their inputs that differ
+    by step."""
+    before = (spec for spec in components.values() if spec.feeds == unet and spec.name in available)
+    specs = (*before, components[unet])
+    return specs, [name for spec in specs for name in spec.by_step]

@@ -19,7 +19,11 @@ from model.pipeline.spec import BASE, REFINER, Denoiser
 
 
 class Stage(Protocol):
-    """One stage. `name`: the entry of a request's timings that its time counts for."""
+    """One stage.
+
+    `name`: of the first stage, and of one with a loop, an entry of a request's timings. The time of other stages counts
+    for the next entry, and that after the last loop for "decode".
+    """
 
     @property
     def name(self) -> str: ...

@@ -39,7 +39,8 @@ def run_stages(
 ) -> list[ImageState]:
     """Run all stages of all images of these requests. Their pixels are then queued on the device, not waited for.
 
-    `end_stage` is called with the name of each stage once its work is queued.
+    `end_stage` is called once the work before the first loop is queued, with the name of the first stage, and once that
+    of a loop is queued, with the name of its stage.
     """
     images = [(plan, image) for plan in plans for image in plan.images()]
     waiting = _advance(runner, images)

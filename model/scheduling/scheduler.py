@@ -74,7 +74,7 @@ class Scheduler:
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
         self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # after their first loop
         self._running: dict[ImageState, _Running] = {}  # the images in loops
-        self._active_loops: deque[LoopKey] = deque()  # loops with images; the first is next
+        self._active_loops: deque[LoopKey] = deque()  # with images in them or waiting; the first is next
         self._last_progress: float | None = None  # when the thread last started something; None while it waits
         self._seconds_per_image = 1.0
         self._last_image: float | None = None

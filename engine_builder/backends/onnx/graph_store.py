@@ -20,7 +20,7 @@ from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import SDXL, of_parts
+from model.pipeline.spec import SDXL, of_parts, parts
 from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
@@ -63,7 +63,7 @@ def export_model(
 
     Raises CheckpointError, CompileError or InaccurateEngine.
     """
-    names = [spec.name for spec in of_parts(("base", "refiner") if refiner else ("base",))]
+    names = [spec.name for spec in of_parts(parts(refiner is not None))]
     exported = []
     reader = ModuleReader()
     for done, name in enumerate(names):
