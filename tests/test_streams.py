@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -212,6 +212,7 @@ def captures(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> list[tuple[ob
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     return found
 
 
@@ -238,10 +239,10 @@ def test_graphs_of_a_stream_share_a_pool_and_those_of_another_do_not(
     assert [graph.replays for graph in made] == [1, 1, 0, 0]
 
 
-def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
+def test_only_graphs_without_a_workspace_switch_it_off(
     captures: list[tuple[object, Stream, Graph]], streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch reads the environment at each product, and keeps a stream's workspace."""
+    """PyTorch reads the environment at each product."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.delenv("CUBLASLT_WORKSPACE_SIZE", raising=False)
     seen: list[tuple[str | None, str | None]] = []
@@ -249,15 +250,29 @@ def test_graphs_without_a_workspace_are_captured_on_a_stream_that_never_had_one(
     def work() -> None:
         seen.append((os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("CUBLASLT_WORKSPACE_SIZE")))
 
-    side = Stream("side")
-    with torch.cuda.stream(side):  # type: ignore[arg-type]
+    with torch.cuda.stream(Stream("side")):  # type: ignore[arg-type]
         for workspace in (True, False, False):
             graphs.capture(work, workspace)()
     assert seen == 3 * [(":4096:8", None)] + 6 * [(":0:0", "0")]
     assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], "CUBLASLT_WORKSPACE_SIZE" in os.environ) == (":4096:8", False)
-    (pool, on, _), (pool_2, on_2, _), (pool_3, on_3, _) = captures
-    assert on is side and on_2 is on_3 is not side
-    assert pool is not pool_2 and pool_2 is pool_3
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["succeeds", "fails"])
+def test_a_graph_shares_no_workspace_with_other_work(
+    fails: bool, captures: list[tuple[object, Stream, Graph]], streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch may free a stream's workspace at any time, so a captured product must allocate its own."""
+    events: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: events.append("clear"), raising=False)
+
+    def work() -> None:
+        events.append("capture" if captures else "warm-up")
+        if fails and captures:
+            raise ValueError
+
+    with pytest.raises(ValueError) if fails else nullcontext():
+        graphs.capture(work)
+    assert events == ["clear", "warm-up", "warm-up", "clear", "capture", "clear"]
 
 
 def test_branches_leave_the_current_stream_and_join_it_again(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,13 @@
 """CUDA graphs: work that runs often at one shape is captured once and then started by one call.
 
 A graph is replayed only on the stream that was current when it was captured. All graphs of a stream share one memory
-pool and the libraries' workspaces. That is safe because they run one after the other, and only their callers' buffers
-outlive a replay. Graphs of different streams may run concurrently and share neither. A stream has a second pool, and a
-second capturing stream, for graphs that are captured without a workspace.
+pool. That is safe because they run one after the other, and only their callers' buffers outlive a replay. Graphs of
+different streams may run concurrently and have separate pools.
+
+A graph also owns the cuBLAS workspaces that its products use. PyTorch keeps one for each stream and frees it when
+anything clears that cache. torch.compile's CUDA graphs do, and newer versions when a graph of the same stream ends
+(github.com/pytorch/pytorch/issues/193402). A graph that used such a workspace would then write to freed memory. So the
+cache is cleared around a capture: its workspaces are allocated from its graph's pool, which lives as long as the graph.
 """
 
 import os
@@ -21,13 +25,12 @@ _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "
 
 
 @cache
-def _capturing(home: torch.cuda.Stream, workspace: bool) -> tuple[Any, torch.cuda.Stream]:
-    """The memory pool of the graphs that are replayed on `home`, and the stream they are captured on.
+def _capturing(home: torch.cuda.Stream) -> tuple[Any, torch.cuda.Stream]:
+    """Return the memory pool of the graphs that are replayed on `home`, and the stream they are captured on.
 
-    That is `home` itself, except for the default stream, which cannot be captured, and for graphs without a workspace,
-    because a stream keeps the workspace it has.
+    That is `home` itself, except for the default stream, which cannot be captured.
     """
-    if home == torch.cuda.default_stream(home.device) or not workspace:
+    if home == torch.cuda.default_stream(home.device):
         return torch.cuda.graph_pool_handle(), torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
     return torch.cuda.graph_pool_handle(), home
 
@@ -40,15 +43,16 @@ def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], No
     Small products are faster with a workspace, because they can be split.
     """
     home = torch.cuda.current_stream()
-    pool, stream = _capturing(home, workspace)
+    pool, stream = _capturing(home)
     graph = torch.cuda.CUDAGraph()
-    with nullcontext() if workspace else _no_workspace():
+    with nullcontext() if workspace else _no_workspace(), _fresh_workspaces():
         stream.wait_stream(home)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 work()
         home.wait_stream(stream)
         torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()
         # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             work()
@@ -58,6 +62,16 @@ def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], No
         graph.replay()
 
     return replay
+
+
+@contextmanager
+def _fresh_workspaces() -> Iterator[None]:
+    """Forget the workspaces of all streams before and after. Work that already runs keeps its memory."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
