@@ -1,45 +1,19 @@
 """diffusers' own pipeline on the same weights, which a release is compared with."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine_builder.benchmarks.bench import Work, encode_all, measure, precision_of, release_work, timed_row
-from engine_builder.benchmarks.rows import Row
+from engine_builder.benchmarks.bench import Work, encode_all
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, variant_of
-from model.api.request import GenerationRequest, resolve
 from model.denoising.sampler_names import configured_sampler
-from model.errors import PreheatError, RequestRefused
+from model.errors import RequestRefused
 from model.images.encode import Pixels
-from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
 
 PEERS = ("eager", "compiled")  # see `diffusers_pipeline`
-
-
-def bench_beside_diffusers(
-    loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
-) -> list[Row]:
-    """Measure the release and diffusers' pipeline in turns, from the request to the encoded image.
-
-    `model` is a folder or a Hub id with the peer's weights; `kinds` are some of `PEERS`. The release's row comes first.
-    Raises CheckpointError or RequestRefused if the images would differ, PreheatError if device memory is too small.
-    """
-    params, precision = resolve(request, loaded.served), precision_of(loaded)
-    folder = find_peer(model, params)
-    try:
-        peers = [diffusers_work(diffusers_pipeline(folder, precision, kind == "compiled"), params) for kind in kinds]
-        measured = measure([release_work(loaded, params), *peers], warm_ups, runs)
-    except torch.OutOfMemoryError as error:
-        raise PreheatError(
-            "This GPU's memory is too small for the release and its peers, which are loaded together.",
-            "Measure without --compiled, or on a larger GPU.",
-        ) from error
-    names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
-    return [timed_row(name, params, precision, *found) for name, found in zip(names, measured, strict=True)]
 
 
 def find_peer(model: str, params: GenerationParams) -> Checkpoint:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here, release_parser
-from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers, find_peer
+from engine_builder.benchmarks.comparison import bench_beside_diffusers
+from engine_builder.benchmarks.peers import PEERS, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.api.request import GenerationRequest, resolve
 from model.errors import RequestRefused

@@ -80,7 +80,8 @@ def latency(
     width, height = sides(size) if size else (None, None)
     with console.status("Loading"):
         from engine_builder.benchmarks.bench import bench_release, load_here
-        from engine_builder.benchmarks.peers import PEERS, bench_beside_diffusers
+        from engine_builder.benchmarks.comparison import bench_beside_diffusers
+        from engine_builder.benchmarks.peers import PEERS
         from model.api.request import GenerationRequest
 
         try:

@@ -3,8 +3,8 @@
 import json
 import shutil
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +12,18 @@ from click.testing import Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
-from engine_builder.benchmarks import bench, peers
+from engine_builder.benchmarks import bench, comparison, peers
+from engine_builder.benchmarks.peer_process import PeerFailed, peer_works
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.commands.main import app
 from engine_builder.releases.signing import public_key
-from model.errors import PreheatError, RequestRefused, UntrustedRelease
+from model.api.request import GenerationRequest
+from model.errors import RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
-from model.pipeline.params import GenerationParams
+from model.loading.load import Loaded
 from model.store.store import Store
 from tests.stand_ins.line_networks import PLAIN
 
-PIPELINE, GENERATE = peers.diffusers_pipeline, peers.generate_by_diffusers
 NAMES = ("toy-sdxl/1", "diffusers eager", "diffusers compiled")
 
 
@@ -30,36 +31,11 @@ def latency(store: Store, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", "toy-sdxl/1", "--store", store.url, "--warm-ups", "0", *arguments])
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record which peers would be compiled. They are not, because it takes minutes."""
-    calls: list[bool] = []
-
-    def pipeline(folder: Checkpoint, precision: str, is_compiled: bool) -> Any:
-        calls.append(is_compiled)
-        return PIPELINE(folder, precision, False)
-
-    monkeypatch.setattr(peers, "diffusers_pipeline", pipeline)
-    return calls
-
-
-@pytest.fixture
-def generated(monkeypatch: pytest.MonkeyPatch) -> list[GenerationParams]:
-    """Record the requests of the peers."""
-    found: list[GenerationParams] = []
-
-    def generate(pipeline: Any, params: GenerationParams) -> list[Pixels]:
-        found.append(params)
-        return GENERATE(pipeline, params)
-
-    monkeypatch.setattr(peers, "generate_by_diffusers", generate)
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
 def test_measures_size_guidance_and_both_peers(
-    toy_store: Store, toy_folder: Path, compiled: list[bool], generated: list[GenerationParams], tmp_path: Path
+    toy_store: Store, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both peers run in processes of their own. Compiling, which takes minutes, is switched off in theirs."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     out = tmp_path / "rows.json"
     result = latency(
         toy_store, "--size", "128x64", "--guidance-scale", "1", "--steps", "3", "--runs", "2",
@@ -70,9 +46,37 @@ def test_measures_size_guidance_and_both_peers(
     assert rows == json.loads(result.stdout.splitlines()[-1])
     assert [row["case"] for row in rows] == [f"{name} 128x64" for name in NAMES]
     assert {(row["steps"], row["runs"], row["unit"]) for row in rows} == {(3, 2, "ms")}
-    assert compiled == [False, True]
-    assert len(generated) == 2 * 3  # for each peer: one warm-up and two counted runs
-    assert {(params.width, params.height, params.guidance_scale) for params in generated} == {(128, 64, 1.0)}
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
+def test_peer_generates_the_requested_images(toy_folder: Path) -> None:
+    pipeline = peers.diffusers_pipeline(Checkpoint(toy_folder), "float32", False)
+    steps: list[object] = []
+    pipeline.unet.register_forward_pre_hook(lambda _, inputs: steps.append(inputs[0].shape[0]))
+    for guidance, batch in ((1.0, 2), (7.5, 4)):
+        steps.clear()
+        params = replace(PLAIN, width=128, height=64, num_inference_steps=3, num_images=2, guidance_scale=guidance)
+        images = peers.generate_by_diffusers(pipeline, params)
+        assert [image.shape for image in images] == [(64, 128, 3)] * 2
+        assert steps == [batch] * 3
+
+
+def test_a_failing_peer_is_one_sentence(toy_folder: Path) -> None:
+    """The pipeline refuses the size, and a process that ends is reported too."""
+    odd = replace(PLAIN, width=100, height=64)
+    with (
+        pytest.raises(PeerFailed, match=r"diffusers failed: ValueError: .*divisible by 8.*without --peer"),
+        peer_works(Checkpoint(toy_folder), "float32", ("eager",), odd) as [work],
+    ):
+        work()
+    with (
+        pytest.raises(PeerFailed, match="ended before it answered"),
+        peer_works(Checkpoint(toy_folder), "float32", ("eager",), PLAIN) as [work],
+    ):
+        [process] = active_children()
+        process.kill()
+        work()
+    assert not active_children()
 
 
 def test_interleaves_groups_of_runs_and_drops_each_first() -> None:
@@ -96,13 +100,7 @@ def test_interleaves_groups_of_runs_and_drops_each_first() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
-def test_encodes_all_images_aparams(
-    toy_store: Store,
-    toy_folder: Path,
-    compiled: list[bool],
-    generated: list[GenerationParams],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encodes_all_images_alike(loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[tuple[object, ...]] = []
 
     def encode(pixels: Pixels, *settings: object) -> str:
@@ -110,15 +108,15 @@ def test_encodes_all_images_aparams(
         return ""
 
     monkeypatch.setattr(bench, "encode_base64", encode)
-    assert latency(toy_store, "--steps", "1", "--runs", "2", "--images", "3", "--peer", str(toy_folder)).exit_code == 0
-    params = generated[0]
-    expected = ((params.height, params.width, 3), "uint8", params.output_format, params.quality)
-    assert encoded == [expected] * 2 * 3 * 3
+    params = replace(PLAIN, width=64, height=64, num_inference_steps=1, num_images=3)
+    bench.release_work(loaded, params)()
+    peers.diffusers_work(peers.diffusers_pipeline(Checkpoint(toy_folder), "float32", False), params)()
+    assert encoded == [((64, 64, 3), "uint8", params.output_format, params.quality)] * 2 * 3
 
 
-def test_measures_only_named_peers(toy_store: Store, compiled: list[bool]) -> None:
+def test_measures_only_named_peers(toy_store: Store) -> None:
     result = latency(toy_store, "--steps", "1", "--runs", "1")
-    assert result.exit_code == 0 and len(json.loads(result.stdout.splitlines()[-1])) == 1 and not compiled
+    assert result.exit_code == 0 and len(json.loads(result.stdout.splitlines()[-1])) == 1
     refused = latency(toy_store, "--compiled")
     assert refused.exit_code == 2 and "--peer" in refused.output
 
@@ -145,7 +143,7 @@ def test_peer_reads_variant_weights_as_a_build_does(toy_folder: Path, tmp_path: 
     shutil.copytree(toy_folder, folder)
     for path in folder.glob("*/*.safetensors"):
         path.rename(path.with_name(f"{path.stem}.fp16.safetensors"))
-    assert PIPELINE(Checkpoint(folder), "float32", False).unet.dtype == torch.float32
+    assert peers.diffusers_pipeline(Checkpoint(folder), "float32", False).unet.dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
@@ -158,23 +156,24 @@ def test_compiled_decoder_with_force_upcast_stays_in_fp32(
     config = json.loads((folder / "vae" / "config.json").read_text())
     (folder / "vae" / "config.json").write_text(json.dumps(config | {"force_upcast": True}))
     monkeypatch.setattr(torch, "compile", lambda work, **_: work)
-    pipeline = PIPELINE(Checkpoint(folder), "float16", True)
+    pipeline = peers.diffusers_pipeline(Checkpoint(folder), "float16", True)
     before = [tensor.data_ptr() for tensor in pipeline.vae.parameters()]
     for _ in range(2):
-        GENERATE(pipeline, replace(PLAIN, width=64, num_inference_steps=1))
+        peers.generate_by_diffusers(pipeline, replace(PLAIN, width=64, num_inference_steps=1))
     assert [tensor.data_ptr() for tensor in pipeline.vae.parameters()] == before
     assert (pipeline.vae.dtype, pipeline.unet.dtype) == (torch.float32, torch.float16)
 
 
 def test_reports_a_gpu_without_memory_for_the_peers(
-    toy_store: Store, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(peers, "diffusers_pipeline", full)
-    result = latency(toy_store, "--steps", "1", "--runs", "1", "--peer", str(toy_folder))
-    assert isinstance(result.exception, PreheatError) and "without --compiled" in str(result.exception)
+    monkeypatch.setattr(comparison, "release_work", lambda *_: full)
+    request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1)
+    with pytest.raises(PeerFailed, match="without --compiled"):
+        comparison.bench_beside_diffusers(loaded, request, str(toy_folder), ("eager",), 0, 1)
 
 
 def test_checks_the_signature_first(toy_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,13 @@ killed.
 """
 
 import os
-import signal
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -25,13 +23,13 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile import CompiledNetwork, CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.worker_process import end, follow_parent
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import find
 from model.store.manifest import Bucket
 from model.store.precision import Precision
 
-_EXIT_GRACE_SECONDS = 2.0
 _MAX_DEFAULT_PROCESSES = 4
 
 
@@ -125,10 +123,7 @@ def _compile_in_processes(
             worker.close()
             if worker in running:
                 process.terminate()
-            process.join(_EXIT_GRACE_SECONDS)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            end(process)
 
 
 def _receive(worker: Connection, process: SpawnProcess, job: CompileJob) -> CompileResult:
@@ -147,8 +142,7 @@ def _receive(worker: Connection, process: SpawnProcess, job: CompileJob) -> Comp
 
 def _run_worker(builder: Connection, threads: int) -> None:
     """Compile the jobs that `builder` sends until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build handles it and ends this process
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    follow_parent()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
     reader = ModuleReader()
@@ -169,10 +163,3 @@ def _run_worker(builder: Connection, threads: int) -> None:
             builder.send(result)
         except BrokenPipeError:
             return
-
-
-def _exit_with_parent() -> None:
-    build = parent_process()
-    assert build is not None
-    build.join()
-    os._exit(1)
