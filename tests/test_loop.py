@@ -195,7 +195,7 @@ requests = st.fixed_dictionaries(
         "prompt": st.sampled_from(["a large red circle", "two green squares on white", "a blue line"]),
         "negative_prompt": st.sampled_from([None, "", "a triangle"]),
         "seed": st.integers(0, 2**32 - 1),
-        # LCM noises the picture anew at each step, which multiplies rounding: see docs/log.md.
+        # LCM noises the picture anew at each step, which multiplies rounding: see docs/log/correctness.md.
         "scheduler": st.sampled_from([name for name in SAMPLERS if name != "LCM"]),
         "num_inference_steps": st.integers(1, 6),
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),

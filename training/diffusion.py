@@ -225,7 +225,7 @@ def _drop(ids: Tensor, empty: Tensor, random: torch.Generator) -> tuple[Tensor, 
 
 
 def train_base(run: Run, networks: Networks) -> float:
-    """Not compiled: from the same weights, on the same batches, compiled steps left a loss 5 % higher (docs/log.md)."""
+    """Not compiled: from the same weights, on the same batches, compiled steps left a loss 5 % higher (docs/log)."""
     settings = run.settings.base
     trained = {"text_encoder": networks.text_encoder, "text_encoder_2": networks.text_encoder_2}
     modules = nn.ModuleDict({**trained, "unet": networks.unet, "reader": Reader()})

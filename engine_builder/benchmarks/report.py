@@ -29,7 +29,7 @@ _TO_MS = {"ms": 1.0, "s": 1000.0}
 _HEAD = """\
 # Benchmarks
 
-Made by `preheat report` from the rows in [benchmarks/](benchmarks/); edit those, not this page. p50, p90 and p99 are by
+Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not this page. p50, p90 and p99 are by
 nearest rank over all runs, counted from the best (of images/s the highest). Device, versions and command of the rows
 stand under each table, by commit, at which the command exists.
 """
