@@ -251,7 +251,9 @@ def fails_to_start(layout: Layout, store: Store, release: str) -> str:
     with Server(layout, environment={"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}) as server:
         with pytest.raises(ServerFailed) as failure:
             server.wait_ready(READY_SECONDS)
-    return str(failure.value)
+    refused, reason = str(failure.value).split(". ", 1)
+    assert refused == "The server refused to start"
+    return reason
 
 
 def test_a_release_that_is_not_there_is_said_by_the_server(layout: Layout, store: Store, release: str) -> None:
@@ -281,7 +283,7 @@ def test_a_damaged_blob_is_said_by_the_server(
 
 def test_no_release_configured_is_said_by_the_server(layout: Layout) -> None:
     with Server(layout, environment={"PREHEAT_STORE": "", "PREHEAT_RELEASE": ""}) as server:
-        with pytest.raises(ServerFailed, match=r"\ANo store is configured\. Set model_metadata\.preheat\.store"):
+        with pytest.raises(ServerFailed, match=r"\AThe server refused to start\. No store is configured\. Set model_metadata\.preheat\.store"):
             server.wait_ready(READY_SECONDS)
 
 

@@ -39,6 +39,7 @@ SizeOption = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the
 StepsOption = Annotated[int, typer.Option(help="Denoising steps.")]
 DEFAULT_PROMPT = "a large red circle on a blue background"
 DEFAULT_STORE = str(ROOT / ".preheat" / "store")
+SERVERS = ROOT / ".preheat" / "servers"  # a folder for each running server
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 

@@ -14,6 +14,7 @@ from engine_builder.commands.console import (
     DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
+    SERVERS,
     CacheOption,
     ConfigOption,
     ReleaseArgument,
@@ -73,8 +74,7 @@ def load(
     if url is not None:
         outcomes = drive(url)
     else:
-        work = ROOT / ".preheat" / "load"
-        with demo.serving(ROOT, config, work, holder.url, release, log=work / "server.log") as server:
+        with demo.serving(ROOT, config, SERVERS, holder.url, release) as server:
             with console.status(f"Starting {release}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)

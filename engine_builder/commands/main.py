@@ -18,6 +18,7 @@ from engine_builder.commands.console import (
     DEFAULT_STORE,
     DEMO_CONFIG,
     ROOT,
+    SERVERS,
     CacheOption,
     ConfigOption,
     StoreOption,
@@ -63,7 +64,7 @@ def serve(
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted."""
     url = opened(store, cache_dir).url
-    with demo_run.serving(ROOT, config, ROOT / ".preheat" / "serve", url, release, port) as server:
+    with demo_run.serving(ROOT, config, SERVERS, url, release, port) as server:
         with console.status(f"Starting {release}"):
             server.wait_ready(600)
         console.print(f"Serving [bold]{release}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
@@ -129,9 +130,8 @@ def demo(
     store = opened(DEFAULT_STORE)
     draft = run_build(store, parse_plan(str(model)))
     manifest = run_publish(store, draft.model)
-    work = ROOT / ".preheat" / "demo"
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
-    with demo_run.serving(ROOT, DEMO_CONFIG, work, store.url, manifest.name, log=work / "server.log") as server:
+    with demo_run.serving(ROOT, DEMO_CONFIG, SERVERS, store.url, manifest.name) as server:
         with console.status("Starting the Truss server"):
             server.wait_ready(300)
         with _progress() as progress:

@@ -2,27 +2,38 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 
 from engine_builder.local_server.client import CallFailed
+from engine_builder.local_server.folders import owned_folder, owned_log
 from engine_builder.local_server.server import Server, build_context, lay_out
 
 
 @contextmanager
 def serving(
-    root: Path, config: Path, work: Path, store: str, release: str, port: int | None = None, log: Path | None = None
+    root: Path, config: Path, store: str, release: str, port: int | None = None, logs: Path | None = None
 ) -> Iterator[Server]:
     """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
 
-    `work` is a folder for the context and the image's files. Raises ServerFailed.
+    Its files are in a folder of its own under `root`/.preheat/servers, which is deleted in the end. With a folder
+    `logs` the log is kept there. Raises ServerFailed and FolderUnusable.
     """
-    layout = lay_out(build_context(root, config, work), work / "image")
-    environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
-    with Server(layout, environment=environment, port=port, log=log) as server:
-        yield server
+    with ExitStack() as stack:
+        folder = stack.enter_context(owned_folder(root / ".preheat" / "servers"))
+        log = stack.enter_context(owned_log(logs)) if logs is not None else None
+        layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
+        server = Server(
+            layout,
+            environment={"PREHEAT_STORE": store, "PREHEAT_RELEASE": release},
+            port=port,
+            log=log.path if log else None,
+            home=folder.path / "home",
+            inherited=[owned.lock for owned in (folder, log) if owned is not None],
+        )
+        yield stack.enter_context(server)
 
 
 def cold_start_phases(url: str) -> dict[str, float]:

@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -35,6 +35,7 @@ _PASSED_VARIABLES = re.compile(
 _POLL_SECONDS = 0.05
 _ERROR_LOG_LINES = 8
 _TRACEBACK = "Traceback (most recent call last):\n"
+_OWN_ERROR = re.compile(r"model\.[\w.]+: ")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -109,6 +110,7 @@ class Server:
 
     `environment` overrides the variables of this process that are passed on (PREHEAT_*, TRUSS_SECRET_*, AWS_* and those
     that a container's host sets). Those override the config's. `log` is kept; a log without a path ends with `stop`.
+    `inherited`: file descriptors that stay open in the process, for example a lock.
     """
 
     def __init__(
@@ -118,9 +120,11 @@ class Server:
         environment: Mapping[str, str] | None = None,
         port: int | None = None,
         log: Path | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
         self.layout = layout
-        self.port = port if port is not None else _free_port()
+        self._inherited = tuple(inherited)
+        self.port = port if port is not None else free_port()
         self._environment = dict(environment or {})
         self._log_path = log
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -145,7 +149,7 @@ class Server:
             raise ServerFailed("The server was started already.", "Stop it first.")
         if not _is_free(self.port):
             # Otherwise the other server's answers look like this one's.
-            raise ServerFailed(f"Port {self.port} of 127.0.0.1 is taken.", "Name another, or leave it out.")
+            raise ServerFailed(f"Port {self.port} of 127.0.0.1 is taken.", "Choose another one with --port.")
         self._scratch = tempfile.TemporaryDirectory(prefix="preheat-server-", ignore_cleanup_errors=True)
         home = Path(self._scratch.name)
         self._log = _Log(self._log_path or home / "server.log")
@@ -159,6 +163,7 @@ class Server:
                 stdin=subprocess.PIPE,  # nothing is written: it closes with this process, and the server then ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=self._inherited,
                 start_new_session=True,  # its own group, so that `stop` also ends the model's child processes
             )
         return self
@@ -254,8 +259,10 @@ class Server:
         self._end(grace=1.0)
         log.new_messages()  # before `stop` removes the log
         self.stop()
-        logged = [f"  {message}" for message in log.until_failure()[-_ERROR_LOG_LINES:]]
         kept = [f"The whole log: {self._log_path}"] if self._log_path is not None else []
+        if refusal := log.refusal():
+            return ServerFailed("\n".join([f"The server refused to start. {refusal}", *kept]))
+        logged = [f"  {message}" for message in log.until_failure()[-_ERROR_LOG_LINES:]]
         return ServerFailed("\n".join([*filter(None, [log.reason()]), event, *logged, *kept]))
 
 
@@ -265,7 +272,8 @@ def _import_path(layout: Layout) -> str:
     return os.pathsep.join([str(layout.app), *entries, str(layout.packages)])
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -316,6 +324,10 @@ class _Log:
             return exception_sentence(self._trace or printed)
         return self._error
 
+    def refusal(self) -> str:
+        """Return the message of the last logged exception if its class is one of model/, else ""."""
+        return exception_sentence(self._trace) if _OWN_ERROR.match(_last_exception(self._trace)) else ""
+
     def _new_lines(self) -> Iterator[str]:
         try:
             with self.path.open("rb") as log:
@@ -346,12 +358,17 @@ class _Log:
 def exception_sentence(trace: str) -> str:
     """Return the exception's message at the end of a printed traceback.
 
-    It begins with the exception's class, except for classes of model.errors, whose messages need none.
+    It begins with the exception's class, except for classes of model/, whose messages need none.
 
     >>> exception_sentence('Traceback (most recent call last):\\n  File "x.py", line 1\\nKeyError: 3')
     'KeyError: 3'
     """
+    return _OWN_ERROR.sub("", _last_exception(trace), count=1)
+
+
+def _last_exception(trace: str) -> str:
+    """Return class and message of the exception at the end of a printed traceback."""
     lines = trace.rpartition(_TRACEBACK)[2].splitlines()
     while lines and lines[0].startswith(" "):
         lines.pop(0)
-    return re.sub(r"^model\.errors\.\w+: ", "", "\n".join(lines)).strip()
+    return "\n".join(lines).strip()
