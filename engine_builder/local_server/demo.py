@@ -2,38 +2,31 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
 from engine_builder.local_server.client import CallFailed
-from engine_builder.local_server.folders import owned_folder, owned_log
 from engine_builder.local_server.server import Server, build_context, lay_out
+from engine_builder.local_server.server_folder import server_folder
 
 
 @contextmanager
 def serving(
-    root: Path, config: Path, store: str, release: str, port: int | None = None, logs: Path | None = None
+    root: Path, config: Path, work: Path, store: str, release: str, port: int | None = None
 ) -> Iterator[Server]:
     """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
 
-    Its files are in a folder of its own under `root`/.preheat/servers, which is deleted in the end. With a folder
-    `logs` the log is kept there. Raises ServerFailed and FolderUnusable.
+    The context, the image's files and the log are kept in a new folder under `work`. Raises ServerFailed or
+    FolderFailed.
     """
-    with ExitStack() as stack:
-        folder = stack.enter_context(owned_folder(root / ".preheat" / "servers"))
-        log = stack.enter_context(owned_log(logs)) if logs is not None else None
+    with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
-        server = Server(
-            layout,
-            environment={"PREHEAT_STORE": store, "PREHEAT_RELEASE": release},
-            port=port,
-            log=log.path if log else None,
-            home=folder.path / "home",
-            inherited=[owned.lock for owned in (folder, log) if owned is not None],
-        )
-        yield stack.enter_context(server)
+        environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
+        log = folder.path / "server.log"
+        with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:
+            yield server
 
 
 def cold_start_phases(url: str) -> dict[str, float]:
