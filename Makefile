@@ -17,7 +17,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test slow soak load check
+.PHONY: setup demo serve test slow soak load check docs
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -27,7 +27,7 @@ setup: $(READY)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(PIP) --editable '.[dev,onnx]'
+	$(PIP) --editable '.[dev,onnx,docs]'
 	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
 	sed -e '/^-i /d' -e '/^numpy/d' $$server/requirements.txt > .venv/server-requirements.txt; \
 	$(PIP) --requirement .venv/server-requirements.txt --constraint $$server/constraints.txt
@@ -64,6 +64,10 @@ load: export PREHEAT_FUZZ_BODIES ?= 5000
 load: $(READY)
 	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
 	$(BIN)/pytest tests/load
+
+# The site, into site/. A broken link fails it.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # PREHEAT_TENSORRT_STUBS: a folder with type stubs of the whole TensorRT module; without it typings/ has what is called.
 check: export MYPYPATH := $(PREHEAT_TENSORRT_STUBS)

@@ -155,7 +155,7 @@ class ImageResult(TypedDict):
 
     data: str  # base64 of the file
     seed: int  # a request with this seed and num_images 1 returns this image again
-    format: ImageFormat
+    format: ImageFormat  # png, jpeg or webp
     width: int  # pixels
     height: int  # pixels
 
@@ -171,10 +171,10 @@ class EngineInfo(TypedDict):
 class GenerationResponse(TypedDict):
     """The body of a 200. `data` repeats the first image, where callers of the older SDXL Truss expect it."""
 
-    status: Literal["success"]
+    status: Literal["success"]  # always "success"
     data: str  # base64 of the first image's file
     time: float  # seconds from the request's arrival in the model
-    images: list[ImageResult]
+    images: list[ImageResult]  # in the order of their seeds
     timings: dict[str, float]  # milliseconds by stage
     warnings: list[str]  # what could not be followed: a truncated prompt, an ignored negative prompt
-    engine: EngineInfo
+    engine: EngineInfo  # the release and engines that made the images

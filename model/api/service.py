@@ -31,7 +31,7 @@ logger = logging.getLogger("preheat")
 HEARTBEAT_SECONDS = 1.0
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
-_STATUS: dict[type[PreheatError], tuple[int, str]] = {
+STATUS: dict[type[PreheatError], tuple[int, str]] = {
     RequestRefused: (400, "refused"),
     Overloaded: (429, "overloaded"),
     Cancelled: (499, "cancelled"),
@@ -167,7 +167,7 @@ class Service:
 
     def _refusal(self, context: RequestContext, error: BaseException) -> JSONResponse:
         """The answer to a request without an image. Counts and logs it."""
-        status, kind = next((known for kind, known in _STATUS.items() if isinstance(error, kind)), _FAILED)
+        status, kind = next((known for kind, known in STATUS.items() if isinstance(error, kind)), _FAILED)
         metrics.ERRORS.labels(kind).inc()
         body = {"error": str(error), "kind": kind}
         headers = {"X-Request-Id": context.id}

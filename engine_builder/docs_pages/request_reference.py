@@ -1,0 +1,213 @@
+"""Write docs/requests.md from the public schema: fields, answers, stream events, status codes.
+
+python -m engine_builder.docs_pages.request_reference
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
+from model.api.service import HEARTBEAT_SECONDS, STATUS
+from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
+_HEAD = """\
+# Request reference
+
+This page is generated from the schema that the server validates requests with:
+
+    python -m engine_builder.docs_pages.request_reference
+
+Send JSON with POST. On a local server (`preheat serve`) the address is
+`http://127.0.0.1:8080/v1/models/model:predict`. A deployed model has
+`https://model-MODEL_ID.api.baseten.co/production/predict` and needs the header `Authorization: Api-Key KEY`.
+
+```sh
+curl -s http://127.0.0.1:8080/v1/models/model:predict \\
+  -d '{"prompt": "a red circle on a white background", "seed": 2}'
+```
+
+```python
+import base64
+import pathlib
+
+import httpx
+
+answer = httpx.post(
+    "http://127.0.0.1:8080/v1/models/model:predict",
+    json={"prompt": "a red circle on a white background", "seed": 2, "num_images": 2},
+    timeout=300,
+)
+body = answer.json()
+if answer.is_error:
+    raise SystemExit(f"{answer.status_code}: {body['error']}")
+for number, image in enumerate(body["images"]):
+    pathlib.Path(f"circle-{number}.{image['format']}").write_bytes(base64.b64decode(image["data"]))
+```
+
+## Fields
+
+Only `prompt` is required. Types are strict: `"30"` is not accepted for 30, nor 1 for true. 7 is accepted for 7.0. A
+field that is not listed here is refused, and so is a value out of range. Nothing is changed silently. A field that is
+null or missing takes its default. "The release's" means a default that the release states
+([build and publish](build-and-publish.md#default-values-of-a-release)).
+
+"""
+_AFTER_FIELDS = """
+Callers of the older SDXL Truss: the refiner is off unless a request asks for it, and guidance holds for all steps. The
+older server behaved like `"use_refiner": true, "end_cfg_frac": 0.4`.
+
+A negative prompt that is null and one that is "" differ as in diffusers: for null, SDXL takes zeros instead of an
+encoded text. A model with an embedded guidance scale, such as LCM-SDXL, reads no negative prompt. The answer then holds
+a warning.
+
+## Samplers
+
+`scheduler` takes a name from the left column or the name of a diffusers class. In a request
+`DPMSolverMultistepScheduler` stands for DPM++ 2M. Its options count in a model's `scheduler_config.json`.
+
+| name | diffusers class |
+|---|---|
+"""
+_RESPONSE_HEAD = """
+## Response
+
+A request that succeeds is answered with status 200 and this JSON object. Every answer except Truss's own has the header
+`X-Request-Id`. It repeats the caller's `X-Request-Id` (up to 128 letters, digits and `_.:-`). Otherwise it is the
+platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line for each request under that id.
+
+"""
+_STREAM = """
+## Streams
+
+With `"stream": true` the answer is `application/x-ndjson`: one JSON object on each line. Refusals come first, with the
+same status codes as without a stream. After status 200 these lines follow.
+
+| `event` | other fields | when |
+|---|---|---|
+| `accepted` | `request_id`, `seed`, `steps`, `ahead` | first; `ahead` counts the images that wait before it |
+| `heartbeat` | `ahead` | after @HEARTBEAT@ without another event |
+| `step` | `step`, `steps`, `preview` | after a denoising step; `preview` (base64 of a small JPEG) only on some |
+| `image` | `index`, and the fields of one image | an image is finished |
+| `done` | `status`, `time`, `timings`, `warnings`, `engine` | last, if all images are finished |
+| `error` | `status`, `kind`, `error` | last, instead of `done` |
+
+`steps` counts the steps of all images, of the base and of the refiner. A preview comes after every `preview_every`
+steps of an image. It has one pixel for each latent, from a linear map that is fitted to the release's decoder at
+warm-up. A `step` line with a preview is sent when the preview is encoded, so it may come after later steps.
+
+    {"event": "accepted", "request_id": "...", "seed": 7, "steps": 30, "ahead": 2}
+    {"event": "heartbeat", "ahead": 1}
+    {"event": "step", "step": 5, "steps": 30, "preview": "<base64>"}
+    {"event": "image", "index": 0, "data": "<base64>", "seed": 7, "format": "jpeg", "width": 1024, "height": 1024}
+    {"event": "done", "status": "success", "time": 4.2, "timings": {}, "warnings": [], "engine": {}}
+
+## Status codes
+
+A refusal is JSON: `{"error": ..., "kind": ...}`. `field` is added where one field is the cause. Answers of Truss itself
+have no `kind`.
+
+| status | `kind` | when | what to do |
+|---|---|---|---|
+| 200 | | the images are finished, or a stream begins | |
+| 400 | | a field is missing, unknown or out of range. Truss answers; `error` names the field | change the request |
+"""
+_JSON_TYPES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "list[str]": "list of strings",
+    "list[ImageResult]": "list of objects",
+    'Literal["success"]': "string",
+    "ImageFormat": "string",
+}
+# What a caller needs to know of each refusal; STATUS has the codes.
+_WHEN = {
+    "refused": (
+        "this deployment does not serve it: a size, a sampler, LCM's number of steps, the refiner",
+        "change the named field",
+    ),
+    "overloaded": (
+        "`limits.max_queue` images are waiting. The header `Retry-After` has seconds",
+        "repeat it after that time",
+    ),
+    "cancelled": ("the client left. Only the log and the metrics show it", ""),
+    "broken_image": (
+        "an image holds NaN. `error` names the seed",
+        "report it: the VAE's precision is usually the cause",
+    ),
+    "unavailable": ("the GPU failed, and the process is about to be replaced", "repeat it"),
+    "deadline": ("not finished within `limits.deadline_seconds`", "ask for less, or later"),
+}
+_FAILED = (
+    "| 500 | `failed` | generation failed for another reason | look at the server's log under the request's id |\n"
+)
+_TAIL = """
+A body that is not JSON is answered by Truss before the model sees it. Deeply nested JSON is a 500 for that reason. A
+client that disconnects frees its place before the next step, whether its request waited or ran.
+"""
+
+
+def page() -> str:
+    """Return the text of docs/requests.md."""
+    schema = GenerationRequest.model_json_schema()
+    parts = [_HEAD, "| field | type | default | meaning |\n|---|---|---|---|\n"]
+    for name, field in schema["properties"].items():
+        default = "required" if name in schema["required"] else _default(field)
+        meaning, _, stated = str(field["description"]).partition(" Default: ")
+        parts.append(f"| `{name}` | {_type(field)} | {stated.rstrip('.') or default} | {meaning} |\n")
+    parts.append(_AFTER_FIELDS)
+    parts += [f"| {name} | {', '.join(_classes(name)) or '-'} |\n" for name in SAMPLERS]
+    parts.append(_RESPONSE_HEAD)
+    parts += [_record(GenerationResponse), "\nOne entry of `images`:\n\n", _record(ImageResult)]
+    parts += ["\n`engine`:\n\n", _record(EngineInfo)]
+    parts.append(_STREAM.replace("@HEARTBEAT@", f"{HEARTBEAT_SECONDS:g} s"))
+    for status, kind in sorted(STATUS.values()):
+        when, fix = _WHEN[kind]
+        parts.append(f"| {status} | `{kind}` | {when} | {fix} |\n")
+        parts += [_FAILED] if status == 500 else []
+    return "".join([*parts, _TAIL])
+
+
+def _type(field: Mapping[str, Any]) -> str:
+    """A field's type and range in words. Null is left out: every optional field accepts it."""
+    choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
+    (choice,) = choices
+    if "enum" in choice:
+        return " or ".join(f"`{value}`" for value in choice["enum"])
+    if "maxLength" in choice:
+        return f"string, {choice.get('minLength', 0)} to {choice['maxLength']:,} characters"
+    bounds = f", {choice['minimum']} to {choice['maximum']}" if "minimum" in choice else ""
+    return f"{choice['type']}{bounds}"
+
+
+def _default(field: Mapping[str, Any]) -> str:
+    value = field["default"]
+    return f"`{str(value).lower()}`" if isinstance(value, bool) else "null" if value is None else f"`{value}`"
+
+
+def _classes(sampler: str) -> list[str]:
+    """The diffusers classes and options that a sampler stands for."""
+    if sampler in DPM_VARIANTS.values():
+        (algorithm, karras), *_ = (options for options, name in DPM_VARIANTS.items() if name == sampler)
+        return [f"`DPMSolverMultistepScheduler` with `algorithm_type` `{algorithm}`, `use_karras_sigmas` {karras}"]
+    return [f"`{known}`" for known, name in DIFFUSERS_CLASSES.items() if name == sampler]
+
+
+def _record(record: type) -> str:
+    """A table of a TypedDict's keys, from its source: name, type and comment."""
+    rows = re.findall(r"^    (\w+): ([^#\n]+?)(?:  # (.+))?$", inspect.getsource(record), re.MULTILINE)
+    lines = [f"| `{name}` | {_JSON_TYPES.get(kind, 'object')} | {comment} |\n" for name, kind, comment in rows]
+    return "".join(["| key | type | meaning |\n|---|---|---|\n", *lines])
+
+
+def main() -> None:
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main()
