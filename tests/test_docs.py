@@ -1,0 +1,267 @@
+"""The documentation agrees with the code: links, commands, tables, generated pages; and the built site is complete."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+import pytest
+import typer.main
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+
+from engine_builder.commands.main import app
+from engine_builder.docs_pages import request_reference
+from engine_builder.docs_pages.flowchart import draw, parse
+from model import cold_start, metrics
+from model.settings import Limits, Settings
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("log/*.md"))]
+# Only stores raise and catch it.
+INTERNAL_ERRORS = {"FileMissing"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as MkDocs and code hosts derive them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_relative_links_resolve(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if urlsplit(target).scheme:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each `preheat` command in the page's code blocks."""
+    text = page.read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    indented = re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    for block in [*fenced, *indented]:
+        for line in block.replace("\\\n", " ").splitlines():
+            for command in re.findall(r"(?:^\s*|\| )(?:\.venv/bin/)?preheat ([^|]+)", line):
+                yield shlex.split(command, comments=True)
+
+
+COMMANDS = [pytest.param(words, id=f"{page.name}: {' '.join(words)}") for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_shown_command_parses(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for word in words:  # the files that a reader has by then
+        if not word.startswith(("-", "~", "/")) and "://" not in word and " " not in word:
+            (tmp_path / word).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / word).touch()
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "resolve_command"):
+        words = ["latency", *words] if command.name == "bench" and words[0] not in command.commands else words
+        _, command, words = command.resolve_command(click.Context(command), words)
+    command.make_context(command.name, list(words))  # raises a usage error
+
+
+def test_request_reference_is_current() -> None:
+    assert request_reference.PAGE.read_text() == request_reference.page(), (
+        "docs/requests.md is stale. The schema changed. Run `python -m engine_builder.docs_pages.request_reference`."
+    )
+
+
+def test_stream_events_are_those_of_the_service() -> None:
+    sent = set(re.findall(r'_line\("(\w+)"', (ROOT / "model" / "api" / "service.py").read_text()))
+    text = request_reference.PAGE.read_text()
+    section = text[text.index("## Streams") : text.index("## Status codes")]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) - {"event"} == sent
+
+
+def test_every_metric_is_in_the_table() -> None:
+    known = {
+        metric._name + ("_total" if metric._type == "counter" else ""): (metric._type, set(metric._labelnames))
+        for module in (metrics, cold_start)
+        for metric in vars(module).values()
+        if isinstance(metric, MetricWrapperBase)
+    }
+    rows = re.findall(r"^\| `(preheat_\w+)` \| (\w+) \|(.*?)\|", (DOCS / "operations.md").read_text(), re.MULTILINE)
+    assert {name: (kind, set(re.findall(r"\w+", labels))) for name, kind, labels in rows} == known
+
+
+def test_every_setting_is_in_the_table() -> None:
+    text = (DOCS / "deploy.md").read_text()
+    shown = set(re.findall(r"`(?:model_metadata\.preheat\.)?([a-z_]+(?:\.[a-z_]+)?)`", text))
+    names = set(Settings.model_fields) - {"limits"} | {f"limits.{name}" for name in Limits.model_fields}
+    assert names - shown == set()
+
+
+@pytest.mark.parametrize("path", [ROOT / "config.yaml", *sorted((ROOT / "truss" / "configs").iterdir())], ids=relative)
+def test_every_config_key_is_explained(path: Path) -> None:
+    text = (DOCS / "deploy.md").read_text()
+
+    def keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in section.items():
+            whole = f"{prefix}{key}"
+            leaf = not isinstance(value, dict) or whole in ("secrets", "model_metadata.example_model_input")
+            if leaf or whole == "environment_variables":
+                yield whole
+            else:
+                yield from keys(value, f"{whole}.")
+
+    assert [key for key in keys(yaml.safe_load(path.read_text())) if f"`{key}`" not in text] == []
+
+
+def trees() -> Iterator[ast.Module]:
+    for folder in ("model", "engine_builder"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield ast.parse(path.read_text())
+
+
+def error_classes() -> set[str]:
+    """The names of all subclasses of PreheatError, without importing what defines them."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"PreheatError"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found - {"PreheatError"}
+
+
+def error_rows() -> list[tuple[str, str]]:
+    """(class, messages) of each row of the tables of errors."""
+    text = (DOCS / "operations.md").read_text()
+    text = text[text.index("## Troubleshooting by error message") :]
+    return re.findall(r"^\| `(\w+)`[^|]*\| (.*?) \|", text, re.MULTILINE)
+
+
+def test_every_error_is_in_the_tables() -> None:
+    assert {name for name, _ in error_rows()} == error_classes() - INTERNAL_ERRORS
+
+
+def test_shown_error_messages_are_those_of_the_code() -> None:
+    texts = set()
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                texts.add("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    stale = []
+    for _, messages in error_rows():
+        for message in re.findall(r"`([^`]+)`", messages):
+            pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+            if not any(pattern.search(text) for text in texts):
+                stale.append(message)
+    assert stale == []
+
+
+def test_every_entry_of_the_log_is_in_its_index() -> None:
+    entries = {
+        (page.name, re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()))
+        for page in DOCS.glob("log/*.md")
+        for heading in re.findall(r"^## (\d{4}-\d\d-\d\d: .+)$", page.read_text(), re.MULTILINE)
+    }
+    listed = re.findall(r"\]\(([\w-]+\.md)#([\w-]+)\) \|$", (DOCS / "log" / "index.md").read_text(), re.MULTILINE)
+    assert len(listed) == len(entries) > 40
+    assert set(listed) == entries
+
+
+class Loads(HTMLParser):
+    """Collects what a page makes a browser load, and its Mermaid blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.mermaid = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        loaded = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src", "object": "data"}
+        if tag in loaded and given.get("rel") != "canonical":
+            self.addresses.append(given.get(loaded[tag], ""))
+        self.addresses += re.findall(r"url\((.*?)\)", given.get("style", ""))
+        self.mermaid += "mermaid" in given.get("class", "").split()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_site_loads_nothing_from_another_host(site: Path) -> None:
+    loaded = []
+    for page in site.rglob("*.html"):
+        reader = Loads()
+        reader.feed(page.read_text())
+        # The theme's script fetches Mermaid from another host if a page has such a block.
+        assert reader.mermaid == 0, page.name
+        loaded += [address for address in reader.addresses if urlsplit(address).netloc]
+    for style in site.rglob("*.css"):
+        fetched = re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)", style.read_text())
+        loaded += fetched
+    assert loaded == []
+
+
+def test_site_draws_the_diagrams(site: Path) -> None:
+    text = (site / "architecture.html").read_text()
+    assert text.count('<svg class="flowchart"') == (DOCS / "architecture.md").read_text().count("```mermaid") == 2
+
+
+def test_site_has_all_pages_and_no_partial_ones(site: Path) -> None:
+    expected = {relative(page.with_suffix(".html")) for page in PAGES if page.is_relative_to(DOCS)}
+    assert {f"docs/{page.relative_to(site).as_posix()}" for page in site.rglob("*.html")} == {
+        *expected,
+        "docs/404.html",
+    }
+
+
+def test_flowchart_draws_each_call_once() -> None:
+    chart = parse("flowchart TB\n  subgraph api\n    a[first]\n  end\n  b[second]\n  a -->|1| b\n  b ---->|2| a")
+    assert chart.folders == {"api": {"a": "first"}, "": {"b": "second"}}
+    svg = draw(chart)
+    assert svg.count("<path") == 4  # a line and an arrowhead for each call
+    assert "1: a calls b; 2: b calls a" in svg and ">first<" in svg and ">api/<" in svg
+
+
+def test_flowchart_refuses_other_diagrams() -> None:
+    with pytest.raises(ValueError, match="Only `flowchart` is drawn"):
+        parse("sequenceDiagram\n  a->>b: hello")
+    with pytest.raises(ValueError, match="has the line 'style a fill:red'"):
+        parse("flowchart TB\n  style a fill:red")
