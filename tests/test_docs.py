@@ -1,9 +1,11 @@
 """The documentation agrees with the code: links, commands, tables, generated pages; and the built site is complete."""
 
 import ast
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,6 +113,42 @@ def test_every_metric_is_in_the_table() -> None:
     assert {name: (kind, set(re.findall(r"\w+", labels))) for name, kind, labels in rows} == known
 
 
+def test_every_phase_of_the_cold_start_is_in_the_table() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "model").rglob("*.py"))
+    recorded = set(re.findall(r"""(?:cold_start\.phase|\.record)\("(\w+)\"""", sources))
+    text = (DOCS / "operations.md").read_text()
+    table = text[text.index("| phase | what happens |") :].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == recorded
+
+
+def test_every_log_event_is_in_the_table() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "model").rglob("*.py"))
+    text = (DOCS / "operations.md").read_text()
+    table = text[text.index("| `event` | when |") :].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"event"} == set(
+        re.findall(r'"event": "(\w+)"', sources)
+    )
+
+
+def test_autoscaling_table_has_the_settings() -> None:
+    files = {name: ROOT / "truss" / "autoscaling" / f"{name}.json" for name in ("development", "production")}
+    development, production = (json.loads(path.read_text()) for path in files.values())
+    text = (DOCS / "deploy.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+    assert {name: (int(low), int(high)) for name, low, high in rows} == {
+        name: (value, production[name]) for name, value in development.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["l4", "a10g", "a100", "h100", "h200", "cpu-demo"])
+def test_gpu_table_has_the_configs(name: str) -> None:
+    config = yaml.safe_load((ROOT / "truss" / "configs" / f"{name}.yaml").read_text())
+    lines = (DOCS / "deploy.md").read_text().splitlines()
+    cells = next(line for line in lines if line.startswith("|") and f"`truss/configs/{name}.yaml`" in line).split(" | ")
+    assert config["resources"].get("accelerator", "none") in cells[1]
+    assert [str(bucket["rows"]) for bucket in config["model_metadata"]["preheat"]["buckets"]] in ([cells[3]], [])
+
+
 def test_every_setting_is_in_the_table() -> None:
     text = (DOCS / "deploy.md").read_text()
     shown = set(re.findall(r"`(?:model_metadata\.preheat\.)?([a-z_]+(?:\.[a-z_]+)?)`", text))
@@ -211,18 +249,41 @@ class Loads(HTMLParser):
         self.mermaid += "mermaid" in given.get("class", "").split()
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
+def build_site(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
+        cwd=root,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    built = build_site(ROOT, folder)
     assert built.returncode == 0, built.stderr
     return folder
+
+
+@pytest.mark.parametrize(
+    ("addition", "reason"),
+    [
+        ("```mermaid\nflowchart TB\n  style a fill:red\n```", "has the line 'style a fill:red'"),
+        ("[gone](gone.md)", "gone.md"),
+        ("[gone](trust.md#gone)", "gone"),
+    ],
+    ids=["diagram", "link", "anchor"],
+)
+def test_strict_build_refuses(addition: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "engine_builder").symlink_to(ROOT / "engine_builder")
+    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text())
+    shutil.copytree(DOCS, tmp_path / "docs")
+    page = tmp_path / "docs" / "trust.md"
+    page.write_text(f"{page.read_text()}\n{addition}\n")
+    built = build_site(tmp_path, tmp_path / "site")
+    assert built.returncode != 0 and reason in built.stderr
 
 
 def test_site_loads_nothing_from_another_host(site: Path) -> None:

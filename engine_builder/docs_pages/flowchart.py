@@ -6,11 +6,14 @@ the order of their first call. Arrows to a later module run on the right, arrows
 its own. An arrow's number stands at both of its ends.
 """
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+logger = logging.getLogger("mkdocs.flowchart")
 
 _WIDTH = 190  # of a module's box, in SVG units (pixels at full size)
 _PORT = 15  # vertical space of an arrow's end
@@ -99,8 +102,15 @@ def draw(chart: Flowchart) -> str:
 
 
 def fence(source: str, language: str, css_class: str, options: dict[str, str], md: Any, **_: Any) -> str:
-    """The formatter of ```mermaid blocks, as PyMdown's superfences call it."""
-    return draw(parse(source))
+    """The formatter of ```mermaid blocks, as PyMdown's superfences call it.
+
+    Superfences show a block whose formatter raises as plain text. The warning makes `mkdocs build --strict` fail.
+    """
+    try:
+        return draw(parse(source))
+    except ValueError as error:
+        logger.warning("%s", error)
+        raise
 
 
 def _boxes(
