@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder.benchmarks.rows import BadRows, Row, read_rows
+from engine_builder.files import check_writable, write_file
 from model.errors import PreheatError
 
 _ACRONYMS = {"cpu", "gpu", "sdxl", "http", "s3", "l4", "a10g", "a100", "h100", "h200", "fp8", "fp16", "bf16", "vae"}
@@ -51,6 +52,7 @@ def write_report(folder: Path, page: Path) -> list[Path]:
 
     Raises BadRows, also for a folder without rows, or PreheatError if matplotlib is not installed.
     """
+    check_writable(page)
     sections = read_sections(folder)
     if not sections:
         raise BadRows(f"{folder} has no JSON file of rows.", "Name the folder that `--out` of a benchmark wrote into.")
@@ -59,7 +61,7 @@ def write_report(folder: Path, page: Path) -> list[Path]:
     for path in folder.glob("*.svg"):
         if path not in paths:
             path.unlink()
-    page.write_text(render(folder, page))
+    write_file(page, render(folder, page).encode())
     return paths
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from engine_builder.files import read_file, write_file
 from model.errors import PreheatError
 
 _HIGHER_IS_BETTER = {"images/s", "dB"}
@@ -123,7 +124,7 @@ def medians(runs: Sequence[Mapping[str, float]], digits: int = 2) -> dict[str, f
 def read_rows(path: Path) -> list[Row]:
     """Read a file of rows. Raises BadRows."""
     try:
-        return _ROWS.validate_json(path.read_bytes())
+        return _ROWS.validate_json(read_file(path))
     except OSError as error:
         raise BadRows(f"{path} cannot be read: {error.strerror or error}.") from error
     except ValidationError as error:
@@ -134,10 +135,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Sequence[Row]) -> None:
-    """Append to a file of rows, which is created if it does not exist. Raises BadRows."""
+    """Append to a file of rows, which is created if it does not exist. Raises BadRows and NotWritable."""
     rows = [*(read_rows(path) if path.exists() else []), *rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([row.to_dict() for row in rows], indent=1) + "\n")
+    write_file(path, (json.dumps([row.to_dict() for row in rows], indent=1) + "\n").encode())
 
 
 def finish(rows: Sequence[Row], out: Path | None) -> None:

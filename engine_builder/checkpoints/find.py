@@ -1,5 +1,6 @@
 """Find a checkpoint by name: a folder on disk, or a download from the Hugging Face Hub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def find_model(name: str) -> Path:
     continued. Raises CheckpointError if the name is neither, or the download failed.
     """
     folder = Path(name)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long, and without permission
         return folder
     if not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name} is neither a folder nor a Hub id (owner/model).")
@@ -50,8 +51,8 @@ def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Check
     """
     base = find_model(model)
     subfolder = base / "refiner"
-    chosen = find_model(refiner) if refiner else subfolder if (subfolder / "model_index.json").is_file() else None
+    chosen = find_model(refiner) if refiner else subfolder if os.path.isfile(subfolder / "model_index.json") else None
     for folder in (base, chosen):
-        if folder is not None and not (folder / "model_index.json").is_file():
+        if folder is not None and not os.path.isfile(folder / "model_index.json"):
             raise CheckpointError(f"{folder} has no model_index.json.")
     return Checkpoint(base), Checkpoint(chosen) if chosen else None

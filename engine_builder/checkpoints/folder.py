@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
 
@@ -62,10 +63,12 @@ class Checkpoint:
         """Read a JSON file. Raises CheckpointError if it is missing or not a JSON object."""
         path = self.root / subfolder / file
         try:
-            entries = json.loads(path.read_text())
+            entries = json.loads(read_file(path))
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.root} has no {subfolder}/{file}.") from error
-        except ValueError as error:
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is not JSON: {error}.", DOWNLOAD_AGAIN) from error
         if not isinstance(entries, dict):
             raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)

@@ -7,6 +7,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
+from engine_builder.files import read_file
 from model.errors import PreheatError
 from model.store.manifest import Manifest, ReleaseSignature
 from model.store.manifest_json import parse_manifest
@@ -41,7 +42,7 @@ def write_key(path: Path) -> PublicKey:
 def read_key(path: Path) -> Ed25519PrivateKey:
     """Read a private key that `write_key` wrote. Raises BadKey."""
     try:
-        key = load_pem_private_key(path.read_bytes(), password=None)
+        key = load_pem_private_key(read_file(path), password=None)
     except OSError as error:
         raise BadKey(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Requests over time: a constant rate, a daily wave, a spike, or a trace from a CSV file."""
 
 import csv
+import io
 import math
 import random
 from bisect import bisect_right
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine_builder.files import read_file
 from model.errors import PreheatError
 
 DAY = 86_400.0
@@ -67,7 +69,7 @@ def read_traffic(text: str, hours: float) -> Traffic:
         if values:
             raise ValueError("its kind takes other numbers")
         return _trace(Path(text))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, csv.Error) as error:
         raise BadTraffic(f"{text!r} is not a valid traffic: {error}.") from error
 
 
@@ -77,10 +79,11 @@ def _wave(mean: float, share: float) -> Callable[[float], float]:
 
 
 def _trace(path: Path) -> Traffic:
-    with path.open(newline="") as file:
-        lines = [(float(second), float(rate)) for second, rate in csv.reader(file)]
+    text = read_file(path).decode()
+    lines = [(float(second), float(rate)) for second, rate in csv.reader(io.StringIO(text, newline=""))]
     seconds, rates = [second for second, _ in lines], [rate for _, rate in lines]
-    if len(lines) < 2 or seconds != sorted(set(seconds)) or any(not 0 <= rate < math.inf for rate in rates):
+    valid = len(lines) >= 2 and seconds == sorted(set(seconds)) and math.isfinite(seconds[-1] - seconds[0])
+    if not valid or any(not 0 <= rate < math.inf for rate in rates):
         raise ValueError("it needs two lines or more, with ascending seconds and rates of 0 or more")
     start = seconds[0]
 

@@ -129,7 +129,8 @@ class LocalStore:
         return parse_manifest(data, name)
 
     def releases(self) -> list[str]:
-        paths = (self.root / RELEASES).glob("*/*.json")
+        with self._reading("The list of releases"):
+            paths = list((self.root / RELEASES).glob("*/*.json"))
         return sorted(name for path in paths if is_release_name(name := f"{path.parent.name}/{path.stem}"))
 
     @contextmanager

@@ -1,0 +1,69 @@
+"""Read and write files that a user names."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from model.errors import PreheatError
+from model.store.local import FileMissing, open_regular_file
+
+
+class NotWritable(PreheatError):
+    """A file cannot be written where the user wants it."""
+
+    remedy = "Name another file."
+
+
+def read_file(path: Path) -> bytes:
+    """Return a file's bytes. Raises OSError, also for a pipe or a device: reading those may never end."""
+    try:
+        with open_regular_file(path) as file:
+            return file.read()
+    except FileMissing as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise NotWritable if no file can be written at `path`. Folders that are missing can be made.
+
+    Called before work whose result would be lost. Writes nothing.
+    """
+    if path.name in ("", ".."):
+        raise NotWritable(f"{str(path)!r} is not the name of a file.")
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        if path.is_symlink():
+            raise NotWritable(f"{path} cannot be written: it is a link to a missing file.") from None
+        _check_folder(path)
+        return
+    except OSError as error:
+        raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise NotWritable(f"{path} cannot be written: it is {kind}.")
+    if not os.access(path, os.W_OK):
+        raise NotWritable(f"{path} cannot be written: {os.strerror(errno.EACCES)}.")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file, and make its folder if that is missing. Raises NotWritable."""
+    check_writable(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _check_folder(path: Path) -> None:
+    """Check that the nearest existing folder above `path` lets a file or folder be made in it."""
+    try:
+        folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+        if not folder.is_dir():
+            raise NotWritable(f"{path} cannot be written: {folder} is not a folder.")
+    except OSError as error:
+        raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise NotWritable(f"{path} cannot be written: {os.strerror(errno.EACCES)} in {folder}.")
