@@ -145,6 +145,8 @@ def test_gpu_table_has_the_configs(name: str) -> None:
     config = yaml.safe_load((ROOT / "truss" / "configs" / f"{name}.yaml").read_text())
     lines = (DOCS / "deploy.md").read_text().splitlines()
     cells = next(line for line in lines if line.startswith("|") and f"`truss/configs/{name}.yaml`" in line).split(" | ")
+    torch = next(entry for entry in config["requirements"] if entry.startswith("torch=="))
+    assert torch.removeprefix("torch==").partition("+")[0] == cells[2].partition(",")[0]
     assert config["resources"].get("accelerator", "none") in cells[1]
     assert [str(bucket["rows"]) for bucket in config["model_metadata"]["preheat"]["buckets"]] in ([cells[3]], [])
 
