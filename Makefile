@@ -2,9 +2,11 @@
 #
 #   make demo PROMPT="two green squares on a white background" SEED=3 OUT=squares.png
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    # no NVIDIA GPU: torch without CUDA's gigabytes
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130 TORCH=2.11.0    # to build for config.yaml's torch
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
+TORCH ?= 2.13.0
 PROMPT ?= a large red circle on a blue background
 SEED ?= 7
 OUT ?= demo.png
@@ -26,7 +28,7 @@ setup: $(READY)
 # in the image; its pin of numpy below 2 gives way to ours, as config.yaml's does.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	$(PIP) --editable '.[dev,onnx,docs]'
 	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
 	sed -e '/^-i /d' -e '/^numpy/d' $$server/requirements.txt > .venv/server-requirements.txt; \

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+from engine_builder.benchmarks.rows import read_rows
 from engine_builder.local_server.server import Layout, build_context, lay_out
 from model.settings import Limits, read_settings
 
@@ -20,6 +22,7 @@ with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCTION = ROOT / "config.yaml"
+CPU_DEMO = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 CONFIGS = [PRODUCTION, *sorted((ROOT / "truss" / "configs").glob("*.yaml"))]
 
 # What model/ may import without a config's asking for it, each only where a config or an engine names it.
@@ -48,6 +51,9 @@ def pins(path: Path) -> dict[str, str]:
 
 
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+every_gpu_config = pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if path != CPU_DEMO], ids=lambda path: path.stem
+)
 
 
 def test_there_is_one_config_per_gpu_and_one_without() -> None:
@@ -93,13 +99,36 @@ def test_a_replica_that_never_gets_ready_is_given_up(path: Path) -> None:
 
 
 @every_config
-def test_pins_are_those_installed_here_and_in_the_production_config(path: Path) -> None:
-    production = pins(PRODUCTION)
-    for name, pinned in pins(path).items():
-        assert pinned.partition("+")[0] == production[name].partition("+")[0], name
+def test_pins_match_production_and_this_environment(path: Path) -> None:
+    production, own = pins(PRODUCTION), pins(path)
+    for name in own.keys() - {"torch"}:
+        assert own[name] == production[name], name
         if name != "cuda-python":  # not installed where there is no GPU
-            assert pinned.partition("+")[0] == version(name).partition("+")[0], name
-    assert set(production) - set(pins(path)) <= ({"cuda-python"} if path.stem == "cpu-demo" else set())
+            assert own[name] == version(name), name
+    assert set(production) - set(own) <= ({"cuda-python"} if path.stem == "cpu-demo" else set())
+
+
+def test_cpu_config_pins_the_torch_of_the_tests() -> None:
+    assert pins(CPU_DEMO)["torch"].partition("+")[0] == version("torch").partition("+")[0]
+
+
+@every_gpu_config
+def test_gpu_configs_pin_the_measured_torch(path: Path) -> None:
+    rows = [row for file in sorted((ROOT / "docs" / "benchmarks").glob("*.json")) for row in read_rows(file)]
+    assert {row.torch for row in rows if row.driver} == {pins(path)["torch"]}
+
+
+@every_gpu_config
+def test_cuda_python_has_the_cuda_version_of_torch(path: Path) -> None:
+    cuda = Version(pins(path)["cuda-python"])
+    assert pins(path)["torch"].partition("+")[2] == f"cu{cuda.major}{cuda.minor}"
+
+
+@every_config
+def test_the_torch_build_is_on_the_index_of_the_config(path: Path) -> None:
+    indexes = [line for line in load(path).requirements if line.startswith("--extra-index-url ")]
+    build = pins(path)["torch"].partition("+")[2]
+    assert [line.rpartition("/")[2] for line in indexes] == [build]
 
 
 def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) -> None:
