@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from engine_builder.files import NotWritable
 from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
 from engine_builder.local_server.server import Server
 from tests.stand_ins import stub_truss
@@ -70,7 +71,7 @@ def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: P
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Calling predict on development deployment"), "what save_predicted skips is gone"
     assert platform.asked == ["/graphql/", "/development/predict"]
-    [path] = save_predicted(io.StringIO(ran.stdout), tmp_path / "out.png")
+    [path] = save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"
     with Image.open(path) as picture:
         assert (picture.format, picture.size) == ("JPEG", (64, 64))
@@ -81,7 +82,7 @@ def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tm
         ran = truss_predict(platform, tmp_path, {})
     assert ran.returncode == 0
     with pytest.raises(CallFailed, match="prompt: is missing"):
-        save_predicted(io.StringIO(ran.stdout), tmp_path / "out.png")
+        save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -93,13 +94,20 @@ def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tm
         ('Calling...\n{"data": "abc', "cut off"),
         ('{"data": "not base64!"}', "not base64"),
         ('{"data": "' + base64.b64encode(b"#!/bin/sh").decode() + '"}', "not a PNG, JPEG or WebP"),
-        ('{"data": null}', "holds no image"),
+        ('{"data": null}', "returned no image"),
+        ('{"data":' + "[" * 200_000, "not JSON"),
+        ('[[1, "{"]]', "cut off"),
+        ('{"images": 3}', "returned no image"),
+        ('{"images": {"data": "x"}}', "returned no image"),
+        ('{"images": [3]}', "returned no image"),
+        ('{"images": [{"data": [1]}]}', "returned no image"),
+        ('{"data": "é"}', "not base64"),
         ('{"images": [], "error": {"message": "seed: -1 is too small"}}', "seed: -1 is too small"),
     ],
 )
 def test_what_holds_no_picture_is_a_readable_error(output: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(CallFailed, match=says):
-        save_predicted(io.StringIO(output), tmp_path / "out.png")
+        save_predicted(io.BytesIO(output.encode()), tmp_path / "out.png")
     assert not list(tmp_path.iterdir())
 
 
@@ -125,7 +133,7 @@ def test_generate_says_that_an_address_is_none(url: str) -> None:
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     picture = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
-    with pytest.raises(CallFailed, match="cannot be written .*--out"):
+    with pytest.raises(NotWritable, match="file is not a folder. Name another file"):
         save_images({"data": picture}, tmp_path / "file" / "out.png")
 
 

@@ -26,6 +26,7 @@ from engine_builder.commands.console import (
     bucket_of,
     console,
     opened,
+    plain,
     sides,
 )
 from engine_builder.stores.store import WritableStore
@@ -93,7 +94,7 @@ def latency(
             first = error.errors(include_url=False)[0]
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
         loaded = load_here(opened(store, cache_dir).url, release)
-    with console.status(f"Measuring {release}{' in turns with diffusers' if peer else ''}"):
+    with console.status(f"Measuring {plain(release)}{' in turns with diffusers' if peer else ''}"):
         if peer is None:
             rows = [bench_release(loaded, request, warm_ups, runs)]
         else:
@@ -188,7 +189,7 @@ def _bucket(s3: str, source: WritableStore, release: str, work: Path) -> Iterato
     console.print("Starting an object store")
     with own_object_store(ROOT, work):
         url = "s3://preheat"
-        with console.status(f"Copying {release} to {url}"):
+        with console.status(f"Copying {plain(release)} to {url}"):
             copy_release(source, opened(url), release)
         yield url
 
@@ -215,6 +216,6 @@ def report(
     there."""
     from engine_builder.benchmarks.report import write_report
 
-    page = out or folder.with_suffix(".md")
+    page = out or folder.absolute().parent / f"{folder.resolve().name}.md"
     plots = write_report(folder, page)
-    console.print(f"{page}: {len(plots)} plots")
+    console.print(f"{plain(page)}: {len(plots)} plots")

@@ -19,6 +19,7 @@ from engine_builder.commands.console import (
     bucket_of,
     console,
     opened,
+    plain,
     steps_bar,
 )
 from engine_builder.stores.store import WritableStore
@@ -82,7 +83,7 @@ def build(
         model, refiner, name, precision, vae_precision, size or (), runtime, refit, compatibility, workspace, level
     )
     draft = run_build(destination, plan, jobs)
-    console.print(f"Next: preheat publish {draft.model} --store {store}")
+    console.print(f"Next: preheat publish {plain(draft.model)} --store {plain(store)}")
 
 
 def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) -> Manifest:
@@ -95,7 +96,8 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
 
     target = plan.target
     console.print(
-        f"Building [bold]{plan.model}[/] for {target.key} in {plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}"
+        f"Building [bold]{plain(plan.model)}[/] for {target.key} in {plan.precision}"
+        f"{_vae_remark(plan)}{_sizes_remark(plan)}"
     )
     started = time.perf_counter()
     with _progress() as report:
@@ -108,7 +110,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
             compiled, f"{engine.accuracy.relative:.1e}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"Built in {time.perf_counter() - started:.0f} s: {store.url}")
+    console.print(f"Built in {time.perf_counter() - started:.0f} s: {plain(store.url)}")
     return result.draft
 
 
@@ -216,7 +218,7 @@ def export_onnx(
     console.print(table)
     if out is not None:
         for path in write_folder(opened_store, exported, out):
-            console.print(str(path))
+            console.print(plain(path))
 
 
 @contextmanager

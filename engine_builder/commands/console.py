@@ -1,6 +1,7 @@
 """The console, options and helpers that the commands of `preheat` share."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -24,7 +26,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.settings import STORE_SETTINGS, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
-console = Console(highlight=False)
+console = Console(highlight=False, emoji=False)
 
 StoreOption = Annotated[
     str,
@@ -91,7 +93,7 @@ def opened(store: str, cache_dir: Path | None = None) -> WritableStore:
 def sides(size: str, option: str = "--size") -> tuple[int, int]:
     """ "1024x768" -> (width, height) in pixels."""
     width, _, height = size.partition("x")
-    if not (width.isdigit() and height.isdigit()):
+    if not (is_number(width) and is_number(height)):
         raise typer.BadParameter(f"{size!r} is not WIDTHxHEIGHT, for example 1024x1024", param_hint=option)
     return int(width), int(height)
 
@@ -100,11 +102,16 @@ def bucket_of(text: str, option: str = "--size") -> tuple[int, int, int]:
     """ "1024x768@2" (width x height @ rows; without rows: 2) -> (rows, height, width)."""
     size, _, rows = text.partition("@")
     width, _, height = size.partition("x")
-    if not (width.isdigit() and height.isdigit() and (rows or "2").isdigit()):
+    if not (is_number(width) and is_number(height) and is_number(rows or "2")):
         raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@ROWS, for example 1024x1024@2", param_hint=option)
     return int(rows or 2), int(height), int(width)
 
 
-def plain(text: str) -> str:
+def is_number(text: str) -> bool:
+    """True for a whole number of at most nine ASCII digits. str.isdigit also accepts "²", which int() does not."""
+    return re.fullmatch("[0-9]{1,9}", text) is not None
+
+
+def plain(text: object) -> str:
     """Escape text so that rich does not parse it as markup."""
-    return text.replace("[", "\\[")
+    return escape(str(text))

@@ -1,6 +1,7 @@
 """`preheat load`: the throughput and latency of one server."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,12 @@ from engine_builder.commands.console import (
     StepsOption,
     StoreOption,
     console,
+    is_number,
     opened,
+    plain,
     sides,
 )
+from engine_builder.files import check_writable
 from engine_builder.local_server import demo
 from model.errors import PreheatError
 from model.pipeline.spec import UNET
@@ -46,12 +50,16 @@ def load(
     cache_dir: CacheOption = None,
 ) -> None:
     """Drive the real server closed- and open-loop: images/s, latency, refusals. The last line is JSON."""
+    counts = _parse_clients(clients)
+    if not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is not a finite number", param_hint="--seconds")
+    for path in filter(None, (out, picture)):
+        check_writable(path)
     holder = opened(store, cache_dir)
     manifest = holder.read_release(release)
     settings = manifest.settings
     width, height = sides(size) if size else (settings.native_width, settings.native_height)
     precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
-    counts = _parse_clients(clients)
 
     def request_of(number: int) -> dict[str, Any]:
         image = {"width": width, "height": height, "num_inference_steps": steps, "seed": number}
@@ -75,7 +83,7 @@ def load(
         outcomes = drive(url)
     else:
         with demo.serving(ROOT, config, SERVERS, holder.url, release) as server:
-            with console.status(f"Starting {release}"):
+            with console.status(f"Starting {plain(release)}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)
     table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other")
@@ -85,7 +93,9 @@ def load(
         table.add_row(one.case, f"{one.images_per_second:.2f}", *spread, *answers)
     console.print(table)
     kept = rows(outcomes, precision, steps, f"{width}x{height}")
-    console.print(f"{kept[0].gpu}, torch {kept[0].torch}, {precision}, {width}x{height}, {steps} steps, {release}")
+    console.print(
+        f"{kept[0].gpu}, torch {kept[0].torch}, {precision}, {width}x{height}, {steps} steps, {plain(release)}"
+    )
     if picture is not None:
         plot(outcomes, picture, f"{release}, {width}x{height}, {steps} steps, {precision}: {kept[0].gpu}")
     if out is not None:
@@ -94,7 +104,7 @@ def load(
 
 
 def _parse_clients(clients: str) -> list[int]:
-    counts = [int(count) for count in clients.split(",") if count.isdigit()]
+    counts = [int(count) for count in clients.split(",") if is_number(count)]
     if len(counts) < len(clients.split(",")) or not all(counts):
         raise typer.BadParameter(f"{clients!r} is not a list of positive integers, as 1,2,4", param_hint="--clients")
     return counts

@@ -1,5 +1,7 @@
 """The `preheat` command: builds, releases, benchmarks, a local server and its client."""
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,9 +32,10 @@ from engine_builder.commands.console import (
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import copy, gc, keygen, publish, releases, run_publish, verify
+from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
+from engine_builder.local_server.client import CallFailed, check_targets, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
-from engine_builder.local_server.client import save_images, save_predicted
 from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -44,14 +47,37 @@ for command in (build, export_onnx, report, load, plan_replicas, keygen, publish
 def main() -> None:
     """Run the command. A PreheatError ends it with status 1 and no traceback."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; see truss/configs/cpu-demo.yaml
+    for stream in (sys.stdout, sys.stderr):
+        # A name may hold bytes that are not UTF-8.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # otherwise the interpreter meets a full disk, and prints a traceback
     except PreheatError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]preheat:[/] {plain(str(error))}")
+        _print_error(str(error))
         sys.exit(1)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _discard_output()
+        _print_error(f"The output cannot be written: {error.strerror}. Free some disk space.")
+        sys.exit(1)
+
+
+def _print_error(message: str) -> None:
+    Console(stderr=True, highlight=False, emoji=False, soft_wrap=True).print(f"[bold red]preheat:[/] {plain(message)}")
+
+
+def _discard_output() -> None:
+    """Prevent the error that would follow at exit, when what is still buffered is written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @app.command()
@@ -63,11 +89,12 @@ def serve(
     cache_dir: CacheOption = None,
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted."""
-    url = opened(store, cache_dir).url
-    with demo_run.serving(ROOT, config, SERVERS, url, release, port) as server:
-        with console.status(f"Starting {release}"):
+    holder = opened(store, cache_dir)
+    holder.read_release(release)  # a missing one is refused before the server's files are laid out
+    with demo_run.serving(ROOT, config, SERVERS, holder.url, release, port) as server:
+        with console.status(f"Starting {plain(release)}"):
             server.wait_ready(600)
-        console.print(f"Serving [bold]{release}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
+        console.print(f"Serving [bold]{plain(release)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
         _print_cold_start(demo_run.cold_start_phases(server.url))
         try:
             code = server.wait()
@@ -94,6 +121,7 @@ def generate(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
     """Request images from a running server and save them."""
+    check_targets(out, _suffix_of(out), images)
     given = {
         "negative_prompt": negative_prompt,
         "width": width,
@@ -114,8 +142,11 @@ def generate(
 @app.command()
 def save(out: Annotated[Path, typer.Option(help="Output file.")] = Path("image.png")) -> None:
     """Save the images in the output of `truss predict`, read from standard input."""
-    for path in save_predicted(sys.stdin, out):
-        console.print(str(path))
+    check_writable(out)
+    if sys.stdin is None:
+        raise CallFailed("Standard input is closed.", remedy="Pipe the output of `truss predict` into this command.")
+    for path in save_predicted(sys.stdin.buffer, out):
+        console.print(plain(path), soft_wrap=True)
 
 
 @app.command()
@@ -127,6 +158,7 @@ def demo(
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
 ) -> None:
     """Build, publish, start the real server, request one image over HTTP, and print the times."""
+    check_targets(out, _suffix_of(out), 1)
     store = opened(DEFAULT_STORE)
     draft = run_build(store, parse_plan(str(model)))
     manifest = run_publish(store, draft.model)
@@ -151,14 +183,22 @@ def _print_cold_start(phases: dict[str, float]) -> None:
 
 def _print_response(response: dict[str, Any], paths: list[Path]) -> None:
     table = Table("stage", "ms")
-    for stage, milliseconds in response["timings"].items():
-        table.add_row(stage, f"{milliseconds:.0f}")
-    table.add_row("request", f"{response['time'] * 1000:.0f}")
+    try:
+        for stage, milliseconds in response["timings"].items():
+            table.add_row(plain(stage), f"{milliseconds:.0f}")
+        table.add_row("request", f"{response['time'] * 1000:.0f}")
+        warnings = [plain(warning) for warning in response["warnings"]]
+        notes = [f"seed {image['seed']}, {image['width']}x{image['height']}" for image in response["images"]]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CallFailed(
+            f"{', '.join(map(str, paths))} is saved, but the rest of the response is invalid: {error!r}.",
+            remedy="Check that --url is the URL of a Preheat server.",
+        ) from error
     console.print(table)
-    for warning in response["warnings"]:
-        console.print(f"[yellow]warning[/] {plain(warning)}")
-    for path, image in zip(paths, response["images"], strict=True):
-        console.print(f"[bold]{path.resolve()}[/]  seed {image['seed']}, {image['width']}x{image['height']}")
+    for warning in warnings:
+        console.print(f"[yellow]warning[/] {warning}")
+    for path, note in zip(paths, notes, strict=True):
+        console.print(f"[bold]{plain(path.resolve())}[/]  {plain(note)}")
 
 
 @contextmanager
@@ -180,6 +220,10 @@ def _progress() -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def _format_of(out: Path) -> str:
     return {".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}.get(out.suffix.lower(), "png")
+
+
+def _suffix_of(out: Path) -> str:
+    return {"jpeg": ".jpg", "webp": ".webp"}.get(_format_of(out), ".png")
 
 
 if __name__ == "__main__":

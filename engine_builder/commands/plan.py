@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +14,16 @@ from rich.table import Table
 
 from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import read_rows
-from engine_builder.commands.console import console
+from engine_builder.commands.console import console, plain
+from engine_builder.files import check_writable, write_file
 from engine_builder.replicas.simulation import Autoscaling, Result, Server, candidates, paid_hours, recommend, simulate
 from engine_builder.replicas.traffic import Traffic, read_traffic
+from model.errors import PreheatError
 
 _BINS = 96
+_MAX_REQUESTS = 10_000_000
+_MAX_IMAGES = 1024  # at once
+_MAX_STEP_SECONDS = 600
 _CLOSED_LOOP = re.compile(r"closed loop, (\d+) clients")
 
 
@@ -30,7 +36,7 @@ def plan_replicas(
         ),
     ],
     cold_start: Annotated[
-        float, typer.Option(min=0, help="Measured seconds from a replica's start to its first image.")
+        float, typer.Option(min=0, max=86_400, help="Measured seconds from a replica's start to its first image.")
     ],
     p99: Annotated[float, typer.Option(help="Seconds within which 99 % of the requests must be answered.")],
     measured: Annotated[
@@ -39,14 +45,21 @@ def plan_replicas(
     curve: Annotated[
         str | None, typer.Option(help="The step time by batch instead: IMAGES:SECONDS, as 1:0.05,8:0.11.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps of a request.")] = 30,
-    hours: Annotated[float, typer.Option(min=0.01, help="Of traffic; a CSV file has its own.")] = 24,
-    max_replica: Annotated[int, typer.Option(min=1, help="The largest number of replicas.")] = 8,
-    max_queue: Annotated[int, typer.Option(min=1, help="limits.max_queue of the deployment's config.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps of a request.")] = 30,
+    hours: Annotated[float, typer.Option(min=0.01, max=8784, help="Of traffic; a CSV file has its own.")] = 24,
+    max_replica: Annotated[int, typer.Option(min=1, max=1000, help="The largest number of replicas.")] = 8,
+    max_queue: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="limits.max_queue of the deployment's config.")
+    ] = 64,
     out: Annotated[Path | None, typer.Option(help="Write the recommended settings to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the traffic and the replicas.")] = None,
 ) -> None:
     """Simulate the autoscaler under a traffic, and recommend the cheapest setting that meets the p99."""
+    for option, value in (("--cold-start", cold_start), ("--p99", p99), ("--hours", hours)):
+        if not math.isfinite(value):
+            raise typer.BadParameter(f"{value} is not a finite number", param_hint=option)
+    for path in filter(None, (out, picture)):
+        check_writable(path)
     if measured is not None and curve is None:
         points = _measured_points(measured)
     elif curve is not None and measured is None:
@@ -55,8 +68,14 @@ def plan_replicas(
         raise typer.BadParameter("give one of --load and --curve", param_hint="--load or --curve")
     server = Server(points, steps, cold_start, max_queue)
     requests = read_traffic(traffic, hours)
+    if requests.peak * requests.seconds > _MAX_REQUESTS:
+        raise PreheatError(
+            f"{requests.name} for {requests.seconds / 3600:g} h may be more than {_MAX_REQUESTS:,} requests, which "
+            "takes too long to simulate.",
+            "Simulate fewer --hours, or a part of the traffic.",
+        )
     console.print(
-        f"{requests.name} for {requests.seconds / 3600:g} h; one replica generates at most "
+        f"{plain(requests.name)} for {requests.seconds / 3600:g} h; one replica generates at most "
         f"{server.images_per_second:.2f} images/s, {server.capacity} at once, and starts in {cold_start:g} s"
     )
     results: list[tuple[Autoscaling, Result]] = []
@@ -88,7 +107,7 @@ def plan_replicas(
         _plot(requests, results, best, p99, picture)
     recommended = {name: int(value) for name, value in asdict(best[0]).items()}
     if out is not None:
-        out.write_text(json.dumps(recommended, indent=2) + "\n")
+        write_file(out, (json.dumps(recommended, indent=2) + "\n").encode())
     print(json.dumps(recommended))
 
 
@@ -98,8 +117,11 @@ def _points(curve: str) -> dict[int, float]:
         points = {int(images): float(seconds) for images, _, seconds in pairs}
     except ValueError as error:
         raise typer.BadParameter(f"{curve!r} is not IMAGES:SECONDS,...: {error}", param_hint="--curve") from error
-    if not all(images > 0 and seconds > 0 for images, seconds in points.items()):
-        raise typer.BadParameter(f"{curve!r} has a number that is not above 0", param_hint="--curve")
+    if not all(0 < images <= _MAX_IMAGES and 0 < seconds <= _MAX_STEP_SECONDS for images, seconds in points.items()):
+        raise typer.BadParameter(
+            f"{curve!r} has a number that is not above 0, or above {_MAX_IMAGES} images or {_MAX_STEP_SECONDS} s",
+            param_hint="--curve",
+        )
     return points
 
 

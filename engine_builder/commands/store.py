@@ -22,7 +22,8 @@ def keygen(file: Annotated[Path, typer.Argument(help="New file for the private k
     from engine_builder.releases.signing import write_key
 
     key = write_key(file)
-    console.print(f"Wrote the private key {key.key_id} to {file}. Keep it secret, and keep a copy.", soft_wrap=True)
+    console.print(f"Wrote the private key {key.key_id} to {plain(file)}.", soft_wrap=True)
+    console.print("Keep it secret, and keep a copy.", soft_wrap=True)
     console.print("For model_metadata.preheat in the config, or PREHEAT_PUBLIC_KEY:", soft_wrap=True)
     console.print(f"public_key: {key}", soft_wrap=True)
 
@@ -45,7 +46,8 @@ def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -
     size = total_bytes(manifest)
     result = "Published" if new else "Unchanged since"
     console.print(
-        f"{result} [bold]{manifest.name}[/]: {len(manifest.engines)} engines for {', '.join(manifest.targets)}, "
+        f"{result} [bold]{plain(manifest.name)}[/]: {len(manifest.engines)} engines for "
+        f"{plain(', '.join(manifest.targets))}, "
         f"{size / 2**20:.0f} MiB in {len(manifest.blobs())} blobs, {_signer(manifest)}",
         soft_wrap=True,
     )
@@ -53,7 +55,7 @@ def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -
 
 
 def _signer(manifest: Manifest) -> str:
-    return f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"
+    return f"signed by {plain(manifest.signature.key_id)}" if manifest.signature else "not signed"
 
 
 def releases(store: StoreOption = DEFAULT_STORE) -> None:
@@ -66,9 +68,9 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
         lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
         console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
-        console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, highlight=False)
+        console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, markup=False)
     if not names:
-        console.print(f"{holder.url} has no release. Run preheat build and preheat publish.", soft_wrap=True)
+        console.print(f"{plain(holder.url)} has no release. Run preheat build and preheat publish.", soft_wrap=True)
     if len(manifests) < len(names):
         raise typer.Exit(1)
 
@@ -80,7 +82,7 @@ def _read(holder: Store, names: list[str]) -> list[Manifest]:
         try:
             manifests.append(holder.read_release(name))
         except ManifestError as error:
-            console.print(f"[red]unreadable[/] {plain(str(error))}", soft_wrap=True)
+            console.print(f"[red]unreadable[/] {plain(error)}", soft_wrap=True)
     return manifests
 
 
@@ -113,10 +115,10 @@ def verify(
         try:
             check_signature(manifest, keys)
             unchecked = " (not checked: give --public-key)" if manifest.signature and not keys else ""
-            console.print(f"{manifest.name} is {_signer(manifest)}{unchecked}", soft_wrap=True)
+            console.print(f"{plain(manifest.name)} is {_signer(manifest)}{unchecked}", soft_wrap=True)
         except UntrustedRelease as error:
             untrusted += 1
-            console.print(f"[red]untrusted[/] {plain(str(error))}", soft_wrap=True)
+            console.print(f"[red]untrusted[/] {plain(error)}", soft_wrap=True)
 
     def check(blob: Blob) -> str | None:
         try:
@@ -150,14 +152,14 @@ def copy(
         raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
     remote = sum(holder.url.startswith("s3:") for holder in stores)
     began = time.perf_counter()
-    with meter.show(f"Copying {release}") as expect:
+    with meter.show(f"Copying {plain(release)}") as expect:
         manifest, new = copy_release(*stores, release, lambda found: expect(remote * total_bytes(found)))
     if new:
         seconds = time.perf_counter() - began
         size = total_bytes(manifest) / 2**20
-        console.print(f"Copied [bold]{release}[/] to {stores[1].url}: {size:.0f} MiB in {seconds:.1f} s")
+        console.print(f"Copied [bold]{plain(release)}[/] to {plain(stores[1].url)}: {size:.0f} MiB in {seconds:.1f} s")
     else:
-        console.print(f"[bold]{release}[/] already exists in {stores[1].url}.")
+        console.print(f"[bold]{plain(release)}[/] already exists in {plain(stores[1].url)}.")
 
 
 def total_bytes(manifest: Manifest) -> int:
@@ -176,14 +178,14 @@ def gc(
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
     holder = opened(store)
-    with console.status(f"Reading {holder.url}"):
+    with console.status(f"Reading {plain(holder.url)}"):
         garbage = find_garbage(holder, read_age(older_than))
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
         console.print(f"{digest}  {size / 2**20:10.2f} MiB")
     found = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are unnamed"
-    others = f"{garbage.named} are named and {garbage.young} are younger than {older_than}"
+    others = f"{garbage.named} are named and {garbage.young} are younger than {plain(older_than)}"
     if not delete:
         console.print(f"{found} ({others}). Nothing was deleted: add --delete.")
         return
     freed = delete_garbage(holder, garbage)
-    console.print(f"{found} ({others}); {freed / 2**20:.1f} MiB freed in {holder.url}.")
+    console.print(f"{found} ({others}); {freed / 2**20:.1f} MiB freed in {plain(holder.url)}.")

@@ -5,16 +5,21 @@ error message. An image's format, and so its suffix, is read from its bytes.
 """
 
 import base64
-import binascii
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from engine_builder.files import check_writable, write_file
 from model.errors import PreheatError
+
+MAX_TIMEOUT_SECONDS = 86_400
+_JSON = {"Content-Type": "application/json"}
+_MAX_CHECKED = 64  # paths; no server returns more images
+_PIPE = "Pipe the whole output of `truss predict` into `preheat save`."
 
 
 class CallFailed(PreheatError):
@@ -33,6 +38,9 @@ def generate(
     With `progress` the answer is streamed: `progress` is called with each event (see `model.api.service`), and the
     response is assembled from them. `timeout` in seconds is then the longest time between two events.
     """
+    if not 0 < timeout <= MAX_TIMEOUT_SECONDS:  # also refuses NaN
+        raise CallFailed(f"A timeout of {timeout:g} s is not possible.", remedy=f"Wait 1 to {MAX_TIMEOUT_SECONDS} s.")
+    body = _encode(request if progress is None else request | {"stream": True})
     try:
         local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
     except ValueError as error:
@@ -42,28 +50,40 @@ def generate(
         # A proxy from the environment cannot reach this machine's loopback address.
         with httpx.Client(trust_env=not local, timeout=timeout) as client:
             if progress is None:
-                return _read_response(url, client.post(address, json=request))
-            with client.stream("POST", address, json=request | {"stream": True}) as answer:
+                return _read_response(url, client.post(address, content=body, headers=_JSON))
+            with client.stream("POST", address, content=body, headers=_JSON) as answer:
                 if not answer.is_success:
                     answer.read()
                     return _read_response(url, answer)
                 return _assemble_response(url, answer.iter_lines(), progress)
     except httpx.TimeoutException as error:
         raise CallFailed(f"{url} gave no answer within {timeout:g} s.") from error
-    except httpx.InvalidURL as error:
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise _invalid_url(url, error) from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise CallFailed(f"{url} cannot be reached: {error}.", remedy="Start a server with `preheat serve`.") from error
 
 
 def _invalid_url(url: str, error: Exception) -> CallFailed:
-    return CallFailed(f"{url!r} is not the URL of a server: {error}.")
+    return CallFailed(f"{url!r} is not the URL of a server: {error}.", remedy="Give one like http://127.0.0.1:8080.")
+
+
+def _encode(request: dict[str, Any]) -> bytes:
+    """Return the request as JSON. Raises CallFailed for what JSON cannot hold."""
+    for name, value in request.items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except UnicodeEncodeError as error:
+            raise CallFailed(f"{name}: the text is not valid UTF-8.", remedy="Type it again.") from error
+        except ValueError as error:
+            raise CallFailed(f"{name}: {value} is not a finite number.", remedy="Give a number.") from error
+    return json.dumps(request, ensure_ascii=False).encode()
 
 
 def _read_response(url: str, answer: httpx.Response) -> dict[str, Any]:
     try:
         response = answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         response = {"error": answer.text.strip()[:500]}
     if not answer.is_success:
         raise CallFailed(f"{answer.status_code}: {_error_text(response)}", answer.status_code)
@@ -86,52 +106,71 @@ def _assemble_response(url: str, lines: Iterator[str], progress: Callable[[dict[
                 ordered = [images[index] for index in sorted(images)]
                 return {**event, "images": ordered, "data": ordered[0]["data"]}
             progress({"event": kind, **event})
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CallFailed(f"{url} sent an invalid event: {line[:200]!r}.") from error
     raise CallFailed(f"{url} ended its answer before the images were finished.", remedy="Look into the server's log.")
 
 
+def check_targets(out: Path, suffix: str, count: int) -> None:
+    """Raise NotWritable if images could not be saved as `out`. Called before they are requested."""
+    check_writable(out)
+    for path in _paths(out, [suffix] * max(1, min(count, _MAX_CHECKED))):
+        check_writable(path)
+
+
 def save_images(response: dict[str, Any], out: Path) -> list[Path]:
-    """Write the response's images as `out`, or as `out-1`, `out-2`, ... if there are several. Raises CallFailed.
+    """Write the response's images as `out`, or as `out-1`, `out-2`, ... if there are several.
 
-    A suffix is replaced if it does not match the image: out.png becomes out.jpg for a JPEG.
+    A suffix is replaced if it does not match the image: out.png becomes out.jpg for a JPEG. Writes nothing unless all
+    images are valid and all paths can be written. Raises CallFailed and NotWritable.
     """
-    encoded = [image.get("data") for image in response.get("images") or []] or [response.get("data")]
-    if not all(isinstance(data, str) for data in encoded):
-        raise CallFailed(_error_text(response))
+    images = _decode_images(response)
+    paths = _paths(out, [_suffix_of(image) for image in images])
+    for path in (out, *paths):
+        check_writable(path)
+    for path, image in zip(paths, images, strict=True):
+        write_file(path, image)
+    return paths
+
+
+def _decode_images(response: dict[str, Any]) -> list[bytes]:
+    entries = response.get("images") or [{"data": response.get("data")}]
+    if not isinstance(entries, list):
+        raise CallFailed(f"The server returned no image: {_error_text(response)}")
+    found = [entry.get("data") if isinstance(entry, dict) else None for entry in entries]
+    encoded = [data for data in found if isinstance(data, str)]
+    if len(encoded) < len(entries):
+        raise CallFailed(f"The server returned no image: {_error_text(response)}")
     try:
-        images = [base64.b64decode(str(data), validate=True) for data in encoded]
-    except binascii.Error as error:
+        return [base64.b64decode(data, validate=True) for data in encoded]
+    except ValueError as error:
         raise CallFailed(f"The response's image is not base64: {error}.") from error
+
+
+def _paths(out: Path, suffixes: list[str]) -> list[Path]:
+    """Return the path of each image. `out` is the name of a file."""
     stem = out.with_suffix("") if out.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") else out
-    written = []
-    for number, image in enumerate(images, start=1):
-        suffix = _suffix_of(image)
-        if suffix == ".jpg" and out.suffix.lower() == ".jpeg":
-            suffix = out.suffix
-        path = stem.with_name(stem.name + (f"-{number}" if len(images) > 1 else "") + suffix)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(image)
-        except OSError as error:
-            raise CallFailed(f"{path} cannot be written ({error.strerror}).", remedy="Name another --out.") from error
-        written.append(path)
-    return written
+    numbers = [f"-{number}" for number in range(1, len(suffixes) + 1)] if len(suffixes) > 1 else [""]
+    own = out.suffix if out.suffix.lower() == ".jpeg" else ".jpg"
+    return [
+        stem.with_name(stem.name + number + (own if suffix == ".jpg" else suffix))
+        for number, suffix in zip(numbers, suffixes, strict=True)
+    ]
 
 
-def save_predicted(output: TextIO, out: Path) -> list[Path]:
+def save_predicted(output: IO[bytes], out: Path) -> list[Path]:
     """Write the images in the output of `truss predict`: a line of text, then the response as JSON.
 
-    truss predict exits with 0 even if the server refused the request. Raises CallFailed for that, too.
+    truss predict exits with 0 even if the server refused the request. Raises CallFailed for that, too, and NotWritable.
     """
-    text = output.read()
+    text = output.read().decode(errors="replace")
     start = text.find("{")
     try:
         response, _ = json.JSONDecoder().raw_decode(text, start) if start >= 0 else (None, 0)
-    except ValueError as error:
-        raise CallFailed(f"The response is cut off or not JSON: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CallFailed(f"The response is cut off or not JSON: {error}.", remedy=_PIPE) from error
     if response is None:
-        raise CallFailed(f"There is no response to save in {text.strip()[:200]!r}.")
+        raise CallFailed(f"There is no response to save in {text.strip()[:200]!r}.", remedy=_PIPE)
     return save_images(response, out)
 
 
@@ -142,7 +181,7 @@ def _error_text(response: object) -> str:
         error = error.get("message") or error
     if error:
         return error if isinstance(error, str) else json.dumps(error)
-    return f"The response holds no image: {json.dumps(response)[:500]}"
+    return f"its answer is {json.dumps(response)[:500]}"
 
 
 def _suffix_of(image: bytes) -> str:

@@ -24,8 +24,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import yaml
 
-from model.errors import PreheatError
+from engine_builder.files import read_file
+from model.errors import ConfigError, PreheatError
+from model.settings import read_settings
 
 # Variables that a container gets from its host. The server gets no others of this environment.
 _PASSED_VARIABLES = re.compile(
@@ -61,8 +64,9 @@ def build_context(root: Path, config: Path, out: Path) -> Path:
     """Make the Docker context that pushing `root` with `config` makes. Returns its folder, which is under `out`.
 
     Runs truss's own code for upload and build. The build reads only the config.yaml at the root of the upload, so it
-    works on an unpacked copy and never on the repository itself.
+    works on an unpacked copy and never on the repository itself. Raises ConfigError.
     """
+    check_config(config)
     upload, context = out / "upload", out / "context"
     for folder in (upload, context):
         shutil.rmtree(folder, ignore_errors=True)
@@ -79,6 +83,22 @@ def build_context(root: Path, config: Path, out: Path) -> Path:
     return context
 
 
+def check_config(config: Path) -> None:
+    """Raise ConfigError if a config.yaml cannot be read, or is not valid for truss or for the server."""
+    with warnings.catch_warnings(action="ignore"):
+        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
+
+        try:
+            entries = yaml.safe_load(read_file(config).decode())
+            if not isinstance(entries, dict):
+                raise ValueError("it holds no settings by name")
+            metadata = TrussConfig.from_dict(entries).to_dict()["model_metadata"]
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{config} is not a valid config.yaml: {reason}.", "See truss/configs.") from error
+    read_settings((metadata or {}).get("preheat"), variables=())
+
+
 def lay_out(context: Path, fs_root: Path) -> Layout:
     """Empty `fs_root` and copy a Docker context into it as the Dockerfile does. Runs none of its commands."""
     app, packages = fs_root / "app", fs_root / "packages"
@@ -86,7 +106,7 @@ def lay_out(context: Path, fs_root: Path) -> Layout:
     for folder in (app, packages):
         folder.mkdir(parents=True)
     with warnings.catch_warnings(action="ignore"):
-        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
+        from truss.base.truss_config import TrussConfig
         from truss.contexts.local_loader import docker_build_emulator  # type: ignore[import-untyped]
 
         docker_build_emulator.DockerBuildEmulator(context / "Dockerfile", context).run(fs_root)
