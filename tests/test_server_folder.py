@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine_builder.local_server.demo import serving
 from engine_builder.local_server.server import ServerFailed, free_port
 from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
@@ -104,6 +105,24 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
         server_folder(tmp_path / "file" / "servers"),
     ):
         pass
+
+
+def test_two_servers_at_once_keep_their_logs(tmp_path: Path) -> None:
+    """Each has its files while the other one ends, and what is kept at the end is one server's whole log."""
+    model = """
+        class Model:
+            def predict(self, request):
+                return {}
+    """
+    truss, config = stub_truss.write(tmp_path / "truss", model), tmp_path / "truss" / "config.yaml"
+    logs = [tmp_path / "logs" / "one.log", tmp_path / "logs" / "two.log"]
+    with serving(truss, config, tmp_path / "work", "s", "r", kept_log=logs[0]) as one:
+        with serving(truss, config, tmp_path / "work", "s", "r", kept_log=logs[1]) as two:
+            two.wait_ready(120)
+        assert not two.layout.root.exists()
+        one.wait_ready(120)
+    assert not folders(tmp_path / "work")
+    assert all("Completed model.load()" in log.read_text() for log in logs)
 
 
 def test_a_second_serve_on_a_port_leaves_the_first_one_alone(store: WritableStore, release: str) -> None:

@@ -283,7 +283,8 @@ def test_a_damaged_blob_is_said_by_the_server(
 
 def test_no_release_configured_is_said_by_the_server(layout: Layout) -> None:
     with Server(layout, environment={"PREHEAT_STORE": "", "PREHEAT_RELEASE": ""}) as server:
-        with pytest.raises(ServerFailed, match=r"\AThe server refused to start\. No store is configured\. Set model_metadata\.preheat\.store"):
+        refusal = r"\AThe server refused to start\. No store is configured\. Set model_metadata\.preheat\.store"
+        with pytest.raises(ServerFailed, match=refusal):
             server.wait_ready(READY_SECONDS)
 
 

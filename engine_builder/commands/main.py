@@ -163,7 +163,8 @@ def demo(
     draft = run_build(store, parse_plan(str(model)))
     manifest = run_publish(store, draft.model)
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
-    with demo_run.serving(ROOT, DEMO_CONFIG, SERVERS, store.url, manifest.name) as server:
+    log = ROOT / ".preheat" / "demo" / "server.log"
+    with demo_run.serving(ROOT, DEMO_CONFIG, SERVERS, store.url, manifest.name, kept_log=log) as server:
         with console.status("Starting the Truss server"):
             server.wait_ready(300)
         with _progress() as progress:

@@ -1,6 +1,8 @@
 """Serve a release with the real Truss server on this machine, and read its cold start from its metrics."""
 
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,20 +16,33 @@ from engine_builder.local_server.server_folder import server_folder
 
 @contextmanager
 def serving(
-    root: Path, config: Path, work: Path, store: str, release: str, port: int | None = None
+    root: Path,
+    config: Path,
+    work: Path,
+    store: str,
+    release: str,
+    port: int | None = None,
+    kept_log: Path | None = None,
 ) -> Iterator[Server]:
     """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
 
-    The context, the image's files and the log are kept in a new folder under `work`. Raises ConfigError,
-    ServerFailed or FolderFailed.
+    The context, the image's files and the log are kept in a new folder under `work`. In the end the log
+    replaces the file `kept_log`. Raises ConfigError, ServerFailed or FolderFailed.
     """
     check_config(config)
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
         environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
         log = folder.path / "server.log"
-        with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:
-            yield server
+        try:
+            with Server(layout, environment=environment, port=port, log=log, inherited=(folder.lock,)) as server:
+                yield server
+        finally:
+            if kept_log is not None and log.exists():
+                kept_log.parent.mkdir(parents=True, exist_ok=True)
+                # Copied, because an error names the log in the folder. Moved into place, because two may end at once.
+                shutil.copyfile(log, folder.path / "kept.log")
+                os.replace(folder.path / "kept.log", kept_log)
 
 
 def cold_start_phases(url: str) -> dict[str, float]:
