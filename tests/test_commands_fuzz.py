@@ -48,6 +48,7 @@ def every_command(files: OddFiles) -> list[Command]:
     rows = [*paths, *files.json]
     # The release exists in the good store, so a server would start but for the last value.
     missing = [name for name in NAMES if name != "toy/1"]
+    hours = [number for number in NUMBERS if number != "1_000"]  # valid, and simulated for a minute
     request = {"--width": NUMBERS, "--height": NUMBERS, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                "--seed": NUMBERS, "--images": NUMBERS, "--negative-prompt": TEXTS, "--scheduler": TEXTS}  # fmt: skip
     build = {"--refiner": models, "--precision": TEXTS, **store}
@@ -62,7 +63,7 @@ def every_command(files: OddFiles) -> list[Command]:
                          "--clients": [*NUMBERS, "1,", ",", "1,2,x", "0,1"], "--seconds": NUMBERS, "--out": rows,
                          "--plot": paths, "--url": URLS},
                 {**good, "--url": "http://127.0.0.1:9"}, (NAMES,)),
-        Command("plan-replicas", {"--cold-start": NUMBERS, "--p99": NUMBERS, "--load": rows, "--hours": NUMBERS,
+        Command("plan-replicas", {"--cold-start": NUMBERS, "--p99": NUMBERS, "--load": rows, "--hours": hours,
                                   "--curve": ["", "1", "1:", ":1", "1:0", "0:1", "1:nan", "1:inf", "1:1,", "1:1e308",
                                               "1:1e-308", "99999999999:1", "-1:1", "[/]", "1:0.1,1:0.2"],
                                   "--steps": NUMBERS, "--max-replica": NUMBERS, "--max-queue": NUMBERS, "--out": paths,

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from engine_builder.local_server.demo import serving
-from engine_builder.local_server.server import ServerFailed, free_port
+from engine_builder.local_server.server import Server, ServerFailed
 from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
 from tests.stand_ins import stub_truss
@@ -125,9 +126,18 @@ def test_two_servers_at_once_keep_their_logs(tmp_path: Path) -> None:
     assert all("Completed model.load()" in log.read_text() for log in logs)
 
 
+def test_a_port_is_taken_as_soon_as_a_server_starts(tmp_path: Path) -> None:
+    """The second server is refused at once, and not when it has loaded its model."""
+    layout = stub_truss.laid_out(tmp_path, "class Model:\n    def predict(self, request):\n        return {}\n")
+    with Server(layout) as first, pytest.raises(ServerFailed, match=f"Port {first.port} of 127.0.0.1 is taken"):
+        Server(layout, port=first.port).start()
+
+
 def test_a_second_serve_on_a_port_leaves_the_first_one_alone(store: WritableStore, release: str) -> None:
     """With the real command: the second one is refused, and the first still answers and has its files."""
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "engine_builder.commands.main", "serve", release, "--store", store.url]
     with subprocess.Popen(
         [*command, "--port", str(port)], cwd=stub_truss.REPOSITORY, stdout=subprocess.PIPE, text=True

@@ -1,16 +1,20 @@
 """Run the image's main.py as the image runs it. server.py starts this file in a process of its own.
 
 With `-S -P` neither this file's folder nor the entries of .pth files (an editable install, say) are on the import path.
-The path is the argument, so an import that fails in the image fails here. Two things differ from the image: the server
-listens on the loopback address only, and it ends with the process that started it. Imports only the standard library
-and what the server imports anyway.
+The path is an argument, so an import that fails in the image fails here. Two things differ from the image: the server
+accepts connections from a socket that it inherits, and it ends with the process that started it. Imports only the
+standard library and what the server imports anyway.
 
-    python -S -P launcher.py IMPORT_PATH    # os.pathsep-joined; the image's /app is first, and the current folder
+    python -S -P launcher.py SOCKET IMPORT_PATH
+
+SOCKET is the descriptor of a listening socket. IMPORT_PATH is os.pathsep-joined; the image's /app is first, and the
+current folder.
 """
 
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 from typing import Any
@@ -23,19 +27,20 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _listen_on_loopback_only() -> None:
+def _accept_from(descriptor: int) -> None:
+    """Make uvicorn use this listening socket instead of the address that it is given."""
     import uvicorn
 
-    class LoopbackConfig(uvicorn.Config):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "host": "127.0.0.1"})
+    class InheritingServer(uvicorn.Server):
+        async def serve(self, sockets: Any = None) -> None:
+            await super().serve([socket.socket(fileno=descriptor)])
 
-    uvicorn.Config = LoopbackConfig  # type: ignore[misc]
+    uvicorn.Server = InheritingServer  # type: ignore[misc]
 
 
 if __name__ == "__main__":
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.path[:] = sys.argv[1].split(os.pathsep)
-    _listen_on_loopback_only()
+    sys.path[:] = sys.argv[2].split(os.pathsep)
+    _accept_from(int(sys.argv[1]))
     # As __main__, so that the model's child processes find the server's main module, not this one.
     runpy.run_path("main.py", run_name="__main__")

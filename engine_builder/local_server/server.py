@@ -6,6 +6,7 @@ the image can be imported there: `import engine_builder` fails, as in production
 and ends with `stop` or with the process that started it. For Linux only.
 """
 
+import errno
 import json
 import os
 import re
@@ -37,6 +38,7 @@ _PASSED_VARIABLES = re.compile(
 )
 _POLL_SECONDS = 0.05
 _ERROR_LOG_LINES = 8
+_BACKLOG = 2048  # like uvicorn
 _TRACEBACK = "Traceback (most recent call last):\n"
 _OWN_ERROR = re.compile(r"model\.[\w.]+: ")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -144,7 +146,7 @@ class Server:
     ) -> None:
         self.layout = layout
         self._inherited = tuple(inherited)
-        self.port = port if port is not None else free_port()
+        self.port = port or 0
         self._environment = dict(environment or {})
         self._log_path = log
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -164,12 +166,16 @@ class Server:
         return self._process is not None and self._exit_code() is None
 
     def start(self) -> Self:
-        """Start the process and return at once. Raises ServerFailed if the port is in use."""
+        """Start the process and return at once. Raises ServerFailed if the port cannot be used."""
         if self._process is not None:
             raise ServerFailed("The server was started already.", "Stop it first.")
-        if not _is_free(self.port):
-            # Otherwise the other server's answers look like this one's.
-            raise ServerFailed(f"Port {self.port} of 127.0.0.1 is taken.", "Choose another one with --port.")
+        # The process inherits the listening socket, so no other server can take the port and answer for this one.
+        with _listen(self.port) as listener:
+            self.port = listener.getsockname()[1]
+            self._start(listener.fileno())
+        return self
+
+    def _start(self, listener: int) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="preheat-server-", ignore_cleanup_errors=True)
         home = Path(self._scratch.name)
         self._log = _Log(self._log_path or home / "server.log")
@@ -177,16 +183,15 @@ class Server:
             self._process = subprocess.Popen(
                 # -S: no .pth files, so no editable installs. -P: not the launcher's own folder. -u: the log is complete
                 # even if the process is killed.
-                [sys.executable, "-S", "-P", "-u", str(_LAUNCHER), _import_path(self.layout)],
+                [sys.executable, "-S", "-P", "-u", str(_LAUNCHER), str(listener), _import_path(self.layout)],
                 cwd=self.layout.app,
                 env=self._variables(home),
                 stdin=subprocess.PIPE,  # nothing is written: it closes with this process, and the server then ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                pass_fds=self._inherited,
+                pass_fds=(listener, *self._inherited),
                 start_new_session=True,  # its own group, so that `stop` also ends the model's child processes
             )
-        return self
 
     def wait_ready(self, timeout: float, progress: Callable[[str], None] | None = None) -> None:
         """Return when the model is loaded. `progress` is called with each message that the server logs until then.
@@ -202,7 +207,8 @@ class Server:
                     progress(message)
 
         # trust_env=False: a proxy of the environment cannot reach this machine's loopback address.
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
+        # The port accepts connections before the server reads them, so a short timeout keeps `progress` going.
+        with httpx.Client(trust_env=False, timeout=1.0) as client:
             while True:
                 # The process's state before its log, so that an ended process's log is read to its end.
                 exit_code = self._exit_code()
@@ -216,7 +222,7 @@ class Server:
                         report()  # the messages logged since, up to "Completed"
                         return
                 except httpx.TransportError:
-                    pass  # not listening yet, or ending, which the next check finds
+                    pass  # not reading yet, or ending, which the next check finds
                 time.sleep(_POLL_SECONDS)
 
     def wait(self) -> int:
@@ -292,23 +298,19 @@ def _import_path(layout: Layout) -> str:
     return os.pathsep.join([str(layout.app), *entries, str(layout.packages)])
 
 
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
+def _listen(port: int) -> socket.socket:
+    """Listen on a port of 127.0.0.1, or on any free one for 0. Raises ServerFailed."""
+    listener = socket.socket()
+    try:
         # As uvicorn sets it: the port of a server that has just ended is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        fact = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
+        raise ServerFailed(f"Port {port} of 127.0.0.1 {fact}.", "Choose another one with --port.") from error
+    return listener
 
 
 def _describe_exit(exit_code: int) -> str:
