@@ -18,6 +18,7 @@ from pathlib import Path
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.engines import build_engines
+from engine_builder.backends.aot_inductor.remaining_time import RemainingTime
 from engine_builder.backends.aot_inductor.tuning import use_tuning_cache
 from engine_builder.backends.built import ReportProgress
 from engine_builder.building.build_plan import BuildPlan
@@ -61,11 +62,13 @@ def build(
     report: ReportProgress = lambda *_: None,
     tuning: Path | None = None,
     processes: int = 1,
+    remaining: RemainingTime | None = None,
 ) -> BuildResult:
     """Write everything that the plan names to the store.
 
     `tuning`: folder for the compiler's measurements of the target's kernels; None: the compiler's own folder.
-    `processes`: number of engines to compile at once, see `compile_jobs`. Raises CheckpointError, SizesRefused,
+    `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` estimates how long they still
+    compile, for a caller that shows it. Raises CheckpointError, SizesRefused,
     CompileError, InaccurateEngine, or BrokenImage if the model generates NaN.
     """
     # 1. Check everything that can be checked before work begins.
@@ -105,7 +108,7 @@ def build(
 
     with use_tuning_cache(tuning) if tuning else nullcontext():
         if plan.tensorrt is None:
-            engines = build_engines(plan, networks, real, store, report_engine, processes)
+            engines = build_engines(plan, networks, real, store, report_engine, processes, remaining or RemainingTime())
         else:
             from engine_builder.backends.tensorrt.plan_store import build_plans
 

@@ -1,8 +1,9 @@
 """The commands that compile: `preheat build` and `preheat export-onnx`."""
 
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,6 +40,7 @@ _PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "tensorrt": (FP32, FP16), "on
 def build(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
+    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave MODEL/refiner out.")] = False,
     name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
@@ -79,9 +81,12 @@ def build(
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, and store them with the weights."""
     destination = opened(store, cache_dir)
+    if refiner and no_refiner:
+        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     plan = parse_plan(
-        model, refiner, name, precision, vae_precision, size or (), runtime, refit, compatibility, workspace, level
-    )
+        model, refiner, name, precision, vae_precision, size or (), runtime, refit, compatibility, workspace, level,
+        with_refiner=not no_refiner,
+    )  # fmt: skip
     draft = run_build(destination, plan, jobs)
     console.print(f"Next: preheat publish {plain(draft.model)} --store {plain(store)}")
 
@@ -92,6 +97,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     Raises as `engine_builder.building.build.build` does.
     """
     from engine_builder.backends.aot_inductor.compile_jobs import default_processes
+    from engine_builder.backends.aot_inductor.remaining_time import RemainingTime
     from engine_builder.building.build import build as build_model
 
     target = plan.target
@@ -100,8 +106,10 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
         f"{_vae_remark(plan)}{_sizes_remark(plan)}"
     )
     started = time.perf_counter()
-    with _progress() as report:
-        result = build_model(plan, store, report, TUNING / target.key, jobs or default_processes(target))
+    remaining = RemainingTime()
+    with _progress(remaining.seconds) as report:
+        processes = jobs or default_processes(target)
+        result = build_model(plan, store, report, TUNING / target.key, processes, remaining)
     table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
     for engine in result.draft.engines:
         compiled = f"{engine.build_seconds:.0f} s" if engine.component in result.compiled else "reused"
@@ -118,9 +126,11 @@ def parse_plan(
     model: str, refiner: str | None = None, name: str | None = None, precision: str | None = None,
     vae_precision: str | None = None, sizes: Sequence[str] = (), runtime: str = "aot_inductor",
     refit: str = "identical", compatibility: str = "none", workspace: float | None = None, level: int = 3,
+    with_refiner: bool = True,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build` for this machine; None and empty select the defaults.
 
+    Without `with_refiner` the model's own refiner is left out.
     Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, and CheckpointError.
     """
     if runtime not in _RUNTIMES:
@@ -143,7 +153,7 @@ def parse_plan(
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
-        refiner=refiner_checkpoint,
+        refiner=refiner_checkpoint if with_refiner else None,
         target=target,
         precision=unet_precision,
         sizes=buckets or default_sizes(base, target),
@@ -222,21 +232,30 @@ def export_onnx(
 
 
 @contextmanager
-def _progress() -> Iterator["ReportProgress"]:
-    """Show a progress bar on a terminal, and one line per activity elsewhere."""
+def _progress(remaining: Callable[[], float] = lambda: 0.0) -> Iterator["ReportProgress"]:
+    """Show a progress bar on a terminal, and one line per activity elsewhere.
+
+    `remaining` returns the estimated seconds until all engines are compiled; zero if unknown.
+    """
     if not console.is_terminal:
         started = time.perf_counter()
 
         def print_line(component: str, activity: str, done: int, steps: int) -> None:
-            console.print(f"{time.perf_counter() - started:6.1f} s  {done:2}/{steps}  {component}: {activity}")
+            line = f"{time.perf_counter() - started:6.1f} s  {done:2}/{steps}  {component}: {activity}"
+            console.print(", ".join(filter(None, [line, _left(remaining())])), soft_wrap=True)
             sys.stdout.flush()
 
         yield print_line
         return
-    with steps_bar() as progress:
+    with steps_bar(lambda: _left(remaining())) as progress:
         task = progress.add_task("Starting", total=None)
 
         def update_bar(component: str, activity: str, done: int, steps: int) -> None:
             progress.update(task, description=f"{component}: {activity}", completed=done, total=steps)
 
         yield update_bar
+
+
+def _left(seconds: float) -> str:
+    """ "about 50 s left", rounded up to 5 s; empty for zero."""
+    return f"about {math.ceil(seconds / 5) * 5} s left" if seconds else ""

@@ -15,12 +15,15 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.settings import STORE_SETTINGS, read_settings
@@ -72,13 +75,24 @@ class Meter:
 meter = Meter()
 
 
-def steps_bar(**options: Any) -> Progress:
-    """Return a progress bar that counts steps; `options` are those of Progress."""
+def steps_bar(note: Callable[[], str] = lambda: "", **options: Any) -> Progress:
+    """Return a progress bar that counts steps, with a note behind the time. `options` are those of Progress."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
+        TimeElapsedColumn(), _Note(note),
     )  # fmt: skip
     return Progress(*columns, console=console, **options)
+
+
+class _Note(ProgressColumn):
+    """Shows what a function returns."""
+
+    def __init__(self, note: Callable[[], str]) -> None:
+        super().__init__()
+        self._note = note
+
+    def render(self, task: Task) -> Text:
+        return Text(self._note())
 
 
 def opened(store: str, cache_dir: Path | None = None) -> WritableStore:

@@ -157,10 +157,12 @@ def demo(
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
     model: Annotated[Path, typer.Option(help="Folder of the model.")] = ROOT / "data" / "tiny-sdxl",
 ) -> None:
-    """Build, publish, start the real server, request one image over HTTP, and print the times."""
+    """Build, publish, start the real server, request one image over HTTP, and print the times.
+
+    Compiles only what the image needs: the refiner with --refiner alone."""
     check_targets(out, _suffix_of(out), 1)
     store = opened(DEFAULT_STORE)
-    draft = run_build(store, parse_plan(str(model)))
+    draft = run_build(store, parse_plan(str(model), with_refiner=refiner))
     manifest = run_publish(store, draft.model)
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}
     log = ROOT / ".preheat" / "demo" / "server.log"

@@ -25,7 +25,7 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, SizesRefused
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.build import _bucket_remark, _vae_remark
+from engine_builder.commands.build import _bucket_remark, _vae_remark, parse_plan
 from engine_builder.commands.main import app
 from engine_builder.networks.network import NETWORK_VERSION, Network
 from engine_builder.releases.publish import publish
@@ -212,7 +212,7 @@ def test_continues_a_killed_build(
                 os.killpg(building.pid, signal.SIGKILL)
                 break
     assert building.returncode == -signal.SIGKILL
-    assert lines[-2:] == ["text_encoder compiling", "text_encoder_2 compiling"]
+    assert lines[-3:] == ["text_encoder compiling", "text_encoder checking", "text_encoder_2 compiling"]
 
     root = Path(store_copy.url.removeprefix("file://"))
     for blob in (root / "blobs" / "sha256").iterdir():
@@ -462,6 +462,16 @@ def test_sizes_of_a_build_with_and_without_size_option(
     output = re.sub(r"\s+", " ", result.output)
     assert all(f"{width}x{height}@{batch}" in output for batch, height, width in planned)
     assert bool(planned) == ("sizes @ batch" in output)
+
+
+def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(toy_folder, tmp_path / "model"))
+    (model / "refiner").mkdir()
+    (model / "refiner" / "model_index.json").write_text("{}")
+    assert parse_plan(str(model)).refiner is not None
+    assert parse_plan(str(model), with_refiner=False).refiner is None
+    both = CliRunner().invoke(app, ["build", str(model), "--refiner", str(model / "refiner"), "--no-refiner"])
+    assert both.exit_code == 2 and "contradicts --refiner" in both.output
 
 
 def test_refuses_a_vae_that_normalizes_latents(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, CompileResult, compile_jobs
+from engine_builder.backends.aot_inductor.remaining_time import RemainingTime, expected_seconds
 from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
@@ -73,8 +74,12 @@ def build_engines(
     store: WritableStore,
     report: ReportActivity,
     processes: int,
+    remaining: RemainingTime,
 ) -> BuiltEngines:
-    """Build every component's engines, or reuse stored ones. Raises CompileError or InaccurateEngine."""
+    """Build every component's engines, or reuse stored ones. Raises CompileError or InaccurateEngine.
+
+    `remaining` is told which engines are compiled, and when.
+    """
     planned = [
         _PlannedEngine(
             network, bucket, compiler.engine_key(network, plan.target, bucket), plan.target.device, real[component]
@@ -113,10 +118,19 @@ def build_engines(
             )
             for key, engine in missing.items()
         ]  # fmt: skip
-        results = compile_jobs(jobs, networks, processes, lambda job: progress(missing[job.key], "compiling"))
+
+        def start(job: CompileJob) -> None:
+            remaining.started(job.key)
+            progress(missing[job.key], "compiling")
+
+        expected = {job.key: expected_seconds(job.component, plan.target.device) for job in jobs}
+        remaining.plan(expected, min(processes, len(jobs)))
+        results = compile_jobs(jobs, networks, processes, start)
         with closing(results):
             for result in results:
                 engine = missing[result.job.key]
+                remaining.finished(engine.key)
+                progress(engine, "checking")
                 built[engine.key], accuracies[engine.identity] = _check_and_store(engine, result, store)
                 result.job.package.unlink()
     engines = BuiltEngines()
