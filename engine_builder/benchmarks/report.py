@@ -3,6 +3,7 @@
 Each file is a section, named after it. A section has a table of its rows, and those of these plots that its rows have
 values for:
 
+    seconds an image            the section of `speed_chart`, beside others' numbers
     cold start by phase         rows with `phases`
     time by stage               rows with `stages`
     latency against steps       rows in ms or s that differ in steps only
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine_builder.benchmarks import speed_chart
 from engine_builder.benchmarks.rows import BadRows, Row, read_rows
 from engine_builder.files import check_writable, write_file
 from model.errors import PreheatError
@@ -94,6 +96,8 @@ def title_of(name: str) -> str:
 def plots_of(name: str, rows: Sequence[Row]) -> list[Plot]:
     """Return the plots that a section's rows have values for."""
     plots = []
+    if name == speed_chart.SECTION:
+        plots.append(Plot(f"{name}-seconds-per-image", speed_chart.TITLE, partial(speed_chart.draw, rows=rows)))
     if phased := [row for row in rows if row.phases]:
         draw = partial(_stack, rows=phased, parts="phases", unit="seconds")
         plots.append(Plot(f"{name}-cold-start", "Cold start by phase", draw))
