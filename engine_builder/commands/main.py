@@ -15,6 +15,7 @@ from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
 from engine_builder.commands.build import build, export_onnx, parse_plan, run_build
+from engine_builder.commands.check_config import check_config
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
     DEFAULT_STORE,
@@ -40,7 +41,20 @@ from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(bench_app)
-for command in (build, export_onnx, report, load, plan_replicas, keygen, publish, releases, verify, copy, gc):
+for command in (
+    build,
+    check_config,
+    export_onnx,
+    report,
+    load,
+    plan_replicas,
+    keygen,
+    publish,
+    releases,
+    verify,
+    copy,
+    gc,
+):
     app.command()(command)
 
 
