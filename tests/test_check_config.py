@@ -91,7 +91,10 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "unknown setting": ({"publik_key": "x"}, r"model_metadata\.preheat\.publik_key"),
     "invalid key": ({"public_key": "ed25519:x"}, r"is not a public key"),
     "untrusted": ({"public_key": str(public_key(Ed25519PrivateKey.generate()))}, r"is not signed"),
-    "other torch": ({"requirements": TORCH_213}, r"The config pins torch2\.13-cu130, and release .*-torch2\.11-cu130\. Pin"),
+    "other torch": (
+        {"requirements": TORCH_213},
+        r"The config pins torch2\.13-cu130, and release .*-torch2\.11-cu130\. Pin",
+    ),
     "torch not pinned": ({"requirements": ["torch>=2"]}, r"do not pin torch"),
     "size not built": (
         {"buckets": [{"height": 512, "width": 512, "rows": 2}]},
