@@ -19,7 +19,6 @@ from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
 from model.store.manifest import Blob
 from model.store.sink import Sink
-from model.weights import cache as weights
 from model.weights import stream as streaming
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
@@ -167,7 +166,6 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
 def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: weights stream while other blobs are fetched and verified."""
     store.write_release(releases.draft(store, releases.toy()))
-    monkeypatch.setattr(weights, "copies_to", lambda device: True)
     cold_start = ColdStart()
     loaded = load_release(store, NAME, [cpu_target()], [], cold_start)
     x = torch.randn(2, 4, 8, 8)
@@ -183,7 +181,6 @@ def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch:
 
 def test_failing_load_stops_streaming(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write_release(releases.draft(store, releases.toy()))
-    monkeypatch.setattr(weights, "copies_to", lambda device: True)
     monkeypatch.setattr(streaming, "MAX_THREADS", 1)
     begun, failed = threading.Event(), threading.Event()
     streamed: list[str] = []
@@ -215,11 +212,10 @@ def test_shared_weights_are_streamed_once(store: WritableLocalStore, monkeypatch
         "stream",
         lambda self, digest, size, sink: (streamed.append(digest), stream(self, digest, size, sink)),
     )
-    monkeypatch.setattr(weights, "copies_to", lambda device: True)
     cache = WeightsCache(store, CPU)
     one = manifest.weights[0]
     other = manifest.weights[1].model_copy(update={"blobs": one.blobs})
-    assert cache.begin([one, other], ColdStart())
+    cache.begin([one, other], ColdStart())
     first, second = cache.load(one), cache.load(other)
     assert all(first[name] is second[name] for name in first)
     assert sorted(streamed) == sorted(blob.sha256 for blob in one.blobs)

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
-from model.errors import CorruptBlob, StoreError
+from model.errors import CorruptBlob
 from model.store.manifest import Blob, WeightsRecord
 from model.weights.cache import WeightsCache
-from model.weights.mapped import map_file, tensors_in
+from model.weights.stream import tensors_in
 from tests.stand_ins.releases import keep
 
 CPU = torch.device("cpu")
@@ -107,12 +107,3 @@ def test_reads_bytes_in_memory() -> None:
     for bad in (bytearray(data[:-1]), bytearray()):
         with pytest.raises(CorruptBlob, match="is not a safetensors file"):
             tensors_in(bad, Blob(sha256="0" * 64, bytes=len(bad)))
-
-
-def test_reports_file_that_cannot_be_mapped(store: WritableLocalStore) -> None:
-    blob = record(store, save(ONE)).blobs[0]
-    with pytest.raises(StoreError, match="cannot be mapped"):
-        map_file(store.root / "gone", blob)
-    (store.root / "short").write_bytes(b"x")
-    with pytest.raises(StoreError, match="cannot be mapped"):
-        map_file(store.root / "short", blob)

@@ -73,8 +73,8 @@ def load_release(
         }
         check_memory(device, selection)
     with WeightsCache(store, device) as cache:
-        streamed = cache.begin([record for records in selection.weights.values() for record in records], cold_start)
-        blobs = selection.blobs(weights=not streamed)
+        cache.begin([record for records in selection.weights.values() for record in records], cold_start)
+        blobs = selection.blobs(weights=False)
         with cold_start.phase("fetch"):
             store.fetch(blobs)
         with cold_start.phase("verify"):

@@ -1,6 +1,7 @@
 """Blobs of weights -> tensors on the device, one copy of each for all engines and components that name it.
 
-On the CPU, tensors are views of mapped, verified files. To a GPU they are streamed (model/weights/stream.py).
+They are streamed (model/weights/stream.py), on the CPU too: the bytes that were verified are the bytes that are used. A
+file that changes after the load, or shrinks, cannot harm the server, as it would if its pages were mapped.
 """
 
 import threading
@@ -14,10 +15,7 @@ from model.cold_start import ColdStart
 from model.errors import CorruptBlob
 from model.store.manifest import WeightsRecord
 from model.store.store import Store
-from model.weights.mapped import map_file
 from model.weights.stream import Tensors, stream_weights
-
-_HASHING_THREADS = 8
 
 
 class WeightsCache:
@@ -43,13 +41,8 @@ class WeightsCache:
             wait([self._streaming])
             self._streaming = None
 
-    def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> bool:
-        """Start streaming all weights of `records` to the device in the background; `load` waits for them.
-
-        Returns False on the CPU, where blobs are mapped and must be fetched first.
-        """
-        if not copies_to(self._device):
-            return False
+    def begin(self, records: Iterable[WeightsRecord], cold_start: ColdStart) -> None:
+        """Start streaming all weights of `records` to the device in the background; `load` waits for them."""
         blobs = [blob for record in records for blob in record.blobs]
 
         def stream() -> dict[str, Tensors]:
@@ -59,7 +52,6 @@ class WeightsCache:
         pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-stream")
         self._streaming = pool.submit(stream)
         pool.shutdown(wait=False)
-        return True
 
     def load(self, record: WeightsRecord) -> Tensors:
         """Return the tensors of a component by name. Raises CorruptBlob or StoreError."""
@@ -73,21 +65,11 @@ class WeightsCache:
         return self._loaded[record.identity]
 
     def _blobs(self, record: WeightsRecord) -> list[Tensors]:
-        if copies_to(self._device):
-            streaming = self._streaming
-            streamed = streaming.result() if streaming else stream_weights(self._store, record.blobs, self._device)
-            return [streamed[blob.sha256] for blob in record.blobs]
-        # Hashing releases the interpreter lock, so blobs are verified in parallel.
-        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-            paths = list(pool.map(lambda blob: self._store.get(blob.sha256, blob.bytes), record.blobs))
-        return [map_file(path, blob) for path, blob in zip(paths, record.blobs, strict=True)]
+        streaming = self._streaming
+        streamed = streaming.result() if streaming else stream_weights(self._store, record.blobs, self._device)
+        return [streamed[blob.sha256] for blob in record.blobs]
 
     @property
     def bytes(self) -> int:
         """Bytes of all loaded tensors."""
         return sum(t.nbytes for tensors in self._loaded.values() for t in tensors.values())
-
-
-def copies_to(device: torch.device) -> bool:
-    """True if weights must be copied to the device; on the CPU they are mapped."""
-    return device.type != "cpu"

@@ -148,6 +148,17 @@ def tensor_view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
     return data.view(dtype).view(extent.shape)
 
 
+def tensors_in(data: bytearray, blob: Blob) -> Tensors:
+    """Return the tensors of a blob's verified bytes in CPU memory as views. Raises CorruptBlob."""
+    refuse_empty(blob)
+    try:
+        extents = read_header(memoryview(data), blob.bytes)
+    except InvalidHeader as error:
+        raise invalid_weights(blob.sha256, error) from error
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    return {name: tensor_view(flat[extent.start : extent.end], extent) for name, extent in extents.items()}
+
+
 def stream_weights(
     store: Store,
     blobs: Iterable[Blob],

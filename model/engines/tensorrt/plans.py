@@ -8,7 +8,7 @@ from model.engines.tensorrt.engine import PlanError, TensorRTEngine, TensorRTPla
 from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord
 from model.store.store import Store
-from model.weights.mapped import tensors_in
+from model.weights.stream import tensors_in
 
 
 class Plans:
