@@ -157,8 +157,7 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         keys += [key for key in of_device if "-trt" in key]
     if not keys:
         raise NoEngineForTarget(
-            f"The config pins {torch}, and release {manifest.name} has engines for "
-            f"{', '.join(of_device)}.",
+            f"The config pins {torch}, and release {manifest.name} has engines for {', '.join(of_device)}.",
             "Pin the torch of the release under requirements, or build and publish with the pinned one.",
         )
     targets = [_parse_target(key) for key in keys]
