@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +94,7 @@ def make_row(
         runs=len(values),
         gpu=_device_name(),
         driver=_driver(),
-        torch=version("torch"),
+        torch=_torch_version(),
         precision=precision,
         steps=steps,
         batch=batch,
@@ -159,6 +158,13 @@ def _device_name() -> str:
             cpu = line.split(":", 1)[1].strip()
             break
     return f"{cpu}, {torch.get_num_threads()} threads"
+
+
+def _torch_version() -> str:
+    """Return torch's version with its build: "2.11.0+cu130"."""
+    import torch
+
+    return str(torch.__version__)
 
 
 def _command_line() -> str:
