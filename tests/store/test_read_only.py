@@ -40,8 +40,7 @@ SERVE = """
 
 def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
     store = WritableLocalStore(tmp_path / "store")
-    manifest = releases.draft(store, releases.toy())
-    store.write_release(manifest)
+    store.write_release(releases.draft(store, releases.toy()))
     (tmp_path / "temporary").mkdir()
     before = {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))}
     target = cpu_target()
@@ -54,8 +53,7 @@ def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
         )
     )  # fmt: skip
     assert result["refused"] == "Read-only file system"
-    weights = {str(store.root / "blobs" / "sha256" / b.sha256) for record in manifest.weights for b in record.blobs}
-    assert set(result["mapped"]) == weights, "the files themselves are mapped"
+    assert result["mapped"] == [], "a mapped file could change under the server"
     assert {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))} == before
     assert not list((tmp_path / "temporary").iterdir()), "no blob was copied elsewhere"
 
