@@ -1,6 +1,6 @@
 """Weights that an attacker wrote: invalid safetensors headers, and pickles.
 
-Each is loaded both ways: from mapped files, and streamed to a device.
+Each is loaded by the cache of weights, and by the stream alone.
 """
 
 import json
