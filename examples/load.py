@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Send requests at a given rate for a given time, and report the latency: a load test with an open loop.
+
+    python load.py --rate 2 --seconds 30 --fields '{"num_inference_steps": 20}'
+
+Arrivals are random (a Poisson process) and do not wait for earlier answers. A latency counts from the moment at which
+the request was due, so a slow client does not make the server look fast. A request that is refused with 429 is not
+repeated. The last line of the output is JSON. Exits with status 1 if a request failed, or if none finished.
+
+MODEL_URL or --url is the address of the model; the default is a local server. The key in BASETEN_API_KEY is sent only
+over https. Requests to a deployed model cost money.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
+
+
+class Failed(Exception):
+    """The model cannot be measured."""
+
+
+@dataclass
+class Results:
+    """The answers so far. `latencies`: seconds of each finished request."""
+
+    latencies: list[float] = field(default_factory=list)
+    refused: int = 0
+    failed: int = 0
+    first_failure: str = ""
+
+
+def explain(answer: httpx.Response) -> str:
+    """Return the status and the message of an answer without images."""
+    try:
+        reason = " ".join(str(answer.json()["error"]).split())
+    except (ValueError, KeyError, TypeError):
+        reason = answer.text.strip()[:300] or "no reason given"
+    return f"{answer.status_code}: {reason}"
+
+
+async def check(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, dict[str, str]]:
+    """Send one request that is not measured. Return its number of images and its engine. Raises Failed."""
+    try:
+        answer = await client.post(url, content=body)
+    except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
+        reason = str(error) or type(error).__name__
+        raise Failed(f"{url} cannot be reached: {reason}. Check MODEL_URL, and that the server runs.") from error
+    if not answer.is_success:
+        raise Failed(f"The first request got no image. {explain(answer)}")
+    try:
+        response = answer.json()
+        return len(response["images"]), response["engine"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Failed("The answer holds no images. Check that MODEL_URL is a Preheat model.") from error
+
+
+async def request_once(client: httpx.AsyncClient, url: str, body: str, due: float, results: Results) -> None:
+    try:
+        answer = await client.post(url, content=body)
+    except httpx.RequestError as error:
+        failure = f"{type(error).__name__}: {error}"
+    else:
+        if answer.is_success:
+            results.latencies.append(time.perf_counter() - due)
+            return
+        if answer.status_code == 429:
+            results.refused += 1
+            return
+        failure = explain(answer)
+    results.failed += 1
+    results.first_failure = results.first_failure or failure
+
+
+async def run(url: str, body: str, rate: float, seconds: float, timeout: float, seed: int) -> dict[str, Any]:
+    """Return the report of a run. `seed` chooses the arrivals. Raises Failed."""
+    secure = url.startswith("https://")
+    headers = {"Content-Type": "application/json"}
+    if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
+        headers["Authorization"] = f"Api-Key {key}"
+    results, arrivals, chance = Results(), 0, random.Random(seed)
+    # No limit of connections: a request would wait for one, and the loop would no longer be open. A proxy of the
+    # environment cannot reach a local server.
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=secure) as client:
+        images, engine = await check(client, url, body)
+        began = due = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            while (due := due + chance.expovariate(rate)) < began + seconds:
+                await asyncio.sleep(due - time.perf_counter())
+                group.create_task(request_once(client, url, body, due, results))
+                arrivals += 1
+        took = time.perf_counter() - began
+    if results.first_failure:
+        print(f"The first failure: {results.first_failure}", file=sys.stderr)
+    ordered = sorted(results.latencies)
+    return {
+        "rate": rate,
+        "arrivals": arrivals,
+        "finished": len(ordered),
+        "refused": results.refused,
+        "failed": results.failed,
+        "p50_seconds": percentile(ordered, 50),
+        "p90_seconds": percentile(ordered, 90),
+        "p99_seconds": percentile(ordered, 99),
+        "images_per_second": round(len(ordered) * images / took, 3),
+        "seconds": round(took, 3),
+        "engine": engine,
+    }
+
+
+def percentile(ordered: list[float], percent: int) -> float | None:
+    """Return the smallest value that `percent` of the values do not exceed, or None without values."""
+    return round(ordered[math.ceil(len(ordered) * percent / 100) - 1], 4) if ordered else None
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the report as a table, then as one line of JSON."""
+    for name, value in report.items():
+        if name != "engine":
+            print(f"{name:18} {'-' if value is None else value}")
+    print(json.dumps(report))
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse --fields."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def positive(text: str) -> float:
+    """Parse --rate, --seconds and --timeout."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Send requests at a rate for a time, and report the latency.")
+    parser.add_argument("--prompt", default="a red circle on a white background")
+    parser.add_argument("--rate", type=positive, default=1.0, help="requests per second on average")
+    parser.add_argument("--seconds", type=positive, default=10.0, help="time in which requests arrive")
+    parser.add_argument("--fields", type=json_object, default={}, help="more fields of every request, as JSON")
+    parser.add_argument(
+        "--arrivals-seed", dest="seed", type=int, default=0, help="the same seed gives the same arrivals"
+    )
+    parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
+    # Longer than a server's deadline (300 s unless configured), so that its own answer arrives.
+    parser.add_argument("--timeout", type=positive, default=330.0, help="seconds to wait for one answer")
+    options = parser.parse_args()
+    body = json.dumps(options.fields | {"prompt": options.prompt, "stream": False})
+    try:
+        report = asyncio.run(run(options.url, body, options.rate, options.seconds, options.timeout, options.seed))
+    except Failed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("Interrupted. The open requests are cancelled.", file=sys.stderr)
+        return 130
+    show(report)
+    return 1 if report["failed"] or not report["finished"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
