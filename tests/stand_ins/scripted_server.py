@@ -1,0 +1,101 @@
+"""An HTTP server whose answers a test scripts: what a real one is hard to bring to, such as half an answer."""
+
+import datetime
+import ipaddress
+import json
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import TracebackType
+from typing import Any, Self
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+
+@dataclass
+class Answer:
+    """A status, a body and more headers. The connection is closed after the body."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class ScriptedServer:
+    """Answers each POST with `script(number, request)`: how many came before it, and its JSON.
+
+    `certificate` (see `write_certificate`) makes it an https server.
+    """
+
+    def __init__(self, script: Callable[[int, dict[str, Any]], Answer], certificate: Path | None = None) -> None:
+        self.headers: list[dict[str, str]] = []
+        """The headers of each request, in order. Their names are in lower case."""
+        seen = self.headers
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                number = len(seen)
+                seen.append({name.lower(): value for name, value in self.headers.items()})
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = script(number, request)
+                try:
+                    self.send_response(answer.status)
+                    for name, value in answer.headers.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(answer.body)
+                except ConnectionError:
+                    pass  # the client did not wait
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        scheme = "http"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            scheme = "https"
+        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}/production/predict"
+
+    def __enter__(self) -> Self:
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def write_certificate(path: Path) -> Path:
+    """Write a self-signed certificate of 127.0.0.1 with its key. Returns `path`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(private + certificate.public_bytes(serialization.Encoding.PEM))
+    return path

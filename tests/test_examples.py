@@ -1,0 +1,430 @@
+"""The programs of examples/, each as its own process: against the real server, and against answers it rarely gives."""
+
+import base64
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from engine_builder.local_server.server import Server
+from tests.conftest import READY_SECONDS, REPOSITORY
+from tests.stand_ins.scripted_server import Answer, ScriptedServer, write_certificate
+
+EXAMPLES = REPOSITORY / "examples"
+PREDICT = "/v1/models/model:predict"
+PROMPT = "a red circle"
+SMALL = {"width": 64, "height": 64, "num_inference_steps": 2}
+# Takes a minute on two cores: the server is busy until its client leaves.
+LONG = {"width": 512, "height": 512, "num_inference_steps": 100, "num_images": 8}
+# Program -> the file of its (first) image. load.py writes none.
+IMAGE = {
+    "generate.py": "image.png",
+    "generate_async.py": "images/1.png",
+    "stream.py": "image.png",
+    "generate.sh": "image.png",
+    "load.py": None,
+}
+ALL = list(IMAGE)
+REPEATING = ["generate.py", "generate_async.py"]
+PYTHON = [name for name in ALL if name.endswith(".py")]
+
+
+def command(program: str, fields: dict[str, Any], *more: str) -> list[str]:
+    """The arguments of a program that generates PROMPT."""
+    path, given = str(EXAMPLES / program), json.dumps(fields)
+    if program == "generate.sh":
+        return [path, PROMPT, "image.png", given, *more]
+    prompt = ["--prompt", PROMPT, "--rate", "5", "--seconds", "1"] if program == "load.py" else [PROMPT]
+    out = ["--out", "images"] if program == "generate_async.py" else []
+    return [sys.executable, path, *prompt, "--fields", given, *out, *more]
+
+
+def environment(url: str, **more: str) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "MODEL_URL": url} | more
+
+
+def run(arguments: list[str], url: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in `folder`. `more`: variables of its environment."""
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment(url, **more), capture_output=True, text=True, timeout=READY_SECONDS
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def keep_old(program: str, folder: Path) -> dict[str, bytes]:
+    """Write an image of an earlier run. Returns all files of the folder with their content."""
+    if (name := IMAGE[program]) is None:
+        return {}
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"old")
+    return {name: b"old"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in files(folder)}
+
+
+@pytest.fixture(scope="module")
+def url(server: Server) -> str:
+    return server.url + PREDICT
+
+
+# -- the real server --------------------------------------------------------------------------------------------------
+
+
+def readme_commands() -> list[list[str]]:
+    """The commands of the README that run an example."""
+    lines = re.findall(r"^ {4}(.*examples/.*)$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    return [shlex.split(line) for line in lines]
+
+
+def program_of(words: list[str]) -> str:
+    return next(Path(word).name for word in words if word.startswith("examples/"))
+
+
+@pytest.mark.parametrize("words", readme_commands(), ids=program_of)
+def test_readme_command_works(words: list[str], url: str, tmp_path: Path) -> None:
+    words = [sys.executable if word == ".venv/bin/python" else word for word in words]
+    done = run([str(REPOSITORY / word) if word.startswith("examples/") else word for word in words], url, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if "load.py" in done.args[1]:
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report["finished"] == report["arrivals"] > 0 and report["failed"] == 0
+        assert 0 < report["p50_seconds"] <= report["p90_seconds"] <= report["p99_seconds"]
+        assert report["engine"]["release"].startswith("tiny-sdxl/")
+        return
+    written = done.stdout.split()
+    assert written and set(written) == {name for name in files(tmp_path) if "preview" not in name}
+    for name in files(tmp_path):
+        with Image.open(tmp_path / name) as picture:
+            picture.load()
+            assert picture.format == {".png": "PNG", ".jpg": "JPEG"}[Path(name).suffix]
+
+
+def test_readme_runs_every_file() -> None:
+    """So that test_readme_command_works runs it, too."""
+    programs = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
+    assert programs == {program_of(words) for words in readme_commands()} == set(ALL)
+
+
+@pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
+def test_image_is_the_server_s(program: str, url: str, tmp_path: Path) -> None:
+    request = SMALL | {"prompt": PROMPT, "seed": 5, "output_format": "png"}
+    expected = httpx.post(url, json=request, trust_env=False, timeout=READY_SECONDS).json()["data"]
+    done = run(command(program, SMALL | {"seed": 5}), url, tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{IMAGE[program]}\n"), done.stderr
+    assert (tmp_path / str(IMAGE[program])).read_bytes() == base64.b64decode(expected)
+
+
+@pytest.mark.parametrize("program", ["generate.py", "stream.py"])
+def test_several_images_have_numbers(program: str, url: str, tmp_path: Path) -> None:
+    done = run(command(program, SMALL | {"num_images": 2}, "--out", "new/red.webp"), url, tmp_path)
+    assert done.stdout.split() == files(tmp_path) == ["new/red-1.webp", "new/red-2.webp"], done.stderr
+
+
+def test_stream_writes_and_shows_previews(url: str, tmp_path: Path) -> None:
+    fields = SMALL | {"num_inference_steps": 5, "preview_every": 2}
+    done = run(command("stream.py", fields, "--show"), url, tmp_path)
+    assert files(tmp_path) == ["image-preview-2.jpg", "image-preview-4.jpg", "image.png"]
+    shown = re.findall(r"\033\]1337;File=inline=1:(\S+)\a", done.stdout)
+    assert [base64.b64decode(data) for data in shown] == [
+        (tmp_path / f"image-preview-{step}.jpg").read_bytes() for step in (2, 4)
+    ]
+    assert done.stdout.splitlines()[-1] == "image.png"
+    assert re.findall(r"step (\d) of 5", done.stderr).count("5") == 1
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_refusal_is_reported(program: str, url: str, tmp_path: Path) -> None:
+    before = keep_old(program, tmp_path)
+    done = run(command(program, {"width": 100}), url, tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "400: width: 100 is not served here; give a multiple of 32 from 64 to 1024." in done.stderr
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_invalid_request_is_reported(program: str, url: str, tmp_path: Path) -> None:
+    """Truss itself answers this one, in another form."""
+    done = run(command(program, {"scheduler": ""}), url, tmp_path)
+    assert done.returncode == 1 and '400: Input Parsing Error: `scheduler`: got ""' in done.stderr, done.stderr
+
+
+def test_refused_field_is_named(url: str, tmp_path: Path) -> None:
+    assert run(command("generate.py", {"width": 100}), url, tmp_path).stderr.endswith("Change the field width.\n")
+
+
+@pytest.mark.parametrize("prompt", ['say "hi" \\ there', "two\nlines\tand a tab", "größer & größer"])
+def test_shell_escapes_the_prompt(prompt: str, tmp_path: Path) -> None:
+    asked = []
+
+    def echo(number: int, request: dict[str, Any]) -> Answer:
+        asked.append(request)
+        return image(b"x")
+
+    with ScriptedServer(echo) as server:
+        done = run([str(EXAMPLES / "generate.sh"), prompt, "x.webp", '{"seed": 3}'], server.url, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert asked == [{"prompt": prompt, "output_format": "webp", "seed": 3}]
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_absent_server_is_reported(program: str, tmp_path: Path) -> None:
+    before = keep_old(program, tmp_path)
+    with socket.socket() as bound:  # to a port on which it does not listen
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}{PREDICT}"
+        done = run(command(program, {}), url, tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert url in done.stderr and "Check MODEL_URL, and that the server runs." in done.stderr
+    assert contents(tmp_path) == before
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(url.removesuffix(PREDICT) + "/metrics/", trust_env=False, timeout=30).text.splitlines()
+    samples = [line.rpartition(" ") for line in lines if line.startswith("preheat_")]
+    return {name: float(value) for name, _, value in samples}
+
+
+def wait_until_idle(url: str) -> None:
+    def busy(found: dict[str, float]) -> float:
+        return found["preheat_queue_images"] + sum(v for k, v in found.items() if k.startswith("preheat_active_rows"))
+
+    end = time.monotonic() + READY_SECONDS
+    while busy(metrics(url)):
+        assert time.monotonic() < end, "the server still generates images that nobody waits for"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def full_url(url: str) -> Iterator[str]:
+    """The real server, while its queue is full."""
+    request = LONG | {"prompt": PROMPT, "stream": True}
+    with ExitStack() as open_streams:
+        client = open_streams.enter_context(httpx.Client(trust_env=False, timeout=READY_SECONDS))
+        while True:
+            answer = open_streams.enter_context(client.stream("POST", url, json=request))
+            if answer.status_code == 429:
+                break
+        yield url
+    wait_until_idle(url)
+
+
+def test_full_queue_is_reported(full_url: str, tmp_path: Path) -> None:
+    for program in ("stream.py", "generate.sh", "load.py"):
+        done = run(command(program, LONG), full_url, tmp_path)
+        assert done.returncode == 1 and files(tmp_path) == []
+        assert re.search(r"429: \d+ images are waiting, and this server queues 64", done.stderr), done.stderr
+
+
+def test_load_counts_refusals(url: str, tmp_path: Path) -> None:
+    """160 images within a second: more than this server queues (64) and two cores generate."""
+    fields = {"width": 128, "height": 128, "num_inference_steps": 4, "num_images": 8}
+    done = run(command("load.py", fields, "--rate", "20"), url, tmp_path)
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    assert report["refused"] > 0 and report["finished"] > 0 and report["failed"] == 0
+    assert report["arrivals"] == report["refused"] + report["finished"]
+    assert report["images_per_second"] == pytest.approx(8 * report["finished"] / report["seconds"], rel=0.01)
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_interrupt_cancels_the_requests(program: str, url: str, tmp_path: Path) -> None:
+    before, old = metrics(url).get('preheat_requests_total{status="499"}', 0), keep_old(program, tmp_path)
+    arguments = command(program, {name: value for name, value in LONG.items() if name != "num_images"})
+    if program == "generate_async.py":
+        arguments[3:3] = ["a blue star", "two green squares", "--concurrency", "2"]
+    process = subprocess.Popen(
+        arguments, cwd=tmp_path, env=environment(url), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    expected, end = 2 if program == "generate_async.py" else 1, time.monotonic() + READY_SECONDS
+    while True:
+        found = metrics(url)
+        running = sum(value for name, value in found.items() if name.startswith("preheat_active_rows"))
+        if running + found["preheat_queue_images"] >= expected:
+            break
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the whole group
+    _, errors = process.communicate(timeout=READY_SECONDS)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in errors
+    assert contents(tmp_path) == {name: data for name, data in contents(tmp_path).items() if "preview" in name} | old
+    wait_until_idle(url)
+    assert metrics(url)['preheat_requests_total{status="499"}'] == before + expected
+
+
+# -- answers that the real server rarely gives ------------------------------------------------------------------------
+
+
+def image(data: bytes) -> Answer:
+    """A response with one image. Its bytes need not be one: a client does not decode them."""
+    encoded = base64.b64encode(data).decode()
+    body = {"status": "success", "data": encoded, "images": [{"data": encoded}], "warnings": [], "engine": {}}
+    return Answer(200, json.dumps(body).encode())
+
+
+def overloaded(retry_after: str) -> Answer:
+    return Answer(429, b'{"error":"The queue is full.","kind":"overloaded"}', {"Retry-After": retry_after})
+
+
+@pytest.mark.parametrize("program", REPEATING)
+def test_busy_server_is_asked_again(program: str, tmp_path: Path) -> None:
+    answers = [overloaded("1"), Answer(503, b"loading"), image(b"third")]
+    with ScriptedServer(lambda number, _: answers[number]) as server:
+        done = run(command(program, {}), server.url, tmp_path)
+    assert (done.returncode, len(server.headers)) == (0, 3), done.stderr
+    assert (tmp_path / str(IMAGE[program])).read_bytes() == b"third"
+    if program == "generate.py":
+        assert "429: The queue is full. Waiting 1 s." in done.stderr
+        assert "503: loading Waiting 2 s." in done.stderr
+
+
+@pytest.mark.parametrize("program", REPEATING)
+@pytest.mark.parametrize("retry_after, requests", [("0", 5), ("61", 1)])
+def test_attempts_and_waits_are_bounded(program: str, retry_after: str, requests: int, tmp_path: Path) -> None:
+    with ScriptedServer(lambda *_: overloaded(retry_after)) as server:
+        done = run(command(program, {}), server.url, tmp_path)
+    assert (done.returncode, len(server.headers), files(tmp_path)) == (1, requests, [])
+    assert "429: The queue is full." in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("program", ALL)
+@pytest.mark.parametrize("status", [401, 500, 504])
+def test_other_failures_are_not_repeated(program: str, status: int, tmp_path: Path) -> None:
+    before = keep_old(program, tmp_path)
+    with ScriptedServer(lambda *_: Answer(status, b'{"error": "It said \\"no\\"."}')) as server:
+        done = run(command(program, {}), server.url, tmp_path)
+    assert (done.returncode, len(server.headers), contents(tmp_path)) == (1, 1, before)
+    assert f'{status}: It said "no".' in done.stderr
+
+
+@pytest.mark.parametrize("program", ALL)
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"<html>Welcome</html>", b"[]", b'{"status": "success"}', b'{"event": "odd"}', b'{"images": [{"data": "%"}]}',
+     b'{"event": "image", "index": 0, "data": "%"}', b'{"event": "accepted", "steps": 2, "ahead": 0}'],
+)  # fmt: skip
+def test_answer_without_an_image_is_reported(program: str, body: bytes, tmp_path: Path) -> None:
+    before = keep_old(program, tmp_path)
+    with ScriptedServer(lambda *_: Answer(200, body)) as server:
+        done = run(command(program, {}), server.url, tmp_path)
+    assert (done.returncode, contents(tmp_path)) == (1, before)
+    assert "error: " in done.stderr
+
+
+def test_error_in_a_stream_is_reported(tmp_path: Path) -> None:
+    lines = b'{"event": "accepted", "steps": 2, "ahead": 0}\n{"event": "error", "status": 504, "error": "Too late."}\n'
+    with ScriptedServer(lambda *_: Answer(200, lines)) as server:
+        done = run(command("stream.py", {}), server.url, tmp_path)
+    assert (done.returncode, files(tmp_path)) == (1, [])
+    assert done.stderr.endswith("error: 504: Too late.\n")
+
+
+@pytest.mark.parametrize("program", PYTHON)
+def test_silent_server_is_given_up(program: str, tmp_path: Path) -> None:
+    closing = threading.Event()
+
+    def wait(number: int, request: dict[str, Any]) -> Answer:
+        closing.wait(READY_SECONDS)
+        return image(b"late")
+
+    with ScriptedServer(wait) as server:
+        try:
+            done = run(command(program, {}, "--timeout", "0.5"), server.url, tmp_path)
+        finally:
+            closing.set()
+    assert (done.returncode, files(tmp_path)) == (1, [])
+    assert "error: " in done.stderr and server.url in done.stderr
+
+
+@pytest.mark.parametrize("program", ALL)
+def test_key_is_sent_over_https_only(program: str, tmp_path: Path) -> None:
+    certificate, folder = write_certificate(tmp_path / "certificate.pem"), tmp_path / "out"
+    folder.mkdir()
+    for given, expected in ((None, None), (certificate, "Api-Key secret")):
+        with ScriptedServer(lambda *_: overloaded("61"), given) as server:
+            variables = {"BASETEN_API_KEY": "secret", "SSL_CERT_FILE": str(certificate)}
+            done = run(command(program, {}), server.url, folder, **variables)
+        assert "429: The queue is full." in done.stderr
+        assert [headers.get("authorization") for headers in server.headers] == [expected]
+        assert server.headers[0]["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
+def test_reader_sees_the_old_image_or_the_new(program: str, url: str, tmp_path: Path) -> None:
+    """A file that is open stays as it was: the new one takes its name and not its place."""
+    keep_old(program, tmp_path)
+    path = tmp_path / str(IMAGE[program])
+    with path.open("rb") as reader:
+        done = run(command(program, SMALL), url, tmp_path)
+        assert reader.read() == b"old"
+    assert done.returncode == 0 and Image.open(io.BytesIO(path.read_bytes())).size == (64, 64)
+    assert files(tmp_path) == [IMAGE[program]]
+
+
+@pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
+def test_unwritable_file_costs_no_request(program: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    arguments = command(program, {}, *([] if program == "generate.sh" else ["--out", "file/image.png"]))
+    arguments = ["file/image.png" if word in ("image.png", "images") else word for word in arguments]
+    with ScriptedServer(lambda *_: image(b"x")) as server:
+        done = run(arguments, server.url, tmp_path)
+    assert (done.returncode, server.headers, files(tmp_path)) == (1, [], ["file"])
+    assert done.stderr.startswith("error: ") and "file" in done.stderr
+
+
+def test_prompts_run_concurrently_and_keep_their_order(tmp_path: Path) -> None:
+    pairs, lock, running, most = threading.Barrier(2), threading.Lock(), 0, 0
+
+    def answer(number: int, request: dict[str, Any]) -> Answer:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        pairs.wait(READY_SECONDS)  # no request is answered unless a second one is in flight
+        with lock:
+            running -= 1
+        return Answer(400, b'{"error": "Not that."}') if request["prompt"] == "c" else image(request["prompt"].encode())
+
+    with ScriptedServer(answer) as server:
+        arguments = [sys.executable, str(EXAMPLES / "generate_async.py"), "d", "c", "b", "a", "--concurrency", "2"]
+        done = run(arguments, server.url, tmp_path)
+    assert most == 2
+    assert done.returncode == 1 and done.stdout.split() == ["images/1.png", "images/3.png", "images/4.png"]
+    assert done.stderr == "error: prompt 2: 400: Not that.\n"
+    assert contents(tmp_path) == {"images/1.png": b"d", "images/3.png": b"b", "images/4.png": b"a"}
+
+
+@pytest.mark.parametrize(
+    "program, wrong",
+    [
+        ("generate.py", ["--out", "image.gif"]), ("generate.py", ["--fields", "[]"]), ("stream.py", ["--fields", "{"]),
+        ("stream.py", ["--timeout", "-1"]), ("generate_async.py", ["--concurrency", "0"]), ("load.py", ["--rate", "0"]),
+        ("generate.sh", ["too", "many"]),
+    ],
+)  # fmt: skip
+def test_wrong_command_line_is_a_usage_error(program: str, wrong: list[str], tmp_path: Path) -> None:
+    done = run(command(program, {}, *wrong), "http://127.0.0.1:1", tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("usage: ")
