@@ -30,6 +30,7 @@ from engine_builder.checkpoints.release_settings import (
     read_schedulers,
     write_tokenizers,
 )
+from engine_builder.networks.check import check_model
 from engine_builder.networks.network import (
     NETWORK_VERSION,
     ModuleReader,
@@ -72,6 +73,7 @@ def build(
     CompileError, InaccurateEngine, or BrokenImage if the model generates NaN.
     """
     # 1. Check everything that can be checked before work begins.
+    check_model(plan.base, plan.refiner)
     plan.check_sizes()
     defaults = read_release_defaults(plan.base, plan.refiner)
     source = fingerprint(plan)

@@ -51,8 +51,9 @@ def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Check
     """
     base = find_model(model)
     subfolder = base / "refiner"
-    chosen = find_model(refiner) if refiner else subfolder if os.path.isfile(subfolder / "model_index.json") else None
+    # Also a pipe or a broken link is found: reading it names the fault.
+    chosen = find_model(refiner) if refiner else subfolder if os.path.lexists(subfolder / "model_index.json") else None
     for folder in (base, chosen):
-        if folder is not None and not os.path.isfile(folder / "model_index.json"):
+        if folder is not None and not os.path.lexists(folder / "model_index.json"):
             raise CheckpointError(f"{folder} has no model_index.json.")
     return Checkpoint(base), Checkpoint(chosen) if chosen else None

@@ -16,6 +16,9 @@ from model.engines.signatures import Widths
 from model.errors import PreheatError
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
+TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's largest has 2 MiB
+_MOST_LEVELS = 8
+_LARGEST_SIZE = 2**20  # of one dimension in a config.json; SDXL's largest is its vocabulary, 49,408
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
 
 # The UNet settings that this project computes; an SDXL has them. Key -> (expected, diffusers' default for no key).
@@ -52,6 +55,24 @@ class CheckpointConfig(dict[str, Any]):
     def __missing__(self, key: str) -> Any:
         raise CheckpointError(f"{self._path} has no {key}.")
 
+    def size(self, key: str) -> int:
+        """Return the size of a dimension. Raises CheckpointError unless it is a positive integer."""
+        value = self[key]
+        if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+            raise CheckpointError(
+                f"{self._path}: {key} is {value!r:.80}.", f"Set a whole number from 1 to {_LARGEST_SIZE}."
+            )
+        return value
+
+    def levels(self) -> int:
+        """Return the number of levels of a UNet or VAE. Raises CheckpointError."""
+        value = self["block_out_channels"]
+        if not isinstance(value, list) or not 0 < len(value) <= _MOST_LEVELS:
+            raise CheckpointError(
+                f"{self._path}: block_out_channels is {value!r:.80}.", f"Give a list of 1 to {_MOST_LEVELS} numbers."
+            )
+        return len(value)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -63,13 +84,9 @@ class Checkpoint:
         """Read a JSON file. Raises CheckpointError if it is missing or not a JSON object."""
         path = self.root / subfolder / file
         try:
-            entries = json.loads(read_file(path))
+            entries = read_json(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.root} has no {subfolder}/{file}.") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is not JSON: {error}.", DOWNLOAD_AGAIN) from error
         if not isinstance(entries, dict):
             raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)
         return CheckpointConfig(path, entries)
@@ -89,29 +106,51 @@ class Checkpoint:
                         f"{self.root}/{subfolder} is not SDXL's: its {key} is {config.get(key, default)!r}, expected "
                         f"{expected!r}."
                     )
-        if unet["in_channels"] != vae["latent_channels"]:
+        if unet.size("in_channels") != vae.size("latent_channels"):
             raise CheckpointError(
                 f"{self.root}/unet takes {unet['in_channels']} channels and the VAE returns {vae['latent_channels']}. "
                 "UNets for inpainting or editing are not supported."
             )
         has_first = (self.root / "text_encoder").is_dir()
-        embedded = unet["projection_class_embeddings_input_dim"] - second["projection_dim"]
+        embedded = unet.size("projection_class_embeddings_input_dim") - second.size("projection_dim")
         return Widths(
-            tokens=second["max_position_embeddings"],
-            text_width=self.config("text_encoder")["hidden_size"] if has_first else 0,
-            text_width_2=second["hidden_size"],
-            pooled_width=second["projection_dim"],
-            context_width=unet["cross_attention_dim"],
-            latent_channels=unet["in_channels"],
-            time_ids=embedded // unet["addition_time_embed_dim"],
-            vae_scale=2 ** (len(vae["block_out_channels"]) - 1),
-            timestep_cond=unet.get("time_cond_proj_dim") or 0,
+            tokens=second.size("max_position_embeddings"),
+            text_width=self.config("text_encoder").size("hidden_size") if has_first else 0,
+            text_width_2=second.size("hidden_size"),
+            pooled_width=second.size("projection_dim"),
+            context_width=unet.size("cross_attention_dim"),
+            latent_channels=unet.size("in_channels"),
+            time_ids=embedded // unet.size("addition_time_embed_dim"),
+            vae_scale=2 ** (vae.levels() - 1),
+            timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,
         )
 
     def size_step(self) -> int:
         """Return the pixels that height and width must be multiples of: each UNet level halves the latents."""
-        levels = len(self.config("unet")["block_out_channels"])
-        return self.widths().vae_scale << (levels - 1)
+        return self.widths().vae_scale << (self.config("unet").levels() - 1)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file. Raises CheckpointError, or FileNotFoundError for a missing file."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {str(error)[:200]}.", DOWNLOAD_AGAIN) from error
+
+
+def read_text(path: Path) -> bytes:
+    """Return the bytes of a small file. Raises CheckpointError, or FileNotFoundError for a missing file."""
+    try:
+        size = path.stat().st_size
+        if size > TEXT_LIMIT:
+            raise CheckpointError(f"{path} has {size:,} bytes, more than {TEXT_LIMIT:,}.", DOWNLOAD_AGAIN)
+        return read_file(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link to a missing file.", DOWNLOAD_AGAIN) from None
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.", DOWNLOAD_AGAIN) from error
 
 
 def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
@@ -124,6 +163,24 @@ def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
         raise CheckpointError(f"{checkpoint.root}/{subfolder} has no .safetensors file. Other formats are not read.")
     plain = [name for name in names if ".fp16" not in name]
     return None if _is_complete(plain) or len(plain) == len(names) else "fp16"
+
+
+def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
+    """Return the files that hold a network's weights: one, or all shards. Raises CheckpointError if they are missing.
+
+    The names are those that diffusers and transformers read.
+    """
+    folder, variant = checkpoint.root / subfolder, variant_of(checkpoint, subfolder)
+    stem = "model" if subfolder.startswith("text_encoder") else "diffusion_pytorch_model"
+    mark = re.escape(f".{variant}") if variant else ""
+    pattern = re.compile(rf"{stem}({mark}|{mark}{_SHARD.pattern}|{_SHARD.pattern}{mark})\.safetensors")
+    paths = sorted(path for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))
+    single = f"{stem}{f'.{variant}' if variant else ''}.safetensors"
+    if not paths:
+        raise CheckpointError(f"{folder} has no {single}. Other names are not read.", DOWNLOAD_AGAIN)
+    if not _is_complete([path.name for path in paths]):
+        raise CheckpointError(f"{folder} lacks some of the files into which {single} is split.", DOWNLOAD_AGAIN)
+    return paths
 
 
 def _is_complete(names: list[str]) -> bool:

@@ -93,7 +93,10 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
     The size is left out, because it is the release's native one. Raises CheckpointError for values that cannot be
     served.
     """
-    sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
+    try:
+        sampler = configured_sampler(base.config("scheduler", "scheduler_config.json"))
+    except ManifestError as error:
+        raise CheckpointError(f"{base.root}/scheduler: {error.args[0]}", "Fix that file.") from error
     entries = {key: value for key, value in _defaults_json(base).items() if key not in ("height", "width")}
     defaults: dict[str, object] = {"scheduler": sampler} | entries
     try:

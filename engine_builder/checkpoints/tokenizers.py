@@ -8,6 +8,7 @@ from model.pipeline.tokenizer import TokenizerSettings
 
 # Transformers returns a number like 1e30 if a tokenizer's configuration has no length.
 _MAX_TOKENS = 4096
+_FRAME = 2  # the begin and end tokens of a prompt
 
 
 def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
@@ -32,13 +33,14 @@ def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
     except Exception as error:  # the parser raises many types for a damaged file, also plain Exception
         reason = str(error).rstrip(".")
         raise MissingComponent(f"The CLIP tokenizer in {folder} cannot be read: {reason}.", DOWNLOAD_AGAIN) from error
-    if tokenizer.model_max_length > _MAX_TOKENS:
+    length = tokenizer.model_max_length
+    if type(length) is not int or not _FRAME < length <= _MAX_TOKENS:
         raise MissingComponent(
             f"{folder} does not limit the number of tokens of a prompt.",
             'Set "model_max_length" (77 for CLIP) in its tokenizer_config.json.',
         )
     settings = TokenizerSettings(
-        max_length=tokenizer.model_max_length,
+        max_length=length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

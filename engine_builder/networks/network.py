@@ -122,7 +122,7 @@ def load_network(
     config = checkpoint.config(spec.checkpoint_folder)
     widths = checkpoint.widths()
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
-    read = _load_shapes if device == "meta" else (reader or ModuleReader()).read
+    read = load_shapes if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
     network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
     if spec.checkpoint_folder == "unet":
@@ -167,9 +167,8 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
     return cast(nn.Module, network)
 
 
-def _load_shapes(
-    library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype
-) -> nn.Module:
+def load_shapes(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> nn.Module:
+    """Return the network that a subfolder's config.json describes, with shapes only."""
     network_class = getattr(importlib.import_module(library), class_name)
     config = checkpoint.config(subfolder)
     with torch.device("meta"):

@@ -393,11 +393,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]. Give a"),
     "a file cut short": (
         lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 5000),
-        "unet cannot be loaded",
+        "unet/diffusion_pytorch_model.safetensors is not a complete safetensors file",
     ),
     "a pointer to a file": (
         lambda folder: (folder / "text_encoder" / "model.safetensors").write_text("version https://git-lfs.github.com"),
-        "text_encoder cannot be loaded",
+        "text_encoder/model.safetensors is not a complete safetensors file",
     ),
     "pickled weights": (
         lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").rename(

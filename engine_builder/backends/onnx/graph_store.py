@@ -18,6 +18,7 @@ from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_k
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import SDXL, of_parts, parts
@@ -63,6 +64,7 @@ def export_model(
 
     Raises CheckpointError, CompileError or InaccurateEngine.
     """
+    check_model(base, refiner)
     names = [spec.name for spec in of_parts(parts(refiner is not None))]
     exported = []
     reader = ModuleReader()

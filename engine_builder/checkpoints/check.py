@@ -1,0 +1,156 @@
+"""Check the files of a model folder before any weights are read: their kinds, sizes, contents and classes.
+
+`engine_builder.networks.check` also compares them with the networks that the configurations describe.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from engine_builder.checkpoints.folder import (
+    DOWNLOAD_AGAIN,
+    Checkpoint,
+    CheckpointError,
+    read_json,
+    read_text,
+    weight_files,
+)
+from engine_builder.checkpoints.tokenizers import export_tokenizer
+from model.errors import MissingComponent
+from model.pipeline.tokenizer import ClipTokenizer
+
+_WEIGHTS_LIMIT = 32 * 2**30  # bytes of one file; SDXL's UNet has 10 GB in fp32
+_TEXTS = (".txt", ".jinja")  # of a tokenizer
+_INDEX_CLASS = re.compile(r"(StableDiffusionXL|SDXL)\w*Pipeline")  # diffusers' own, and community pipelines
+_CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
+# What a subfolder's config.json or model_index.json may call its class.
+_CLASSES = {
+    "unet": ("UNet2DConditionModel",),
+    "vae": ("AutoencoderKL",),
+    "text_encoder": _CLIP,
+    "text_encoder_2": _CLIP,
+    "tokenizer": ("CLIPTokenizer", "CLIPTokenizerFast"),
+    "tokenizer_2": ("CLIPTokenizer", "CLIPTokenizerFast"),
+}
+
+Shapes = dict[str, tuple[int, ...]]
+"""The shapes of a network's stored tensors by name."""
+
+
+def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
+    """Check the files of these subfolders, and model_index.json. Raises CheckpointError naming the file."""
+    index = checkpoint.index
+    path = checkpoint.root / "model_index.json"
+    _check_pipeline_class(path, index.get("_class_name"))
+    for key in ("force_zeros_for_empty_prompt", "requires_aesthetics_score"):
+        if type(index.get(key, True)) is not bool:
+            raise CheckpointError(f"{path}: {key} is {index[key]!r:.80}.", "Set true or false.")
+    for subfolder in subfolders:
+        entry = index.get(subfolder)
+        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
+            _check_class(path, f"class of {subfolder}", entry[1], subfolder)
+        _check_kinds(checkpoint.root / subfolder)
+    for subfolder in ("unet", "vae"):
+        _check_class(*_config_class(checkpoint, subfolder, "_class_name"), subfolder)
+    for subfolder in {"text_encoder", "text_encoder_2"} & set(subfolders):
+        path, key, value = _config_class(checkpoint, subfolder, "architectures")
+        _check_class(path, key, value[0] if isinstance(value, list) and len(value) == 1 else value, subfolder)
+
+
+def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, readers: Collection[tuple[Checkpoint, str]]) -> None:
+    """Parse a tokenizer as a server does, and check that its text encoders take its ids. Raises CheckpointError.
+
+    `readers`: the text encoders, as checkpoint and subfolder.
+    """
+    folder = checkpoint.root / tokenizer
+    try:
+        data, settings = export_tokenizer(folder)
+    except MissingComponent as error:
+        raise CheckpointError(error.args[0], error.remedy) from error
+    try:
+        ClipTokenizer(data, settings)
+    except MissingComponent as error:
+        raise CheckpointError(f"{folder} is not a CLIP tokenizer: {error.args[0]}", DOWNLOAD_AGAIN) from error
+    largest = max(Tokenizer.from_buffer(data).get_vocab(with_added_tokens=True).values())
+    for reader, encoder in readers:
+        config, path = reader.config(encoder), reader.root / encoder / "config.json"
+        if (positions := config.size("max_position_embeddings")) != settings.max_length:
+            raise CheckpointError(
+                f"{folder} makes {settings.max_length} tokens of a prompt, and {path} takes {positions}.",
+                "Set model_max_length in its tokenizer_config.json to max_position_embeddings, 77 for SDXL.",
+            )
+        if largest >= (size := config.size("vocab_size")):
+            raise CheckpointError(
+                f"{folder} has a token {largest}, and the vocabulary in {path} has {size} tokens.",
+                "Use the tokenizer and the text encoder of one model.",
+            )
+
+
+def read_shapes(checkpoint: Checkpoint, subfolder: str) -> Shapes:
+    """Read the headers of a subfolder's weights. Raises CheckpointError for a file that is damaged or incomplete."""
+    shapes: Shapes = {}
+    for path in weight_files(checkpoint, subfolder):
+        size = path.stat().st_size
+        if size > _WEIGHTS_LIMIT:
+            raise CheckpointError(f"{path} has {size:,} bytes, more than {_WEIGHTS_LIMIT:,}.", DOWNLOAD_AGAIN)
+        try:
+            # The library checks that the header's tensors fill the file. It maps the file, and reads no tensor.
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"{path} is not a complete safetensors file ({reason}).", DOWNLOAD_AGAIN) from error
+    return shapes
+
+
+def _check_kinds(folder: Path) -> None:
+    """Refuse pipes, devices and broken links, which the libraries would wait for. Parse every JSON file."""
+    try:
+        paths = sorted(Path(entry.path) for entry in os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return  # what reads the folder names the file that it misses
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.", DOWNLOAD_AGAIN) from error
+    for path in paths:
+        if path.suffix == ".json":
+            read_json(path)
+        elif path.suffix in _TEXTS:
+            read_text(path)
+        elif path.suffix == ".safetensors":
+            _check_regular(path)
+
+
+def _check_regular(path: Path) -> None:
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            return
+        reason = "it is not a regular file"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    raise CheckpointError(f"{path} cannot be read: {reason}.", DOWNLOAD_AGAIN)
+
+
+def _check_pipeline_class(path: Path, name: Any) -> None:
+    if isinstance(name, list) and len(name) == 2:
+        name = name[1]  # a community pipeline: its module and its class
+    if not isinstance(name, str) or not _INDEX_CLASS.fullmatch(name):
+        raise CheckpointError(
+            f"{path}: _class_name is {name!r:.80}, not a pipeline of Stable Diffusion XL (StableDiffusionXLPipeline)."
+        )
+
+
+def _config_class(checkpoint: Checkpoint, subfolder: str, key: str) -> tuple[Path, str, Any]:
+    return checkpoint.root / subfolder / "config.json", key, checkpoint.config(subfolder).get(key)
+
+
+def _check_class(path: Path, key: str, name: Any, subfolder: str) -> None:
+    """Check a class that a file names. A missing one is accepted: old configurations have none."""
+    accepted = _CLASSES.get(subfolder)
+    if accepted is not None and name is not None and name not in accepted:
+        raise CheckpointError(f"{path}: {key} is {name!r:.80}, expected {' or '.join(accepted)}.")

@@ -1,0 +1,72 @@
+"""Check a model, its base and its refiner, before any weights are read.
+
+A mistake is found in seconds, and not after minutes of reading and compiling.
+"""
+
+import torch
+
+from engine_builder.checkpoints.check import check_files, check_tokenizer, read_shapes
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.networks.network import load_shapes
+from engine_builder.networks.wrappers import WRAPPERS
+from model.pipeline.spec import BASE, REFINER, SDXL
+
+_MOST_LAYERS = 128  # of one block; SDXL's second text encoder has 32
+_LAYERS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
+
+
+def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
+    """Raise CheckpointError for a file that is missing, damaged or not an SDXL's. It names the file and the fix."""
+    checkpoints = {"base": base} | ({"refiner": refiner} if refiner is not None else {})
+    for part, checkpoint in checkpoints.items():
+        networks = {spec.checkpoint_folder: spec for spec in SDXL.values() if spec.part == part}
+        tokenizers = [tokenizer for _, tokenizer in BASE.text_encoders] if part == "base" else []
+        check_files(checkpoint, [*networks, *tokenizers, "scheduler"])
+        checkpoint.widths()
+        for folder, spec in networks.items():
+            wrapper = WRAPPERS[spec.wrapper]
+            _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)
+    for tokenizer, readers in _readers_of_tokenizers(checkpoints).items():
+        check_tokenizer(base, tokenizer, readers)
+
+
+def _readers_of_tokenizers(checkpoints: dict[str, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
+    """Return each tokenizer's text encoders, as checkpoint and subfolder."""
+    readers: dict[str, list[tuple[Checkpoint, str]]] = {}
+    for denoiser in (BASE, REFINER):
+        if denoiser.part in checkpoints:
+            for component, tokenizer in denoiser.text_encoders:
+                encoder = (checkpoints[denoiser.part], SDXL[component].checkpoint_folder)
+                readers.setdefault(tokenizer, []).append(encoder)
+    return readers
+
+
+def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name: str) -> None:
+    """Check that a config.json describes a network, and that the stored tensors have its shapes.
+
+    Which tensors are missing is left to the library that loads them: it knows the older names.
+    """
+    config, path = checkpoint.config(folder), checkpoint.root / folder / "config.json"
+    for key in _LAYERS:
+        counts = config.get(key, 1)
+        if any(type(count) is int and not 0 < count <= _MOST_LAYERS for count in _flat(counts)):
+            raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from 1 to {_MOST_LAYERS}.")
+    stored = read_shapes(checkpoint, folder)
+    try:
+        network = load_shapes(package, class_name, checkpoint, folder, torch.float32)
+    except Exception as error:  # the libraries raise many types for values of the wrong type
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path} does not describe a {class_name} ({type(error).__name__}: {reason}).") from error
+    for name, tensor in network.state_dict().items():
+        expected = tuple(tensor.shape)
+        for found in (stored[key] for key in (name, f"text_model.{name}") if key in stored):
+            if found != expected:
+                raise CheckpointError(
+                    f"{checkpoint.root}/{folder}: the shape of {name} is {list(found)}, and config.json describes "
+                    f"{list(expected)}.",
+                    "Use the weights and the config.json of one model.",
+                )
+
+
+def _flat(value: object) -> list[object]:
+    return [one for item in value for one in _flat(item)] if isinstance(value, list) else [value]
