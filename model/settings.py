@@ -123,11 +123,15 @@ class Settings(StrictModel):
         )
 
 
-def read_settings(section: Any = None, variables: Collection[str] = tuple(_VARIABLES)) -> Settings:
+def read_settings(
+    section: Any = None,
+    variables: Collection[str] = tuple(_VARIABLES),
+    environment: Mapping[str, str] = os.environ,
+) -> Settings:
     """Settings from the environment and `section` (model_metadata.preheat; None: the environment alone).
 
-    `variables`: the settings that are read from the environment. Null, and "" for a text, count as missing. Raises
-    ConfigError that names the setting, its value and what is accepted.
+    `variables`: the settings that are read from the environment, which is `environment`. Null, and "" for a text, count
+    as missing. Raises ConfigError that names the setting, its value and what is accepted.
     """
     if section is not None and not isinstance(section, Mapping):
         raise ConfigError(f"{_SECTION} is {shown(section)}, expected settings by name.")
@@ -137,9 +141,9 @@ def read_settings(section: Any = None, variables: Collection[str] = tuple(_VARIA
             del given[name]
     sources = {}
     for name in variables:
-        variable = next((variable for variable in _VARIABLES[name] if os.environ.get(variable)), None)
+        variable = next((variable for variable in _VARIABLES[name] if environment.get(variable)), None)
         if variable is not None:
-            given[name], sources[name] = os.environ[variable], variable
+            given[name], sources[name] = environment[variable], variable
     try:
         return Settings.model_validate(given)
     except ValidationError as error:

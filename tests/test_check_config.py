@@ -1,5 +1,6 @@
 """`preheat check-config`: each mistake of a config is refused before a push, with its fix."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,12 +10,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
 from engine_builder.commands.main import app
-from engine_builder.releases.signing import public_key
+from engine_builder.releases.mirror import copy_release
+from engine_builder.releases.signing import public_key, sign
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.store.manifest import Manifest, Span
+from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
+from tests.conftest import Opener
+from tests.stand_ins import object_store as ceph
+from tests.stand_ins.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_DEMO = ROOT / "truss" / "configs" / "cpu-demo.yaml"
+KEY = Ed25519PrivateKey.generate()
 GPU_CONFIGS = [ROOT / "config.yaml", *sorted((ROOT / "truss" / "configs").glob("[!c]*.yaml"))]
 
 
@@ -26,32 +32,44 @@ def check(config: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def gpu_store(store: WritableStore, release: str, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
-    """A store with the tiny release as if it had been built for an H100 at 1024x1024, with batches up to 16."""
+    """A store with the tiny release as if it had been built for an H100 at 1024x1024, with batches up to 16.
+
+    Also published: tiny-sdxl/plans with TensorRT plans for every sm90, and tiny-sdxl/signed.
+    """
     manifest = store.read_release(release)
-    size = Span(min=1024, max=1024)
-
-    def for_gpu(engine: object) -> object:
-        bucket = engine.bucket  # type: ignore[attr-defined]
-        if bucket.height is not None:
-            bucket = bucket.model_copy(update={"height": size, "width": size})
-        return engine.model_copy(  # type: ignore[attr-defined]
-            update={"target": "cuda-h100-sm90-torch2.11-cu130", "bucket": bucket}
-        )
-
     settings = manifest.settings.model_copy(update={"native_height": 1024, "native_width": 1024})
-    engines = tuple(for_gpu(engine) for engine in manifest.engines)
-    changed = manifest.model_copy(update={"engines": engines, "settings": settings})
+    manifest = manifest.model_copy(update={"settings": settings})
     gpu = open_writable_store(tmp_path_factory.mktemp("gpu-store"))
-    for digest, blob in changed.blobs().items():
+    for digest, blob in manifest.blobs().items():
         gpu.put(store.get(digest, blob.bytes))
-    gpu.write_release(Manifest.model_validate_json(changed.to_json()))
+    engines = tuple(for_gpu(engine, "cuda-h100-sm90-torch2.11-cu130") for engine in manifest.engines)
+    plans = tuple(as_plan(for_gpu(engine, "cuda-sm90-trt11.4")) for engine in manifest.engines)
+    built = manifest.model_copy(update={"engines": engines})
+    for made in (
+        built,
+        manifest.model_copy(update={"engines": plans, "version": "plans"}),
+        sign(built.model_copy(update={"version": "signed"}), KEY),
+    ):
+        gpu.write_release(Manifest.model_validate_json(made.to_json()))
     return gpu
 
 
+def for_gpu(engine: EngineRecord, target: str) -> EngineRecord:
+    bucket, size = engine.bucket, Span(min=1024, max=1024)
+    if bucket.height is not None:
+        bucket = bucket.model_copy(update={"height": size, "width": size})
+    return engine.model_copy(update={"target": target, "bucket": bucket})
+
+
+def as_plan(engine: EngineRecord) -> EngineRecord:
+    plan = TensorRTPlan(profile=0, literals=engine.constants, onnx=engine.constants, refit="any", workspace_bytes=0)
+    return engine.model_copy(update={"runtime": "tensorrt", "runtime_version": "11.4.0.106", "tensorrt": plan})
+
+
 def edited(source: Path, folder: Path, **changes: object) -> Path:
-    """A copy of a config with entries of model_metadata.preheat changed, or with `requirements` or `secrets`."""
+    """Copy a config with other entries of model_metadata.preheat, or of the config itself (the names below)."""
     config = yaml.safe_load(source.read_text())
-    for name in ("requirements", "secrets", "resources"):
+    for name in ("requirements", "secrets", "resources", "environment_variables"):
         if name in changes:
             config[name] = changes.pop(name)
     config["model_metadata"]["preheat"] |= changes
@@ -68,11 +86,75 @@ def test_accepts_the_demo_and_lists_what_it_serves(store: WritableStore, release
     assert "warning The config has no public_key" in output
 
 
-def test_accepts_a_gpu_release_of_the_pinned_torch(gpu_store: WritableStore, release: str, tmp_path: Path) -> None:
-    config = edited(ROOT / "config.yaml", tmp_path, store=gpu_store.url, release=release)
+H100 = ["torch==2.11.0+cu130"]
+ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
+    "as shipped": (
+        {},
+        ["target cuda-h100-sm90-torch2.11-cu130", "sizes 1024x1024@16 ", "warning The config has no public_key"],
+    ),
+    "smaller batch": ({"buckets": [{"height": 1024, "width": 1024, "rows": 4}]}, ["sizes 1024x1024@4 "]),
+    "signed": (
+        {"release": "tiny-sdxl/signed", "public_key": str(public_key(KEY))},
+        [f"release tiny-sdxl/signed, signed by {public_key(KEY).key_id}"],
+    ),
+    "torch without its build": (
+        {"requirements": ["torch==2.11.0"]},
+        ["warning The pin torch==2.11.0 does not name a CUDA build"],
+    ),
+    "TensorRT": (
+        {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
+        ["target cuda-sm90-trt11.4"],
+    ),
+    "the fastest of one": ({"runtime": "fastest"}, ["target cuda-h100-sm90-torch2.11-cu130"]),
+    "a variable of the server": (
+        {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
+        ["release tiny-sdxl/signed"],
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, lines", ACCEPTED.values(), ids=ACCEPTED)
+def test_accepts_a_gpu_release(
+    changes: dict[str, object], lines: list[str], gpu_store: WritableStore, release: str, tmp_path: Path
+) -> None:
+    base: dict[str, object] = {"store": gpu_store.url, "release": release}
+    code, output = check(edited(ROOT / "config.yaml", tmp_path, **(base | changes)))
+    assert code == 0 and "refused" not in output, output
+    assert all(line in output for line in lines), output
+    assert ("no public_key" in output) == ("public_key" not in changes)
+
+
+def test_reads_a_release_from_a_bucket(
+    gpu_store: WritableStore,
+    release: str,
+    object_store: ObjectStore,
+    open_bucket: Opener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bucket = open_bucket()
+    config = edited(
+        ROOT / "config.yaml", tmp_path, store=bucket.url, release=release, endpoint=object_store.url, region="us-east-1"
+    )
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ceph.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", ceph.SECRET_KEY)
     code, output = check(config)
-    assert code == 0, output
-    assert "target cuda-h100-sm90-torch2.11-cu130" in output and "sizes 1024x1024" in output
+    assert code == 1 and f"Release {release} was not found in {bucket.url}" in output
+    copy_release(gpu_store, bucket, release)
+    code, output = check(config)
+    assert code == 0 and "sizes 1024x1024@16 " in output, output
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+    code, output = check(config)
+    assert code == 1 and bucket.url in output
+
+
+def test_settings_of_this_machine_do_not_count(
+    gpu_store: WritableStore, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREHEAT_STORE", gpu_store.url)
+    monkeypatch.setenv("PREHEAT_RELEASE", release)
+    code, output = check(edited(ROOT / "config.yaml", tmp_path, store="", release=""))
+    assert code == 1 and "No store is configured" in output
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda path: path.stem)
@@ -93,8 +175,10 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "untrusted": ({"public_key": str(public_key(Ed25519PrivateKey.generate()))}, r"is not signed"),
     "other torch": (
         {"requirements": TORCH_213},
-        r"The config pins torch2\.13-cu130, and release .*-torch2\.11-cu130\. Pin",
+        r"pins torch==2\.13\.0\+cu130, which runs engines of torch2\.13-cu130\. .*-torch2\.11-cu130\. Pin the torch",
     ),
+    "other CUDA": ({"requirements": ["torch==2.11.0+cu128"]}, r"engines of torch2\.11-cu128\. Release .*cu130"),
+    "torch for a CPU": ({"requirements": ["torch==2.11.0+cpu"]}, r"engines of torch2\.11-cpu\. Release .*cu130"),
     "torch not pinned": ({"requirements": ["torch>=2"]}, r"do not pin torch"),
     "size not built": (
         {"buckets": [{"height": 512, "width": 512, "rows": 2}]},
@@ -102,7 +186,33 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "other GPU": (
         {"resources": {"accelerator": "L4", "use_gpu": True}},
-        r"has no engine for the L4\. It has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that GPU",
+        r"asks for the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that device",
+    ),
+    "a slice of the GPU": (
+        {"resources": {"accelerator": "H100_40GB", "use_gpu": True}},
+        r"asks for the GPU H100_40GB\. Release .* has engines for cuda-h100-",
+    ),
+    "a CPU": ({"resources": {"use_gpu": False}}, r"asks for a CPU\. Release .* has engines for cuda-h100-"),
+    "TensorRT not pinned": ({"runtime": "tensorrt"}, r"chooses the runtime tensorrt for H100 and pins no TensorRT\."),
+    "TensorRT without plans": (
+        {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
+        r"pins tensorrt-cu13==11\.4\.0\.106\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Pin the",
+    ),
+    "another build of TensorRT": (
+        {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.999"]},
+        r"has plans of TensorRT 11\.4\.0\.106, and",
+    ),
+    "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"asks for the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
+    "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
+    "unpublished by a variable": (
+        {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},
+        r"Release tiny-sdxl/never was not found",
+    ),
+    "missing folder": ({"store": "file:///nowhere/at/all"}, r"was not found in file:///nowhere/at/all"),
+    "unreachable": ({"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9"}, r"s3://somewhere/models"),
+    "missing secrets": (
+        {"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9", "secrets": {}},
+        r"does not declare the secret aws_access_key_id and aws_secret_access_key",
     ),
     "secret in the file": ({"secrets": {"aws_access_key_id": "AKIA"}}, r"holds a value for the secret aws_access"),
 }
@@ -127,11 +237,25 @@ def test_reports_every_mistake_at_once(gpu_store: WritableStore, release: str, t
     assert code == 1 and output.count("refused") == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"],
+    ids=["empty", "half", "not text", "unknown key", "nested", "odd value"],
+)
 def test_refuses_what_is_not_a_truss_config(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     code, output = check(tmp_path / "config.yaml")
-    assert code == 1 and "refused" in output
-    for odd in (tmp_path, tmp_path / "missing.yaml"):
-        code, output = check(odd)
-        assert code == 1 and "is not a Truss config" in output
+    assert code == 1 and re.search(
+        "refused .*config.yaml (is not a valid|has an entry that truss does not know)", output
+    )
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
+def test_refuses_what_is_not_a_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    code, output = check(path)
+    assert code == 1 and f"refused {path} is not a valid config.yaml" in output

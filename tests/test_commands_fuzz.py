@@ -58,6 +58,7 @@ def every_command(files: OddFiles) -> list[Command]:
                           "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS},
                 {}, (models,)),
         Command("export-onnx", {**build, "--out": paths}, {}, (models,)),
+        Command("check-config", {"--store": stores}, {}, ([*paths, *files.configs],)),
         Command("report", {"--out": paths}, {}, ([*paths, f"{Path(files.json[0]).parent}"],)),
         Command("load", {**store, "--config": [*paths, *files.configs], "--size": SIZES, "--steps": NUMBERS,
                          "--clients": [*NUMBERS, "1,", ",", "1,2,x", "0,1"], "--seconds": NUMBERS, "--out": rows,

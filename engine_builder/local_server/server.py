@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import yaml
 
-from engine_builder.files import read_file
-from model.errors import ConfigError, PreheatError
+from engine_builder.truss_config import read_truss_config
+from model.errors import PreheatError
 from model.settings import read_settings
 
 # Variables that a container gets from its host. The server gets no others of this environment.
@@ -87,17 +86,7 @@ def build_context(root: Path, config: Path, out: Path) -> Path:
 
 def check_config(config: Path) -> None:
     """Raise ConfigError if a config.yaml cannot be read, or is not valid for truss or for the server."""
-    with warnings.catch_warnings(action="ignore"):
-        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
-
-        try:
-            entries = yaml.safe_load(read_file(config).decode())
-            if not isinstance(entries, dict):
-                raise ValueError("it holds no settings by name")
-            metadata = TrussConfig.from_dict(entries).to_dict()["model_metadata"]
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(f"{config} is not a valid config.yaml: {reason}.", "See truss/configs.") from error
+    metadata = read_truss_config(config).to_dict()["model_metadata"]
     read_settings((metadata or {}).get("preheat"), variables=())
 
 
@@ -108,7 +97,7 @@ def lay_out(context: Path, fs_root: Path) -> Layout:
     for folder in (app, packages):
         folder.mkdir(parents=True)
     with warnings.catch_warnings(action="ignore"):
-        from truss.base.truss_config import TrussConfig
+        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
         from truss.contexts.local_loader import docker_build_emulator  # type: ignore[import-untyped]
 
         docker_build_emulator.DockerBuildEmulator(context / "Dockerfile", context).run(fs_root)

@@ -1,22 +1,22 @@
 """Check a deployment's config.yaml against the release that it names, before it is pushed.
 
-A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file alone:
-the environment of this machine is not the deployment's. Credentials of the store do come from the environment.
+A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file, and
+from the environment that it gives the server: this machine's is not the deployment's. Credentials of the store are this
+machine's own.
 """
 
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from packaging.requirements import InvalidRequirement, Requirement
-
-from model.errors import ConfigError, NoEngineForTarget, PreheatError
+from engine_builder.releases.required_targets import pinned_version, required_targets
+from engine_builder.truss_config import read_truss_config
+from model.errors import ConfigError, PreheatError
 from model.loading.select import Selection, select
-from model.loading.served import SizeList, SizeRange, served_model
-from model.loading.target import Target, gpu_product
+from model.loading.served import ServedModel, SizeList, served_model
+from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
 from model.store.manifest import Manifest
 from model.store.signature import check_signature
@@ -24,6 +24,7 @@ from model.store.store import open_store
 
 PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 _SECRETS = ("aws_access_key_id", "aws_secret_access_key")
+_Result = TypeVar("_Result")
 
 
 class InvalidConfig(PreheatError):
@@ -40,59 +41,60 @@ class DeploymentCheck:
     warnings: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)
 
+    def attempt(self, work: Callable[[], _Result]) -> _Result | None:
+        """Return the result of `work`, or None after an error, which is added to the refusals."""
+        try:
+            return work()
+        except PreheatError as error:
+            self.refusals.append(error)
+            return None
+
 
 def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
     """Check the config at `path`; `store` takes the place of its store. Never raises for what the check is about."""
     found = DeploymentCheck()
-    config = _attempt(found, lambda: _read_config(path))
+    config = found.attempt(lambda: _read_config(path))
     if config is None:
         return found
-    section = (config.model_metadata or {}).get("preheat")
-    settings = _attempt(found, lambda: read_settings(section if section is not None else {}, variables=()))
-    torch = _attempt(found, lambda: _torch_tag(config))
+    settings = found.attempt(lambda: _read_settings(config))
     if settings is None:
         return found
     if store is not None:
         settings = settings.model_copy(update={"store": store})
     _check_secrets(found, config, settings)
-    manifest = _attempt(found, lambda: _read_release(settings))
+    torch = found.attempt(lambda: _pinned_torch(found, config))
+    manifest = found.attempt(lambda: _read_release(settings))
     if manifest is None:
         return found
-    _attempt(found, lambda: check_signature(manifest, settings.public_key))
+    found.attempt(lambda: check_signature(manifest, settings.public_key))
     if not settings.public_key:
         found.warnings.append(
             f"The config has no public_key, so the server loads {manifest.name} unchecked. Sign releases with "
             "`preheat publish --sign`, and name the key."
         )
     if torch is not None:
-        selection = _attempt(found, lambda: _select(manifest, config, torch, settings))
+        selection = found.attempt(lambda: _select(manifest, config, torch, settings))
         if selection is not None:
-            served = _attempt(found, lambda: served_model(selection, settings.buckets))
+            served = found.attempt(lambda: served_model(selection, settings.buckets))
             if served is not None and not found.refusals:
-                found.served = _describe(manifest, selection, served.sizes)
+                found.served = _describe(selection, served, settings)
     return found
 
 
-def _attempt(found: DeploymentCheck, work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, or None after an error, which is added to the refusals."""
-    try:
-        return work()
-    except PreheatError as error:
-        found.refusals.append(error)
-        return None
-
-
 def _read_config(path: Path) -> Any:
-    """Return the TrussConfig. Raises InvalidConfig."""
-    with warnings.catch_warnings(action="ignore"):
-        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
+    """Return the TrussConfig. Raises ConfigError or InvalidConfig."""
+    config = read_truss_config(path)
     try:
-        config = TrussConfig.from_yaml(path)
         config.validate_forbid_extra()
-    except Exception as error:  # of yaml, pydantic and truss: any of them means the same
-        reason = re.sub(r"\s+", " ", str(error)).strip()[:300]
-        raise InvalidConfig(f"{path} is not a Truss config: {reason.rstrip('.')}.") from error
+    except ValueError as error:
+        reason = re.sub(r"\s+", " ", str(error)).strip()[:300].rstrip(".")
+        raise InvalidConfig(f"{path} has an entry that truss does not know: {reason}.") from error
     return config
+
+
+def _read_settings(config: Any) -> Settings:
+    section = (config.model_metadata or {}).get("preheat")
+    return read_settings(section if section is not None else {}, environment=config.environment_variables or {})
 
 
 def _read_release(settings: Settings) -> Manifest:
@@ -107,10 +109,15 @@ def _read_release(settings: Settings) -> Manifest:
 
 def _check_secrets(found: DeploymentCheck, config: Any, settings: Settings) -> None:
     missing = [name for name in _SECRETS if name not in (config.secrets or {})]
-    if settings.store.startswith("s3:") and missing:
-        found.warnings.append(
-            f"The config declares no secret {' and '.join(missing)}, so the server must find other credentials for "
-            f"{settings.store}."
+    environment = config.environment_variables or {}
+    own = environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY")
+    if settings.store.startswith("s3:") and missing and not own:
+        found.refusals.append(
+            InvalidConfig(
+                f"The config does not declare the secret {' and '.join(missing)}, so the server cannot read "
+                f"{settings.store}.",
+                "Add it under secrets with the value null, and keep its value in the workspace's secrets.",
+            )
         )
     for name, value in (config.secrets or {}).items():
         if value:
@@ -122,65 +129,48 @@ def _check_secrets(found: DeploymentCheck, config: Any, settings: Settings) -> N
             )
 
 
-def _torch_tag(config: Any) -> str:
-    """The runtime tag of the engines that the config's torch runs: "torch2.11-cu130", without a build "torch2.11"."""
-    for line in config.requirements:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue  # an option of pip
-        if requirement.name == "torch":
-            exact = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
-            if len(exact) == 1 and len(requirement.specifier) == 1:
-                version, _, build = exact[0].partition("+")
-                return "torch" + ".".join(version.split(".")[:2]) + (f"-{build}" if build.startswith("cu") else "")
-    raise InvalidConfig(
-        "The config's requirements do not pin torch (torch==VERSION).",
-        "Pin the version that the release was built with: an engine runs on no other.",
-    )
+def _pinned_torch(found: DeploymentCheck, config: Any) -> str:
+    """Return the pinned version of torch. Raises InvalidConfig."""
+    version = pinned_version(config.requirements, "torch")
+    if version is None:
+        raise InvalidConfig(
+            "The config's requirements do not pin torch (torch==VERSION).",
+            "Pin the version that the release was built with: an engine runs on no other.",
+        )
+    if config.resources.accelerator.accelerator and "+" not in version:
+        found.warnings.append(
+            f"The pin torch=={version} does not name a CUDA build, which an engine needs too. Pin it as the shipped "
+            "configs do (torch==2.11.0+cu130)."
+        )
+    return version
 
 
 def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> Selection:
-    """Select the engines for the config's GPU (or CPU) and torch. Raises NoEngineForTarget and as `select` does."""
+    """Select the engines for the config's GPU (or CPU), torch and TensorRT, as a server with them does."""
     accelerator = config.resources.accelerator.accelerator
-    product = gpu_product(accelerator.value.replace("_", " ")) if accelerator else ""
-    device = f"cuda-{product}-" if product else "cpu-"
-    of_device = [key for key in manifest.targets if key.startswith(device)]
-    where = f"the {accelerator.value}" if accelerator else "a CPU"
-    if not of_device:
-        raise NoEngineForTarget(
-            f"Release {manifest.name} has no engine for {where}. It has engines for {', '.join(manifest.targets)}.",
-            "Build on that GPU and publish a new release, or choose another accelerator under resources.",
-        )
-    keys = [key for key in of_device if re.search(rf"-{re.escape(torch)}(-|$)", key)]
-    if settings.runtime != "aot_inductor":
-        keys += [key for key in of_device if "-trt" in key]
-    if not keys:
-        raise NoEngineForTarget(
-            f"The config pins {torch}, and release {manifest.name} has engines for {', '.join(of_device)}.",
-            "Pin the torch of the release under requirements, or build and publish with the pinned one.",
-        )
-    targets = [_parse_target(key) for key in keys]
-    return select(manifest, targets, settings.buckets)
+    tensorrt = pinned_version(config.requirements, r"tensorrt(-cu\d+)?")
+    targets = required_targets(manifest, accelerator.value if accelerator else "", torch, tensorrt, settings.runtime)
+    return select(manifest, targets, settings.buckets, tensorrt)
 
 
-def _parse_target(key: str) -> Target:
-    """ "cuda-h100-sm90-torch2.11-cu130" -> Target. Its key is the same text."""
-    device, product, *rest = key.split("-")
-    capability = rest.pop(0) if rest and rest[0].startswith("sm") else ""
-    return Target(device, product, capability, "-".join(rest))
-
-
-def _describe(manifest: Manifest, selection: Selection, sizes: SizeList | SizeRange) -> list[str]:
-    total = sum(blob.bytes for blob in selection.blobs())
+def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:
+    manifest, sizes = selection.manifest, served.sizes
+    spans = [engine.bucket for engine in selection.engines[UNET]]
     if isinstance(sizes, SizeList):
-        listed = ", ".join(f"{width}x{height}" for width, height in sizes.sizes)
+        parts = []
+        for width, height in sizes.sizes:
+            holding = [b.batch.max for b in spans if b.holds(b.batch.max, height, width)]
+            limits = [bucket.rows for bucket in settings.buckets if (bucket.width, bucket.height) == (width, height)]
+            parts.append(f"{width}x{height}@{min([max(holding), *limits])}")
+        listed = ", ".join(parts)
     else:
-        listed = f"sides from {sizes.min_side} to {sizes.max_side} pixels in steps of {sizes.multiple}"
+        batch = max(bucket.batch.max for bucket in spans)
+        listed = f"sides from {sizes.min_side} to {sizes.max_side} pixels in steps of {sizes.multiple}, @{batch}"
+    total = sum(blob.bytes for blob in selection.blobs())
     signer = f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"
     return [
         f"release  {manifest.name}, {signer}",
         f"target   {selection.target}",
-        f"sizes    {listed}",
+        f"sizes    {listed} (width x height @ the UNet's largest batch; an image with guidance takes two)",
         f"fetches  {total / 2**20:.0f} MiB at a cold start",
     ]

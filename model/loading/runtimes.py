@@ -75,15 +75,18 @@ def servable(manifest: Manifest, component: str, target: str) -> list[EngineReco
     return [engine for engine in every if engine.precision == precision]
 
 
-def fastest_first(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> list[Target]:
+def fastest_first(
+    manifest: Manifest, targets: Sequence[Target], names: Sequence[str], tensorrt: str | None = None
+) -> list[Target]:
     """Sort `targets` so that the first one that serves all components `names` should be used.
 
-    Plans of another build of TensorRT than the installed one come last. Where both runtimes remain, targets with
-    benchmarks come first, the fastest of them before the others. Otherwise the order is kept.
+    Plans of another build of TensorRT than the server's come last. `tensorrt`: its version; None: the installed one.
+    Where both runtimes remain, targets with benchmarks come first, the fastest of them before the others. Otherwise the
+    order is kept.
     """
     if not any(_is_tensorrt(target) for target in targets):
         return list(targets)
-    version = tensorrt_api.installed_version()
+    version = tensorrt or tensorrt_api.installed_version()
     engines: dict[Target, list[EngineRecord]] = {}
     whole = []
     for target in targets:

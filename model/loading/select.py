@@ -42,13 +42,19 @@ class Selection:
         return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
 
 
-def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[ServedBucket]) -> Selection:
+def select(
+    manifest: Manifest,
+    targets: Sequence[Target],
+    buckets: Sequence[ServedBucket],
+    tensorrt: str | None = None,
+) -> Selection:
     """Select for the first of `targets` that has all engines; empty `buckets` select every bucket of the release.
 
-    Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is read.
+    `tensorrt`: the server's version of TensorRT; None: the one that is installed here. Raises MissingComponent,
+    NoEngineForTarget or EngineError, before any blob is read.
     """
     names = required_components(manifest)
-    target = choose_target(manifest, fastest_first(manifest, targets, names), names)
+    target = choose_target(manifest, fastest_first(manifest, targets, names, tensorrt), names)
     engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
@@ -56,7 +62,7 @@ def select(manifest: Manifest, targets: Sequence[Target], buckets: Sequence[Serv
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
             raise EngineError(f"The {name} engines of release {manifest.name} differ in what they take and return.")
-        check_installed(manifest, records)
+        check_installed(manifest, records, tensorrt)
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
@@ -139,10 +145,10 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     )
 
 
-def check_installed(manifest: Manifest, engines: Iterable[EngineRecord]) -> None:
+def check_installed(manifest: Manifest, engines: Iterable[EngineRecord], tensorrt: str | None = None) -> None:
     """Refuse plans of another build of TensorRT. Raises NoEngineForTarget."""
     wanted = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
-    installed = tensorrt_api.installed_version() if wanted else None
+    installed = tensorrt or tensorrt_api.installed_version() if wanted else None
     if other := sorted(wanted - {installed}):
         raise NoEngineForTarget(
             f"Release {manifest.name} has plans of TensorRT {other[0]}, and this machine has {installed or 'none'}. A "

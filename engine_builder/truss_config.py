@@ -1,0 +1,25 @@
+"""Read a deployment's config.yaml, with truss's own classes."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine_builder.files import read_file
+from model.errors import ConfigError
+
+
+def read_truss_config(path: Path) -> Any:
+    """Return the TrussConfig in a file. Raises ConfigError if it cannot be read, or is not valid for truss."""
+    with warnings.catch_warnings(action="ignore"):  # of truss's dependencies
+        from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
+
+        try:
+            entries = yaml.safe_load(read_file(path).decode())
+            if not isinstance(entries, dict):
+                raise ValueError("it holds no settings by name")
+            return TrussConfig.from_dict(entries)
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())[:300].rstrip(".")
+            raise ConfigError(f"{path} is not a valid config.yaml: {reason}.", "See truss/configs.") from error
