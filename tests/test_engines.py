@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from engine_builder.building.eager_engine import EagerEngine
+from model.engines.aot_inductor.cpu_container import Container
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import EngineSet
 from model.errors import EngineError
@@ -21,14 +21,12 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("engine") / "toy.pt2"
-    path.write_bytes(releases.toy().engine)
-    return path
+def package() -> bytes:
+    return releases.toy().engine
 
 
 def opened(
-    package: Path,
+    package: bytes,
     weights: Mapping[str, torch.Tensor] | None = None,
     constants: bytes | None = None,
     signature: Signature = SIGNATURE,
@@ -46,7 +44,7 @@ def latents(rows: int = 2, height: int = 64, width: int = 96, seed: int = 0) -> 
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_an_engine_computes_what_its_weights_say(package: Path, seed: int) -> None:
+def test_an_engine_computes_what_its_weights_say(package: bytes, seed: int) -> None:
     """One compiled package, two sets of weights, neither of them in it."""
     engine = opened(package, releases.tensors(seed))
     for rows, height, width in ((1, 64, 64), (4, 64, 512), (3, 200, 104)):
@@ -54,7 +52,7 @@ def test_an_engine_computes_what_its_weights_say(package: Path, seed: int) -> No
         torch.testing.assert_close(engine.run({"x": x})["y"], Toy(seed)(x)[0])
 
 
-def test_weights_are_aliased_not_copied(package: Path) -> None:
+def test_weights_are_aliased_not_copied(package: bytes) -> None:
     weights = releases.tensors(0)
     engine, x = opened(package, weights), latents()
     before = engine.run({"x": x})["y"]
@@ -62,7 +60,7 @@ def test_weights_are_aliased_not_copied(package: Path) -> None:
     torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
 
 
-def test_inputs_that_are_not_contiguous_are_computed_right(package: Path) -> None:
+def test_inputs_that_are_not_contiguous_are_computed_right(package: bytes) -> None:
     x = latents(2, 64, 96).transpose(2, 3)
     assert not x.is_contiguous()
     torch.testing.assert_close(opened(package).run({"x": x})["y"], Toy(0)(x)[0])
@@ -76,7 +74,7 @@ def test_inputs_that_are_not_contiguous_are_computed_right(package: Path) -> Non
     ],
     ids=["rows", "height", "width", "dtype", "dimensions", "channels", "no rows", "device"],
 )  # fmt: skip
-def test_inputs_outside_the_bucket_never_reach_native_code(package: Path, x: torch.Tensor) -> None:
+def test_inputs_outside_the_bucket_never_reach_native_code(package: bytes, x: torch.Tensor) -> None:
     with pytest.raises(EngineError, match="unet"):
         opened(package).run({"x": x})
 
@@ -107,7 +105,7 @@ UNFIT: dict[str, tuple[Callable[[Weights], None], str]] = {
 
 
 @pytest.mark.parametrize(("change", "words"), UNFIT.values(), ids=UNFIT)
-def test_weights_that_do_not_fit_are_refused(package: Path, change: Callable[[Weights], None], words: str) -> None:
+def test_weights_that_do_not_fit_are_refused(package: bytes, change: Callable[[Weights], None], words: str) -> None:
     weights = releases.tensors(0)
     change(weights)
     with pytest.raises(EngineError, match=f"{words}.*`preheat build`, `preheat publish`"):
@@ -125,12 +123,12 @@ BAD_MAPS = {
 
 
 @pytest.mark.parametrize("constants", BAD_MAPS.values(), ids=BAD_MAPS)
-def test_a_damaged_map_of_constants_is_refused(package: Path, constants: bytes) -> None:
+def test_a_damaged_map_of_constants_is_refused(package: bytes, constants: bytes) -> None:
     with pytest.raises(EngineError, match="unet engine cannot be opened: .* damaged at .*`preheat build`"):
         opened(package, constants=constants)
 
 
-def test_a_map_of_other_constants_is_refused(package: Path) -> None:
+def test_a_map_of_other_constants_is_refused(package: bytes) -> None:
     """One too few would be a segmentation fault at the first call."""
     entries: dict[str, Any] = json.loads(releases.toy_map())
     for wrong in (
@@ -142,22 +140,54 @@ def test_a_map_of_other_constants_is_refused(package: Path) -> None:
             opened(package, constants=json.dumps(wrong).encode())
 
 
-def test_what_is_no_engine_is_refused(package: Path, tmp_path: Path) -> None:
-    whole = package.read_bytes()
-    for data in (b"", b"this is no engine", whole[: len(whole) // 2], whole[:-1000], whole[1000:]):
-        bad = tmp_path / "bad.pt2"
-        bad.write_bytes(data)
+def test_refuses_bytes_that_are_no_engine(package: bytes) -> None:
+    for data in (b"", b"this is no engine", package[: len(package) // 2], package[:-1000], package[1000:]):
         with pytest.raises(EngineError, match="unet engine cannot be opened .*`preheat build`") as caught:
-            opened(bad)
+            opened(data)
         assert str(caught.value).isprintable() and len(str(caught.value)) < 500
-    with pytest.raises(EngineError, match="cannot be opened"):
-        opened(tmp_path / "gone.pt2")
 
 
-def test_an_engine_that_gives_other_tensors_than_its_record_says_is_refused(package: Path) -> None:
-    two = SIGNATURE.outputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
-    engine = opened(package, signature=Signature(inputs=SIGNATURE.inputs, outputs=two))
-    with pytest.raises(EngineError, match="returns 1 tensors and its record names 2"):
+def test_refuses_another_number_of_inputs(package: bytes) -> None:
+    """The native code would end the process."""
+    two = SIGNATURE.inputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
+    with pytest.raises(EngineError, match="unet engine takes 1 tensors and its record names 2.*`preheat build`"):
+        opened(package, signature=Signature(inputs=two, outputs=SIGNATURE.outputs))
+
+
+def test_names_the_component_whose_code_fails(package: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("failed; standard error has the reason\nwith a trace")
+
+    engine = opened(package)
+    monkeypatch.setattr(Container, "run", fail)
+    with pytest.raises(EngineError, match="unet engine failed .failed; standard error has the reason.. Its code"):
+        engine.run({"x": latents()})
+
+
+OUTPUT = SIGNATURE.outputs[0]
+OTHER_OUTPUTS: dict[str, tuple[tuple[TensorSpec, ...], str]] = {
+    "two": (
+        (OUTPUT, TensorSpec(name="z", dtype="float32", shape=("rows",))),
+        "1 tensors and its record names 2",
+    ),
+    "dtype": ((OUTPUT.model_copy(update={"dtype": "float16"}),), "as float32 .* record states float16"),
+    "channels": (
+        (OUTPUT.model_copy(update={"shape": ("rows", 3, "height/8", "width/8")}),),
+        r"\[2, 4, 8, 12\], and its record states float32 \[2, 3, 8, 12\]",
+    ),
+    "dimensions": (
+        (OUTPUT.model_copy(update={"shape": ("rows", 4)}),),
+        r"\[2, 4, 8, 12\], and its record states float32 \[2, 4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("outputs", "words"), OTHER_OUTPUTS.values(), ids=OTHER_OUTPUTS)
+def test_refuses_outputs_that_the_record_does_not_state(
+    package: bytes, outputs: tuple[TensorSpec, ...], words: str
+) -> None:
+    engine = opened(package, signature=Signature(inputs=SIGNATURE.inputs, outputs=outputs))
+    with pytest.raises(EngineError, match=f"unet engine returns .*{words}.*`preheat build`"):
         engine.run({"x": latents()})
 
 

@@ -410,12 +410,13 @@ def test_gpu_engines_outside_of_loops_have_their_own_graphs(
     store, manifest = sound
     monkeypatch.setattr(loading, "AotInductorEngine", Opened)
     record = parse_manifest(manifest, NAME).engines[0]
+    contents = {record.blob.sha256: releases.toy().engine, record.constants.sha256: b""}
     graphed: dict[str, set[str]] = {"cuda": set(), "cpu": set()}
     names = {*BASE_COMPONENTS, *REFINER_COMPONENTS, *CFG_VARIANTS}
     for kind, name in ((kind, name) for kind in graphed for name in names):
         device = torch.device(kind)
         of_it = record.model_copy(update={"component": name})
-        engine = loading._open(store, of_it, {}, device, Plans(store, device))
+        engine = loading._open(contents, of_it, {}, device, Plans(store, device))
         assert engine.component == name
         graphed[kind] |= {name} if isinstance(engine, GraphedEngine) else set()
     assert graphed == {"cuda": names - {"unet", "refiner_unet", *CFG_VARIANTS}, "cpu": set()}

@@ -10,7 +10,7 @@ import torch
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState
 from model.engines.engine import EngineSet
-from model.errors import OutOfDeviceMemory
+from model.errors import EngineError, OutOfDeviceMemory
 from model.loading import warmup
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
@@ -184,4 +184,19 @@ def test_reports_a_gpu_that_is_too_small(loaded: Loaded, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(warmup, "generate", full)
     with pytest.raises(OutOfDeviceMemory, match="line/1 does not fit .* Configure fewer rows or sizes"):
+        warm_up(loaded)
+
+
+def test_names_engines_that_do_not_fit_together(loaded: Loaded) -> None:
+    """The refiner's text network has other widths than the base's."""
+    loaded.model.engines[spec.UNET_TEXT] = EngineSet([stub(loaded.model, spec.REFINER_UNET_TEXT)])
+    words = "engines of line/1 do not fit together. .*encoder_hidden_states.*`preheat build`"
+    with pytest.raises(EngineError, match=words), torch.inference_mode():
+        warm_up(loaded)
+
+
+def test_refuses_the_interface_of_another_component(loaded: Loaded) -> None:
+    loaded.model.engines[spec.VAE_DECODER] = EngineSet([stub(loaded.model, spec.UNET_TIME)])
+    words = "vae_decoder engines cannot be used. They take timestep, .* vae_decoder takes latents and returns pixels"
+    with pytest.raises(EngineError, match=f"{words}.*`preheat build`"), torch.inference_mode():
         warm_up(loaded)

@@ -1,9 +1,9 @@
-"""Check the tensors that callers pass to an engine against its signature.
+"""Check the tensors that an engine takes and returns against its signature.
 
 Neither runtime checks the shapes of its inputs, so every engine checks them here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -55,3 +55,30 @@ def bind_shapes(signature: Signature, inputs: Mapping[str, torch.Tensor], compon
                 "",
             )
     return known
+
+
+def bind_outputs(
+    signature: Signature, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int], component: str
+) -> dict[str, torch.Tensor]:
+    """Name an engine's outputs, in the order of the signature. `sizes` are what `bind_shapes` returned.
+
+    Raises EngineError for a wrong number, dtype or shape: the code is not what its record states.
+    """
+    if len(outputs) != len(signature.outputs):
+        raise EngineError(
+            f"The {component} engine returns {len(outputs)} tensors and its record names {len(signature.outputs)}."
+        )
+    for spec, tensor in zip(signature.outputs, outputs, strict=True):
+        expected = [size if isinstance(size, int) else _size(size, sizes) for size in spec.shape]
+        if tensor.dtype != DTYPES[spec.dtype] or list(tensor.shape) != expected:
+            raise EngineError(
+                f"The {component} engine returns {spec.name} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and "
+                f"its record states {spec.dtype} {expected}."
+            )
+    return {spec.name: tensor for spec, tensor in zip(signature.outputs, outputs, strict=True)}
+
+
+def _size(dimension: str, sizes: Mapping[str, int]) -> int:
+    """ "height/8" and {"height": 64} -> 8."""
+    symbol, _, divisor = dimension.partition("/")
+    return sizes[symbol] // int(divisor or 1)

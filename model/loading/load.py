@@ -5,7 +5,7 @@ reason and the command that fixes it.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -14,12 +14,13 @@ import torch
 from model.cold_start import ColdStart
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
 from model.engines.signatures import CfgLayout
 from model.engines.tensorrt.plans import Plans
 from model.loading.memory import check_memory
-from model.loading.select import select
+from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
@@ -74,14 +75,13 @@ def load_release(
         check_memory(device, selection)
     with WeightsCache(store, device) as cache:
         cache.begin([record for records in selection.weights.values() for record in records], cold_start)
-        blobs = selection.blobs(weights=False)
         with cold_start.phase("fetch"):
-            store.fetch(blobs)
+            store.fetch(selection.blobs(weights=False))
         with cold_start.phase("verify"):
-            _verify(store, blobs)
+            contents = _read_blobs(store, selection)
         with cold_start.phase("tokenizers"):
             tokenizers: dict[str, ClipTokenizer] = {
-                name: _tokenizer(store, record) for name, record in manifest.tokenizers.items()
+                name: _tokenizer(contents, record) for name, record in manifest.tokenizers.items()
             }
         with cold_start.phase("weights"):
             tensors = {
@@ -92,7 +92,7 @@ def load_release(
             plans = Plans(store, device)
             engines: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
-                opened = [_open(store, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
+                opened = [_open(contents, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
                 engines[name] = _engine_set(name, opened)
             engines |= {name: engines[other] for name, other in selection.shared.items()}
     model = LoadedModel(
@@ -110,32 +110,62 @@ def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> di
     return {name: from_stored(tensor, record.layout) for name, tensor in tensors.items()}
 
 
-def _verify(store: Store, blobs: Iterable[Blob]) -> None:
-    """Hash blobs concurrently (hashing releases the interpreter lock); the store remembers the intact ones."""
+def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
+    """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
+
+    Returns contents by digest, so that the verified bytes are the bytes that are used. TensorRT's blobs are read later,
+    by `Plans`.
+    """
+    plans = {
+        blob.sha256
+        for records in selection.engines.values()
+        for record in records
+        if record.tensorrt
+        for blob in (record.blob, record.constants, record.tensorrt.literals)
+    }
+
+    def read(blob: Blob) -> tuple[str, bytes]:
+        if blob.sha256 in plans:
+            store.get(blob.sha256, blob.bytes)
+            return blob.sha256, b""
+        buffer = bytearray(blob.bytes)
+        store.read(blob.sha256, memoryview(buffer))
+        return blob.sha256, bytes(buffer)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
-        for _ in pool.map(lambda blob: store.get(blob.sha256, blob.bytes), blobs):
-            pass
+        return dict(pool.map(read, selection.blobs(weights=False)))
 
 
-def _tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
-    return ClipTokenizer(_read(store, record.blob), TokenizerSettings(**record.model_dump(exclude={"blob"})))
+def _tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:
+    return ClipTokenizer(contents[record.blob.sha256], TokenizerSettings(**record.model_dump(exclude={"blob"})))
 
 
 def _open(
-    store: Store, record: EngineRecord, weights: Mapping[str, torch.Tensor], device: torch.device, plans: Plans
+    contents: Mapping[str, bytes],
+    record: EngineRecord,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    plans: Plans,
 ) -> Engine:
     spec, _ = find(record.component)
     engine: Engine
     if record.tensorrt is not None:
         engine = plans.open(record, weights, spec.stream)
     else:
-        constants = _read(store, record.constants)
-        package = store.get(record.blob.sha256, record.blob.bytes)
+        package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
+        check_identity(record, package, _others(record.component))
         engine = AotInductorEngine(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
     # The denoising loops capture graphs of their own, around the UNet and the rest of a step.
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
+
+
+def _others(component: str) -> set[str]:
+    """The components and variants that have another wrapper, and therefore never this component's code."""
+    wrappers = {spec.name: spec.wrapper for spec in SDXL.values()}
+    wrappers |= {variant.name: variant.wrapper for spec in SDXL.values() for variant in spec.variants}
+    return {name for name, wrapper in wrappers.items() if wrapper != wrappers[component]}
 
 
 def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
@@ -144,10 +174,3 @@ def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
     for variant in SDXL[component].variants:
         variants[variant.cfg] = [engine for engine in opened if engine.component == variant.name]
     return EngineSet([engine for engine in opened if engine.component == component], variants)
-
-
-def _read(store: Store, blob: Blob) -> bytes:
-    """Read a small blob whole; the bytes that were verified are the bytes that are used."""
-    buffer = bytearray(blob.bytes)
-    store.read(blob.sha256, memoryview(buffer))
-    return bytes(buffer)

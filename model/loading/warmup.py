@@ -13,7 +13,8 @@ import torch
 
 from model.denoising.loop import ImageState, Loop
 from model.engines.engine import EngineSet
-from model.errors import OutOfDeviceMemory
+from model.errors import EngineError, OutOfDeviceMemory
+from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
@@ -33,8 +34,10 @@ _STEPS = 2  # of the image: one of the base, and one of the refiner where there 
 def warm_up(loaded: Loaded) -> PreviewMap:
     """Warm every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
-    Raises OutOfDeviceMemory where the GPU's memory does not hold what the config asks for.
+    Raises OutOfDeviceMemory where the GPU's memory does not hold what the config asks for, and EngineError where the
+    release's engines do not fit together.
     """
+    check_interfaces(loaded.model.engines)
     served = loaded.served
     refusals = _refused_allocations(loaded.model)
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
@@ -48,6 +51,9 @@ def warm_up(loaded: Loaded) -> PreviewMap:
             loaded.model.efficient_pixels = loop.efficient_batch * served.native_height * served.native_width
         _encode_every_text(loaded.model, params)
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
+    except EngineError as error:
+        # Requests were not served yet, so the release is wrong. Its remedy is not that of a wrong call.
+        raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or _refused_allocations(loaded.model) > refusals:
             raise OutOfDeviceMemory(

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
-from model.store.manifest import Bucket, Manifest
+from model.store.manifest import Bucket, Manifest, Signature
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import REPOSITORY
 from tests.stand_ins.reference import Reference
@@ -291,6 +292,11 @@ def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableSto
     for component in ("text_encoder", "text_encoder_2"):
         assert rebuilt[component].constants == engines[component].constants
         assert rebuilt[component].accuracy.relative < 1e-4
+        blob = rebuilt[component].blob
+        with zipfile.ZipFile(store_copy.get(blob.sha256, blob.bytes)) as package:
+            stated = json.loads(package.read(f"{component}-{engines[component].key[:12]}/preheat.json"))
+        assert Bucket.model_validate(stated["bucket"]) == rebuilt[component].bucket
+        assert Signature.model_validate(stated["signature"]) == rebuilt[component].signature
     assert rebuilt.keys() == engines.keys()
 
 

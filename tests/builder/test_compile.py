@@ -47,7 +47,13 @@ def open_with(store: WritableStore, network: Network) -> AotInductorEngine:
     record, package, constants = read_engine(store, network.component)
     tensors = network.tensors()
     return AotInductorEngine(
-        network.component, package, record.signature, record.bucket, constants, tensors, torch.device("cpu")
+        network.component,
+        package.read_bytes(),
+        record.signature,
+        record.bucket,
+        constants,
+        tensors,
+        torch.device("cpu"),
     )
 
 
@@ -116,7 +122,8 @@ def test_refuses_weights_that_do_not_fit(toy_store: WritableStore, toy_folder: P
     tensors = load_network(Checkpoint(toy_folder), "unet", FP32).tensors()
 
     def opened(weights: dict[str, torch.Tensor]) -> None:
-        AotInductorEngine("unet", package, record.signature, record.bucket, constants, weights, torch.device("cpu"))
+        data = package.read_bytes()
+        AotInductorEngine("unet", data, record.signature, record.bucket, constants, weights, torch.device("cpu"))
 
     lacking = {name: tensor for name, tensor in tensors.items() if name != "conv_out.bias"}
     for weights in (

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
+from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
 from model.errors import PreheatError
 from model.loading.target import Target, detect_targets
@@ -149,10 +151,17 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
         torch._inductor.aoti_compile_and_package(
             exported, package_path=str(package), inductor_configs=_inductor_settings(target)
         )
+    write_identity(package, Identity(bucket=bucket, signature=network.signature))
     loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, 0 if device == "cuda" else -1)
     tensors = network.tensors()
     names = loader.get_constant_fqns()
     return CompiledNetwork(package, {name: describe_constant(network, tensors, name) for name in names})
+
+
+def write_identity(package: Path, identity: Identity) -> None:
+    """Add to a new package what it was compiled for, which a server compares with the engine's record."""
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.writestr(f"{package.stem}/{IDENTITY}", identity.model_dump_json())
 
 
 def trace_inputs(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:

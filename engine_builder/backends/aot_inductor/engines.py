@@ -18,6 +18,7 @@ from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.aot_inductor.package import top_folder
 from model.errors import EngineError
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord
 
@@ -49,7 +50,7 @@ class _PlannedEngine:
     def identity(self) -> tuple[str, str]:
         return self.component, self.key
 
-    def open(self, package: Path, constants: bytes) -> AotInductorEngine:
+    def open(self, package: bytes, constants: bytes) -> AotInductorEngine:
         """Open a package with this model's weights."""
         device = torch.device(self.device)
         network = self.network
@@ -60,7 +61,7 @@ class _PlannedEngine:
     def open_stored(self, built: BuiltEngine, store: WritableStore) -> AotInductorEngine:
         """Open a stored engine with this model's weights."""
         constants = store.get(built.constants.sha256, built.constants.bytes).read_bytes()
-        return self.open(store.get(built.blob.sha256, built.blob.bytes), constants)
+        return self.open(store.get(built.blob.sha256, built.blob.bytes).read_bytes(), constants)
 
     def check(self, engine: AotInductorEngine) -> Accuracy:
         """Compare an engine with eager PyTorch. Raises InaccurateEngine."""
@@ -114,7 +115,7 @@ def build_engines(
         jobs = [
             CompileJob(
                 key, plan.checkpoint_of(engine.component), engine.component, engine.network.precision, plan.target,
-                engine.bucket, Path(folder) / f"{engine.component}-{key[:12]}.pt2",
+                engine.bucket, Path(folder) / f"{top_folder(engine.component, key)}.pt2",
             )
             for key, engine in missing.items()
         ]  # fmt: skip
@@ -163,7 +164,7 @@ def _check_and_store(
 ) -> tuple[BuiltEngine, Accuracy]:
     """Store a compiled engine, but only after it passed its check."""
     constants, package = result.compiled.constants_json(), result.compiled.package
-    accuracy = planned.check(planned.open(package, constants))
+    accuracy = planned.check(planned.open(package.read_bytes(), constants))
     built = BuiltEngine(
         blob=Blob(sha256=store.put(package), bytes=package.stat().st_size),
         constants=put_blob(store, constants),

@@ -5,11 +5,11 @@ whole computation, and no other thread could answer a health check meanwhile. ct
 """
 
 import ctypes
+import io
 import tempfile
 import weakref
 import zipfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ class _Constant(ctypes.Structure):
 class Container:
     """The compiled code of one package. Not thread-safe. Raises RuntimeError, like torch's loader."""
 
-    def __init__(self, package: Path) -> None:
+    def __init__(self, package: bytes) -> None:
         try:
-            with zipfile.ZipFile(package) as archive, tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
+            folders = tempfile.TemporaryDirectory(prefix="preheat-engine-")
+            with zipfile.ZipFile(io.BytesIO(package)) as archive, folders as folder:
                 if (damaged := archive.testzip()) is not None:
                     raise RuntimeError(f"its entry {damaged} is damaged")
                 [name] = [name for name in archive.namelist() if name.endswith(".so")]
@@ -67,7 +68,7 @@ class Container:
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Take and return contiguous tensors in the order of the signature. Nothing is checked here."""
         pointers = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # freed by the callee
-        outputs = (ctypes.c_void_p * self._outputs)()
+        outputs = (ctypes.c_void_p * self._count("Outputs"))()
         self._call(
             "RunSingleThreaded",
             self._handle,
@@ -81,17 +82,19 @@ class Container:
         return _tensors(list(outputs))
 
     @property
-    def _outputs(self) -> int:
+    def inputs(self) -> int:
+        """The number of tensors that `run` takes. Another number would end the process."""
+        return self._count("Inputs")
+
+    def _count(self, what: str) -> int:
         count = ctypes.c_size_t()
-        self._call("GetNumOutputs", self._handle, ctypes.byref(count))
+        self._call(f"GetNum{what}", self._handle, ctypes.byref(count))
         return count.value
 
     def _constant_names(self) -> dict[str, bytes]:
         """Name of each constant in the exported program -> its name in the compiled code."""
-        count = ctypes.c_size_t()
-        self._call("GetNumConstants", self._handle, ctypes.byref(count))
         names = {}
-        for index in range(count.value):
+        for index in range(self._count("Constants")):
             inner, original = ctypes.c_char_p(), ctypes.c_char_p()
             at = ctypes.c_size_t(index)
             self._call("GetConstantName", self._handle, at, ctypes.byref(inner))

@@ -4,6 +4,7 @@ The public Python loader is not used. It compiles and runs probe programs to ide
 up to a minute, and its wrapper takes seconds to import. The target was checked before an engine is opened.
 """
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from model.engines.aot_inductor.cpu_container import Container
 from model.engines.aot_inductor.package import check_package
 from model.engines.constants import map_constants
-from model.engines.shapes import bind_shapes
+from model.engines.shapes import bind_outputs, bind_shapes
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature
 
@@ -25,27 +26,34 @@ class AotInductorEngine:
     def __init__(
         self,
         component: str,
-        path: Path,
+        package: bytes,
         signature: Signature,
         bucket: Bucket,
         constants: bytes,
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
-        """`constants`: the content of the engine record's constants blob. Raises EngineError on any disagreement."""
+        """`package` and `constants`: the contents of the engine record's blobs. Raises EngineError on any disagreement.
+
+        The verified bytes themselves are opened: another process could replace a file after it was verified.
+        """
         self.component = component
         self.signature = signature
         self.bucket = bucket
         self._device = device.type
         mapped = _map_constants(component, constants, weights, device)
-        check_package(component, path)
+        check_package(component, package)
         try:
-            code = _GpuLoader(path, device.index or 0) if device.type == "cuda" else Container(path)
+            code = _GpuLoader(package, device.index or 0) if device.type == "cuda" else Container(package)
             if code.constants != set(mapped):
                 raise EngineError(f"The {component} engine and its constant map disagree.")
+            if isinstance(code, Container) and code.inputs != len(signature.inputs):
+                raise EngineError(
+                    f"The {component} engine takes {code.inputs} tensors and its record names {len(signature.inputs)}."
+                )
             # A call before constants are loaded, or with some missing, would be a segmentation fault.
             code.load_constants(mapped)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise EngineError(
                 f"The {component} engine cannot be opened ({_first_line(error)}).",
                 "Make room in the folder for temporary files, where it is unpacked, or build it again "
@@ -66,21 +74,26 @@ class AotInductorEngine:
                 )
         # Kernels were compiled for contiguous inputs and ignore strides.
         flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
-        outputs = self._code.run(flat)
-        if len(outputs) != len(self.signature.outputs):
+        try:
+            outputs = self._code.run(flat)
+        except RuntimeError as error:
+            if self._device != "cpu":
+                raise  # it may be a lack of memory, which the warm-up recognizes
             raise EngineError(
-                f"The {self.component} engine returns {len(outputs)} tensors and its record names "
-                f"{len(self.signature.outputs)}."
-            )
-        return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}
+                f"The {self.component} engine failed ({_first_line(error)}). Its code may be of another component."
+            ) from error
+        return bind_outputs(self.signature, outputs, sizes, self.component)
 
 
 class _GpuLoader:
     """torch's own loader. `Container` documents the three members."""
 
-    def __init__(self, package: Path, index: int) -> None:
-        # One runner, single-threaded: it has its own lock, and it is the only mode that a CUDA graph can capture.
-        self._loader = torch._C._aoti.AOTIModelPackageLoader(str(package), "model", True, 1, index)
+    def __init__(self, package: bytes, index: int) -> None:
+        with tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
+            path = Path(folder) / "engine.pt2"
+            path.write_bytes(package)
+            # One runner, single-threaded: it has its own lock, and it is the only mode that a CUDA graph can capture.
+            self._loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
         self.constants = set(self._loader.get_constant_fqns())
 
     def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -103,6 +116,6 @@ def _map_constants(
     return mapped
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: RuntimeError | OSError) -> str:
     """The message without torch's C++ stack trace."""
     return str(error).strip().partition("\n")[0][:200]

@@ -1,29 +1,88 @@
-"""Check a `.pt2` package before torch's C++ loader unpacks it.
+"""Check a `.pt2` package before it is unpacked: that it stays in its folder, and that it is its record's engine.
 
-The loader writes wherever the archive's names lead, also outside its own folder. No package built by Preheat does that.
+torch's C++ loader writes wherever the archive's names lead, also outside its own folder. No package built by Preheat
+does that. A package's top folder is named after the component and the engine key that it was compiled for, and since
+`IDENTITY` exists that entry states the bucket and the signature.
 """
 
+import io
+import re
 import stat
 import zipfile
-from pathlib import Path
+from collections.abc import Collection
+
+from pydantic import BaseModel, ValidationError
 
 from model.errors import EngineError
+from model.store.manifest import Bucket, EngineRecord, Signature
 
+IDENTITY = "preheat.json"  # an entry of the top folder; packages of earlier builds lack it
+_IDENTITY_LIMIT = 2**20  # bytes
 _MAX_ENTRIES = 10_000
+_TOP_FOLDER = re.compile(r"([a-z0-9_]+)-([0-9a-f]{12})")
 
 
-def check_package(component: str, path: Path) -> None:
-    """Refuse a file that is not an archive, or that would write outside its folder or more bytes than it has.
+class Identity(BaseModel):
+    """What a package was compiled for, in addition to its component and key."""
+
+    bucket: Bucket
+    signature: Signature
+
+
+def top_folder(component: str, key: str) -> str:
+    """Return the name of a package's top folder."""
+    return f"{component}-{key[:12]}"
+
+
+def check_package(component: str, package: bytes) -> None:
+    """Refuse bytes that are not an archive, or that would write outside its folder or more bytes than it has.
 
     Raises EngineError.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            problem = _problem(archive.infolist(), path.stat().st_size)
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        with zipfile.ZipFile(io.BytesIO(package)) as archive:
+            problem = _problem(archive.infolist(), len(package))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         problem = f"it is not a package: {' '.join(str(error).split())[:100]}"
     if problem:
         raise EngineError(f"The {component} engine cannot be opened ({problem}).")
+
+
+def check_identity(record: EngineRecord, package: bytes, others: Collection[str]) -> None:
+    """Refuse a package that was compiled for another component, key, bucket or signature than its record states.
+
+    `others`: the components whose code the record's component cannot share. A package without a name or an identity of
+    its own is accepted. Raises EngineError.
+    """
+    check_package(record.component, package)
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        names = archive.namelist()
+        library = next((name for name in names if name.endswith(".so")), "")
+        named = _TOP_FOLDER.fullmatch(library.partition("/")[0])
+        if named is None:
+            return
+        component, key = named.groups()
+        if key != record.key[:12] or component in others:
+            raise _other_code(record, f"the {component} engine {key}")
+        entry = f"{named.group()}/{IDENTITY}"
+        if entry not in names:
+            return
+        try:
+            with archive.open(entry) as file:
+                identity = Identity.model_validate_json(file.read(_IDENTITY_LIMIT))
+        except (ValidationError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise EngineError(f"The {record.component} engine cannot be opened (its {IDENTITY} is damaged).") from error
+    if identity.bucket != record.bucket:
+        raise _other_code(record, "another bucket")
+    if identity.signature != record.signature:
+        raise _other_code(record, "other inputs or outputs")
+
+
+def _other_code(record: EngineRecord, compiled_for: str) -> EngineError:
+    return EngineError(
+        f"The {record.component} engine {record.key[:12]} cannot be used. Its code was compiled for {compiled_for}, so "
+        "the release mixes up its engines."
+    )
 
 
 def _problem(entries: list[zipfile.ZipInfo], size: int) -> str:

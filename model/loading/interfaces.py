@@ -1,0 +1,40 @@
+"""Check that each loaded engine takes and returns what the pipeline's description says of its component."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from model.engines.engine import EngineSet
+from model.engines.signatures import Widths
+from model.errors import EngineError
+from model.pipeline.spec import SDXL, ComponentSpec
+from model.store.manifest import Signature
+
+# Only names are compared, so the sizes do not matter.
+_WIDTHS = Widths(
+    tokens=1, text_width=1, text_width_2=1, pooled_width=1, context_width=1, latent_channels=1, time_ids=1, vae_scale=1,
+    time_embeds_width=1, keys_values_width=1,
+)  # fmt: skip
+_GUIDED_WIDTHS = replace(_WIDTHS, timestep_cond=1)
+_Names = tuple[list[str], list[str]]
+
+
+def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
+    """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
+    for name, engine_set in engines.items():
+        spec = SDXL[name]
+        found, expected = _names(engine_set.signature), _expected(spec)
+        if found not in expected:
+            raise EngineError(
+                f"The {name} engines cannot be used. They take {', '.join(found[0])} and return {', '.join(found[1])}; "
+                f"{name} takes {', '.join(expected[0][0])} and returns {', '.join(expected[0][1])}. The release mixes "
+                "up its engines."
+            )
+
+
+def _expected(spec: ComponentSpec) -> list[_Names]:
+    """The names of a component without and with the embedded guidance scale."""
+    return [_names(spec.signature(widths, "float32")) for widths in (_WIDTHS, _GUIDED_WIDTHS)]
+
+
+def _names(signature: Signature) -> _Names:
+    return [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
