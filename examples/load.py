@@ -54,9 +54,10 @@ async def check(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, di
     """Send one request that is not measured. Return its number of images and its engine. Raises Failed."""
     try:
         answer = await client.post(url, content=body)
+    except httpx.TimeoutException as error:
+        raise Failed(f"{url} gave no answer in time. Ask for less, or give a longer --timeout.") from error
     except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
-        reason = str(error) or type(error).__name__
-        raise Failed(f"{url} cannot be reached: {reason}. Check MODEL_URL, and that the server runs.") from error
+        raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     if not answer.is_success:
         raise Failed(f"The first request got no image. {explain(answer)}")
     try:
