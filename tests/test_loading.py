@@ -41,7 +41,7 @@ from model.errors import (
 )
 from model.loading import load as loading
 from model.loading.load import Loaded, load_release
-from model.loading.memory import check_memory, loop_bytes
+from model.loading.memory import check_memory, free_host_memory, loop_bytes
 from model.loading.select import choose_engines, select
 from model.loading.served import SizeList, SizeRange
 from model.loading.target import Target
@@ -441,6 +441,31 @@ def test_a_gpu_too_small_for_the_weights(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed - 1, 2**34))
     with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
         check_memory(torch.device("cuda:0"), selection)
+
+
+def test_refuses_weights_beyond_the_memory_of_a_cpu(store: WritableLocalStore, entries: Entries) -> None:
+    """The kernel would kill the server while it loads. No blob is read: they do not exist."""
+    blobs = [{"sha256": f"{number:064x}", "bytes": 2**28} for number in range(8000)]
+    entries["weights"][0]["blobs"] = blobs
+    releases.write_raw(store.root, entries)
+    message = refusal(OutOfDeviceMemory, store)
+    assert "The weights take 2000.0 GiB, and this machine has " in message and "container's limit" in message
+
+
+def test_free_memory_is_the_least_of_machine_and_container(tmp_path: Path) -> None:
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    assert free_host_memory(meminfo, cgroup) is None
+    meminfo.write_text("MemTotal:  900 kB\nMemAvailable:  500 kB\nHugePages_Total:  0\nSwapFree:  100 kB\n")
+    assert free_host_memory(meminfo, cgroup) == 600 * 1024
+    cgroup.mkdir()
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("300000\n")
+    (cgroup / "memory.stat").write_text("anon 100000\nactive_file 30000\ninactive_file 50000\n")
+    assert free_host_memory(meminfo, cgroup) == 600 * 1024
+    (cgroup / "memory.max").write_text("400000\n")
+    assert free_host_memory(meminfo, cgroup) == 180_000
+    (cgroup / "memory.max").write_text("900000000\n")
+    assert free_host_memory(meminfo, cgroup) == 600 * 1024
 
 
 def test_buffers_of_all_loops_are_counted_before_any_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

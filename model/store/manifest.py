@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 ENGINE_LIMIT = 4 * 2**30  # bytes, the limit of every blob; the kernels of one component and bucket take some 10 MB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
+PACKAGE_LIMIT = 256 * 2**20  # bytes, of an AOTInductor engine; it is read into memory whole
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes, of blobs that are read into memory whole: tokenizers and maps of constants
 _SIGNED_AS = b"preheat release\n"  # a prefix, so that a signature of a release is valid for nothing else
 
@@ -190,6 +191,8 @@ class EngineRecord(_Record):
     def _sound(self) -> "EngineRecord":
         if self.tensorrt is not None and self.runtime != "tensorrt":
             raise ValueError("only a TensorRT engine has a plan")
+        if self.runtime == "aot_inductor" and self.blob.bytes > PACKAGE_LIMIT:
+            raise ValueError(f"the engine has more than {PACKAGE_LIMIT} bytes")
         if self.constants.bytes > SMALL_BLOB_LIMIT:
             raise ValueError(f"the map of constants has more than {SMALL_BLOB_LIMIT} bytes")
         sized = {"height", "width"} <= _symbols(self.signature.inputs)

@@ -51,13 +51,38 @@ def test_refuses_swapped_blobs(victim: Victim) -> None:
     victim.refused(CorruptBlob, "its bytes have changed")
 
 
+SUBSTITUTES: dict[str, tuple[Callable[[Path], object], type[StoreError], str]] = {
+    "pipe": (os.mkfifo, StoreError, "it is not a regular file"),
+    "folder": (Path.mkdir, StoreError, "it is not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), StoreError, "it is not a regular file"),
+    "link to itself": (lambda path: path.symlink_to(path), StoreError, "Too many levels of symbolic links"),
+    "terabyte": (lambda path: os.truncate(path, 2**40) if not path.touch() else None, CorruptBlob, "1099511627776"),
+}
+
+
+@pytest.mark.parametrize("make, kind, words", SUBSTITUTES.values(), ids=SUBSTITUTES)
+@pytest.mark.parametrize("choose", BLOBS.values(), ids=BLOBS)
+def test_refuses_substitute_for_a_file(
+    victim: Victim,
+    choose: Callable[[Manifest], Blob],
+    make: Callable[[Path], object],
+    kind: type[StoreError],
+    words: str,
+) -> None:
+    """None of them may block the load or fill the memory."""
+    path = victim.blob(choose(victim.manifest).sha256)
+    path.unlink()
+    make(path)
+    assert path.name[:12] in victim.refused(kind, words)
+
+
 @in_folder_and_bucket
 def test_untrue_size_takes_no_space(victim: Victim) -> None:
     """The service's own size is compared before the cache allocates any space."""
     for engine in victim.entries["engines"]:
-        engine["blob"]["bytes"] = 2**30
+        engine["blob"]["bytes"] = 2**27
     truth = victim.manifest.engines[0].blob.bytes
-    victim.refused(CorruptBlob, f"it has {truth} bytes instead of {2**30}")
+    victim.refused(CorruptBlob, f"it has {truth} bytes instead of {2**27}")
 
 
 # -- links and pipes in a shared cache folder, under the names that a server will use ---------------------------------
@@ -106,6 +131,17 @@ def test_replaces_pipe_in_place_of_a_blob(victim: Victim, digest: str) -> None:
     os.mkfifo(path)
     assert victim.served().release == "toy/1"
     assert path.is_file()
+
+
+@in_bucket
+@pytest.mark.parametrize("folder", ["blobs/sha256", "partial"])
+def test_refuses_folder_in_place_of_a_blob(victim: Victim, digest: str, folder: str) -> None:
+    path = victim.cache / folder / digest
+    path.mkdir()
+    victim.refused(StoreError, "in it: Is a directory")
+    path.rmdir()
+    for left in (victim.cache / "partial").iterdir():
+        left.unlink()
 
 
 @in_bucket

@@ -1,17 +1,19 @@
 """Engine packages that an attacker wrote: zip bombs, entries that leave the folder, links; and maps of constants."""
 
+import _ctypes
 import io
 import json
 import stat
 import struct
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from model.errors import EngineError
+from model.errors import EngineError, ManifestError
 from tests.attacks.conftest import Victim, in_folder_and_bucket
 from tests.stand_ins import releases
 
@@ -78,6 +80,42 @@ def test_refuses_two_files_with_one_name(victim: Victim) -> None:
 def test_refuses_invalid_package(victim: Victim, data: bytes) -> None:
     victim.entries["engines"][2]["blob"] = victim.keep(data)
     victim.refused(EngineError, "engine cannot be opened")
+
+
+def with_library(data: bytes) -> bytes:
+    """Return a valid engine package with another shared library."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(releases.toy().engine)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, data if name.endswith(".so") else old.read(name))
+    return buffer.getvalue()
+
+
+def library() -> bytes:
+    """Return the shared library of a valid engine package."""
+    with zipfile.ZipFile(io.BytesIO(releases.toy().engine)) as archive:
+        [name] = [name for name in archive.namelist() if name.endswith(".so")]
+        return archive.read(name)
+
+
+LIBRARIES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "another library": (lambda: Path(_ctypes.__file__).read_bytes(), "its library has no AOTInductorModelContainer"),
+    "cut in a segment": (lambda: library()[: len(library()) // 10], "its library is shorter than its header states"),
+    "cut in the header": (lambda: library()[:60], "its library is shorter than its header states"),
+    "text": (lambda: b"text" * 100, "engine cannot be opened"),
+}
+
+
+@pytest.mark.parametrize("make, words", LIBRARIES.values(), ids=LIBRARIES)
+def test_refuses_invalid_library(victim: Victim, make: Callable[[], bytes], words: str) -> None:
+    """The dynamic linker would end the process for one that is cut."""
+    victim.entries["engines"][2]["blob"] = victim.keep(with_library(make()))
+    victim.refused(EngineError, words)
+
+
+def test_refuses_package_too_large_for_memory(victim: Victim) -> None:
+    victim.entries["engines"][2]["blob"] = {"sha256": "0" * 64, "bytes": 2**28 + 1}
+    victim.refused(ManifestError, "the engine has more than 268435456 bytes")
 
 
 CHANGED_MAPS: dict[str, tuple[dict[str, Any], str]] = {

@@ -6,6 +6,7 @@ whole computation, and no other thread could answer a health check meanwhile. ct
 
 import ctypes
 import io
+import struct
 import tempfile
 import weakref
 import zipfile
@@ -34,6 +35,7 @@ class Container:
                 if (damaged := archive.testzip()) is not None:
                     raise RuntimeError(f"its entry {damaged} is damaged")
                 [name] = [name for name in archive.namelist() if name.endswith(".so")]
+                _check_library(archive.read(name))
                 # The library stays mapped after its file is deleted.
                 self._library = ctypes.CDLL(archive.extract(name, folder))
         except (OSError, ValueError, zipfile.BadZipFile) as error:
@@ -104,8 +106,28 @@ class Container:
         return names
 
     def _call(self, function: str, *arguments: Any) -> None:
-        if getattr(self._library, f"AOTInductorModelContainer{function}")(*arguments):
+        try:
+            call = getattr(self._library, f"AOTInductorModelContainer{function}")
+        except AttributeError as error:
+            raise RuntimeError(f"its library has no AOTInductorModelContainer{function}") from error
+        if call(*arguments):
             raise RuntimeError(f"AOTInductorModelContainer{function} failed; standard error has the reason")
+
+
+def _check_library(data: bytes) -> None:
+    """Refuse an ELF file that ends within a segment: the dynamic linker would map it and end the process (SIGBUS).
+
+    Raises ValueError. Offsets are those of elf(5) for 64 bits; the linker itself refuses every other kind of file.
+    """
+    try:
+        [table] = struct.unpack_from("<Q", data, 32)  # e_phoff
+        size, count = struct.unpack_from("<HH", data, 54)  # e_phentsize, e_phnum
+        for at in range(table, table + size * count, size or 1):
+            offset, length = struct.unpack_from("<8xQ16xQ", data, at)  # p_offset, p_filesz
+            if offset + length > len(data):
+                raise ValueError("its library is shorter than its header states")
+    except struct.error as error:
+        raise ValueError("its library is shorter than its header states") from error
 
 
 def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, held: list[int]) -> None:
