@@ -34,6 +34,9 @@ from model.store.sink import Sink
 
 _STALE_SECONDS = 24 * 3600  # age at which an unused partial blob is deleted whenever space is made
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+# Mode of files that are locked: whoever may open one, if only to read, could hold its lock and block every load.
+_PRIVATE = 0o600
+_READABLE = 0o644  # mode of complete blobs
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # A link, a pipe, a file or a folder where something else belongs.
 _WRONG_TYPE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO}
@@ -97,7 +100,7 @@ class BlobCache(LocalStore):
             with self._locked():
                 # Created and locked at once, so that no other process takes it for the file of a dead one.
                 path = self._users / uuid.uuid4().hex
-                self._user = os.open(path, _CREATE | os.O_EXCL | os.O_APPEND, 0o644)
+                self._user = os.open(path, _CREATE | os.O_EXCL | os.O_APPEND, _PRIVATE)
                 fcntl.flock(self._user, fcntl.LOCK_EX)
         self._release = weakref.finalize(self, _unregister, self._user, path)
 
@@ -129,6 +132,7 @@ class BlobCache(LocalStore):
                     continue  # another process may have fetched it
                 fill(partial)
                 os.ftruncate(partial.handle, size)
+                os.fchmod(partial.handle, _READABLE)
                 os.replace(self._partials / digest, target)
                 self._touched.add(digest)
                 # `fill` has hashed the bytes of this very file.
@@ -331,10 +335,12 @@ def _check_owner(root: Path) -> None:
 
 def _open_regular(path: Path, flags: int = _CREATE) -> int:
     """Open a file of the cache for writing. Raises OSError for a link, which could lead anywhere, and for a pipe."""
-    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _PRIVATE)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    with suppress(OSError):  # of an earlier version, which left it readable
+        os.fchmod(handle, _PRIVATE)
     return handle
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from model.errors import CorruptBlob, StoreError
 from model.store.manifest import Blob, Manifest
+from model.store.s3 import S3Store
 from tests.attacks.conftest import Victim, in_bucket, in_folder_and_bucket
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -142,6 +143,26 @@ def test_refuses_folder_in_place_of_a_blob(victim: Victim, digest: str, folder: 
     path.rmdir()
     for left in (victim.cache / "partial").iterdir():
         left.unlink()
+
+
+@in_bucket
+def test_other_users_cannot_hold_a_lock(victim: Victim, digest: str) -> None:
+    """flock(2) needs no right to write: whoever can open a file could block every load."""
+    lock = victim.cache / "lock"
+    lock.touch(mode=0o644)
+    modes = []
+    served = victim.bucket
+
+    def watched(root: Path) -> S3Store:
+        assert served is not None
+        opened = served(root)
+        modes.extend(path.stat().st_mode & 0o777 for path in (lock, *(victim.cache / "users").iterdir()))
+        return opened
+
+    victim.bucket = watched
+    assert victim.served().release == "toy/1"
+    assert modes == [0o600, 0o600]
+    assert {path.stat().st_mode & 0o777 for path in (victim.cache / "blobs" / "sha256").iterdir()} == {0o644}
 
 
 @in_bucket
