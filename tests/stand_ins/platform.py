@@ -6,15 +6,13 @@ asks and what it does with the answers is in truss/remote/baseten/{api,service}.
 
 import json
 import re
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from types import TracebackType
-from typing import Self
 
 import httpx
 
+from tests.stand_ins.http_server import HttpServer, QuietHandler
 
-class Platform:
+
+class Platform(HttpServer):
     """Serves one model, `model_id`, whose development deployment is the server at `server_url`."""
 
     def __init__(self, server_url: str, model_id: str = "m", api_key: str = "key") -> None:
@@ -24,7 +22,7 @@ class Platform:
         """The path of each request, in order."""
         platform = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 platform.asked.append(self.path)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -44,11 +42,8 @@ class Platform:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        super().__init__(Handler)
+        self.url = f"http://127.0.0.1:{self.port}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,15 +62,3 @@ class Platform:
         version = {"id": "v1", "semver": "0.1.0", "truss_hash": "", "truss_signature": "", "is_draft": True}
         model = {"id": self.model_id, "name": "stub", "hostname": self.url, "primary_version": version}
         return {"data": {"model": model}}
-
-    def __enter__(self) -> Self:
-        self._thread = Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()

@@ -6,15 +6,14 @@ import json
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.stand_ins.http_server import HttpServer, QuietHandler
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class ScriptedServer:
+class ScriptedServer(HttpServer):
     """Answers each POST with `script(number, request)`: how many came before it, and its JSON.
 
     `certificate` (see `write_certificate`) makes it an https server.
@@ -37,7 +36,7 @@ class ScriptedServer:
         """The headers of each request, in order. Their names are in lower case."""
         seen = self.headers
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
                 number = len(seen)
                 seen.append({name.lower(): value for name, value in self.headers.items()})
@@ -52,29 +51,14 @@ class ScriptedServer:
                 except ConnectionError:
                     pass  # the client did not wait
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         scheme = "http"
         if certificate is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(certificate)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
             scheme = "https"
-        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}/production/predict"
-
-    def __enter__(self) -> Self:
-        self._thread = Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self.url = f"{scheme}://127.0.0.1:{self.port}/production/predict"
 
 
 def write_certificate(path: Path) -> Path:
