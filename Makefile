@@ -25,10 +25,11 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 setup: $(READY)
 
 # The Truss server's own requirements come from the truss package, so that the server runs here on what it runs on
-# in the image; its pin of numpy below 2 gives way to ours, as config.yaml's does. What the configs pin is installed here.
+# in the image; its pin of numpy below 2 gives way to ours, as config.yaml's does. Other versions are those that the
+# configs pin; torch has its own variable.
 $(READY): pyproject.toml truss/configs/cpu-demo.yaml
 	$(PYTHON) -m venv .venv
-	sed -n 's/^  - \([a-z0-9-]*==[0-9.]*\).*/\1/p' truss/configs/cpu-demo.yaml > .venv/pins.txt
+	sed -n -e '/- torch==/d' -e 's/^  - \([a-z0-9-]*==[0-9.]*\)$$/\1/p' truss/configs/cpu-demo.yaml > .venv/pins.txt
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
 	$(PIP) --constraint .venv/pins.txt --editable '.[dev,onnx,docs]'
 	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
