@@ -11,6 +11,7 @@ import tempfile
 import weakref
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +36,11 @@ class Container:
                 if (damaged := archive.testzip()) is not None:
                     raise RuntimeError(f"its entry {damaged} is damaged")
                 [name] = [name for name in archive.namelist() if name.endswith(".so")]
-                _check_library(archive.read(name))
-                # The library stays mapped after its file is deleted.
-                self._library = ctypes.CDLL(archive.extract(name, folder))
+                library = archive.read(name)
+                _check_library(library)
+                path = Path(folder) / "engine.so"
+                path.write_bytes(library)
+                self._library = ctypes.CDLL(str(path))  # stays mapped after its file is deleted
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise RuntimeError(str(error)) from error
         handle = ctypes.c_void_p()
