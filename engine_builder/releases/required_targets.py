@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from model.engines.tensorrt.api import version_tag
 from model.errors import NoEngineForTarget
 from model.loading.runtimes import tensorrt_targets
-from model.loading.target import Target, gpu_product
+from model.loading.target import Target, gpu_product, tag_of
 from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
@@ -47,7 +47,7 @@ def required_targets(
     has = f"Release {manifest.name} has engines for {', '.join(manifest.targets) or 'nothing'}"
     # Levels of x86-64, the highest first.
     of_torch = [key for key in sorted(manifest.targets, reverse=True) if key.startswith(device) and "-torch" in key]
-    pinned = torch_tag(torch, gpu=bool(product))
+    pinned = tag_of(torch, torch.partition("+")[2] if product else "")  # on a CPU the build does not matter
     keys = [key for key in of_torch if re.search(rf"-{re.escape(pinned)}(-|$)", key)]
     if runtime != "aot_inductor":
         plans = _plans(manifest, product, tensorrt)
@@ -72,12 +72,6 @@ def required_targets(
             "Pin the torch of the release under requirements, or build and publish with the pinned one.",
         )
     return [parse_target(key) for key in keys]
-
-
-def torch_tag(version: str, gpu: bool) -> str:
-    """ "2.11.0+cu130" -> "torch2.11-cu130", the runtime's part of a target key. On a CPU the build does not matter."""
-    release, _, build = version.partition("+")
-    return "torch" + ".".join(release.split(".")[:2]) + (f"-{build}" if build and gpu else "")
 
 
 def parse_target(key: str) -> Target:

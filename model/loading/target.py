@@ -42,8 +42,13 @@ class Target:
 def torch_tag() -> str:
     """Version tag of the AOTInductor runtime: "torch2.13", with "-cu130" where torch was built for CUDA."""
     version, cuda = _torch_version()
+    return tag_of(version, f"cu{cuda.replace('.', '')}" if cuda else "")
+
+
+def tag_of(version: str, build: str) -> str:
+    """Version tag of a torch version, with or without its build, and its CUDA build: "2.11.0" and "cu130", or ""."""
     release = ".".join(version.split("+")[0].split(".")[:2])
-    return f"torch{release}" + (f"-cu{cuda.replace('.', '')}" if cuda else "")
+    return "-".join(filter(None, (f"torch{release}", build)))
 
 
 def _torch_version() -> tuple[str, str | None]:
