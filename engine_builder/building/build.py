@@ -69,8 +69,8 @@ def build(
 
     `tuning`: folder for the compiler's measurements of the target's kernels; None: the compiler's own folder.
     `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` estimates how long they still
-    compile, for a caller that shows it. Raises CheckpointError, SizesRefused,
-    CompileError, InaccurateEngine, or BrokenImage if the model generates NaN.
+    compile, for a caller that shows it. Raises CheckpointError, SizesRefused, CompileError, InaccurateEngine, or
+    BrokenImage if the model generates NaN.
     """
     # 1. Check everything that can be checked before work begins.
     check_model(plan.base, plan.refiner)

@@ -130,8 +130,8 @@ def parse_plan(
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build` for this machine; None and empty select the defaults.
 
-    Without `with_refiner` the model's own refiner is left out.
-    Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, and CheckpointError.
+    Without `with_refiner` the model's own refiner is left out. Downloads the model if it is a Hub id. Raises
+    typer.BadParameter for an invalid argument, and CheckpointError.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not {' or '.join(_RUNTIMES)}", param_hint="--runtime")

@@ -13,12 +13,12 @@ def check_config(
     store: Annotated[str | None, typer.Option(help="Check against this store in place of the config's.")] = None,
 ) -> None:
     """Check a config.yaml and the release that it names before `truss push`. Exit status 1 if it would not serve."""
-    with console.status(f"Checking {config}"):
+    with console.status(f"Checking {plain(config)}"):
         from engine_builder.releases.deployment import check_deployment
 
         found = check_deployment(config, store)
     for error in found.refusals:
-        console.print(f"[red]refused[/] {plain(str(error))}", soft_wrap=True)
+        console.print(f"[red]refused[/] {plain(error)}", soft_wrap=True)
     for warning in found.warnings:
         console.print(f"[yellow]warning[/] {plain(warning)}", soft_wrap=True)
     for line in found.served:
