@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from engine_builder.local_server.client import CallFailed
-from engine_builder.local_server.server import Server, build_context, lay_out
+from engine_builder.local_server.server import Server, build_context, check_config, lay_out
 from engine_builder.local_server.server_folder import server_folder
 
 
@@ -29,6 +29,7 @@ def serving(
     The context, the image's files and the log are kept in a new folder under `work`. In the end the log
     replaces the file `kept_log`. Raises ConfigError, ServerFailed or FolderFailed.
     """
+    check_config(config)  # first, so that a refused config leaves no folder
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
         environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
