@@ -34,10 +34,10 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.store.options import StoreOptions
 from model.store.precision import FP32
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins import toy_sdxl
-from tests.stand_ins.faulty_proxy import FaultyProxy
-from tests.stand_ins.object_store import ObjectStore
+from tests.support import object_store as ceph
+from tests.support import toy_sdxl
+from tests.support.faulty_proxy import FaultyProxy
+from tests.support.object_store import ObjectStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"

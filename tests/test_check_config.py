@@ -15,8 +15,8 @@ from engine_builder.releases.signing import public_key, sign
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
 from tests.conftest import Opener
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins.object_store import ObjectStore
+from tests.support import object_store as ceph
+from tests.support.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU_DEMO = ROOT / "truss" / "configs" / "cpu-demo.yaml"

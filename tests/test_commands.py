@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stand_ins import commands, odd_files
-from tests.stand_ins.commands import Case
+from tests.support import commands, odd_files
+from tests.support.commands import Case
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 

@@ -1,6 +1,6 @@
 """No command prints a traceback for a user's mistake: 1,000 generated command lines, each with something odd in it.
 
-Most run in one process, which prevents what no case may do (see `tests.stand_ins.command_worker`). A few dozen run as
+Most run in one process, which prevents what no case may do (see `tests.support.command_worker`). A few dozen run as
 users run them. Nothing is compiled: no case names a model that has weights.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.stand_ins import commands, odd_files
-from tests.stand_ins.commands import Case
-from tests.stand_ins.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
+from tests.support import commands, odd_files
+from tests.support.commands import Case
+from tests.support.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
 
 CASES = 1000
 PROCESSES = 36

@@ -13,8 +13,8 @@ from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
-from tests.stand_ins import releases
-from tests.stand_ins.releases import BUCKET, SIGNATURE, Toy
+from tests.support import releases
+from tests.support.releases import BUCKET, SIGNATURE, Toy
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]

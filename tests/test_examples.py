@@ -23,7 +23,7 @@ from PIL import Image
 
 from engine_builder.local_server.server import Server
 from tests.conftest import READY_SECONDS, REPOSITORY
-from tests.stand_ins.scripted_server import Answer, ScriptedServer, write_certificate
+from tests.support.scripted_server import Answer, ScriptedServer, write_certificate
 
 EXAMPLES = REPOSITORY / "examples"
 PREDICT = "/v1/models/model:predict"

@@ -15,7 +15,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
-from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model
+from tests.support.line_networks import PLAIN, WIDTHS, Stub, line_model
 
 SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
 TAKES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))

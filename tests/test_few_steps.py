@@ -37,10 +37,10 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
-from tests.stand_ins import toy_sdxl
-from tests.stand_ins.components import BASE_COMPONENTS
-from tests.stand_ins.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
-from tests.stand_ins.reference import Reference
+from tests.support import toy_sdxl
+from tests.support.components import BASE_COMPONENTS
+from tests.support.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
+from tests.support.reference import Reference
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 WIDTH = 24  # of the guidance that the toy's UNet embeds

@@ -23,7 +23,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Bucket, Span
 from model.validation import MAX_STEPS
-from tests.stand_ins.line_networks import PLAIN, Stub, line_model, stub
+from tests.support.line_networks import PLAIN, Stub, line_model, stub
 
 HEIGHT, WIDTH = 64, 96
 

@@ -5,7 +5,7 @@ import pytest
 from model.errors import Cancelled, Unavailable
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
-from tests.stand_ins.line_networks import PLAIN, line_model
+from tests.support.line_networks import PLAIN, line_model
 
 
 def make_job() -> Job:

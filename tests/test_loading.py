@@ -49,9 +49,9 @@ from model.settings import ServedBucket
 from model.store.manifest import Bucket, Span
 from model.store.manifest_json import parse_manifest
 from model.validation import MAX_STEPS
-from tests.stand_ins import releases
-from tests.stand_ins.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
-from tests.stand_ins.releases import NAME, Toy, cpu_target, keep
+from tests.support import releases
+from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
+from tests.support.releases import NAME, Toy, cpu_target, keep
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 UNET = BASE_COMPONENTS.index("unet")  # among a release's engines and weights

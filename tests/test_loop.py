@@ -22,7 +22,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
 from model.store.manifest import Bucket, Span
-from tests.stand_ins.line_networks import PLAIN, line_model, stub
+from tests.support.line_networks import PLAIN, line_model, stub
 
 HEIGHT, WIDTH = 64, 96
 

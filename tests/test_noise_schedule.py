@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler
 
 from model.denoising.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
 from model.errors import ManifestError
-from tests.stand_ins.schedulers import REFERENCES
+from tests.support.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
 
 

@@ -12,7 +12,7 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
-from tests.stand_ins.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
+from tests.support.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
 
 
 @pytest.fixture

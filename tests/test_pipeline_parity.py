@@ -15,7 +15,7 @@ from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from tests.conftest import MODEL_FOLDER
-from tests.stand_ins.reference import Reference
+from tests.support.reference import Reference
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 SIZES = ((256, 256), (320, 192))

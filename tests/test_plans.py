@@ -20,8 +20,8 @@ from model.loading.select import Selection, select
 from model.loading.target import Target
 from model.pipeline.spec import SDXL
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
-from tests.stand_ins import releases
-from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
+from tests.support import releases
+from tests.support.fake_tensorrt import VERSION, Fake, FakeCuda
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", dtype="float32", shape=("rows", 4)),),

@@ -24,8 +24,8 @@ from model.settings import ServedBucket, read_settings
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Manifest
 from model.store.precision import INT8
-from tests.stand_ins import releases
-from tests.stand_ins.releases import NAME, cpu_target
+from tests.support import releases
+from tests.support.releases import NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -24,11 +24,11 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from tests.conftest import Opener
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins import releases
-from tests.stand_ins.faulty_proxy import FaultyProxy, Seen
-from tests.stand_ins.releases import NAME, cpu_target
 from tests.store.test_cache import here
+from tests.support import object_store as ceph
+from tests.support import releases
+from tests.support.faulty_proxy import FaultyProxy, Seen
+from tests.support.releases import NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECRETS = {"aws_access_key_id": ceph.ACCESS_KEY, "aws_secret_access_key": ceph.SECRET_KEY}

@@ -20,8 +20,8 @@ from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.precision import FP16, FP32
 from tests.conftest import REPOSITORY
-from tests.stand_ins import releases
-from tests.stand_ins.components import BASE_COMPONENTS
+from tests.support import releases
+from tests.support.components import BASE_COMPONENTS
 
 with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
     from truss.base.truss_config import TrussConfig

@@ -19,7 +19,7 @@ from model.denoising.noise_schedule import NoiseSchedule
 from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name
 from model.denoising.samplers import COEFFICIENTS, SamplerSchedule
 from model.errors import ManifestError, RequestRefused
-from tests.stand_ins.schedulers import REFERENCES
+from tests.support.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: theirs to mend.

@@ -33,7 +33,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.stand_ins.line_networks import PLAIN, line_model, stub
+from tests.support.line_networks import PLAIN, line_model, stub
 
 SECONDS = 60  # long enough for any machine: a test that waits for all of it fails
 

@@ -15,7 +15,7 @@ from engine_builder.local_server.demo import serving
 from engine_builder.local_server.server import Server, ServerFailed
 from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
-from tests.stand_ins import stub_truss
+from tests.support import stub_truss
 
 _HOLD = """
 import sys

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, exception_sentence
-from tests.stand_ins import stub_truss
+from tests.support import stub_truss
 
 # Long enough for any machine: a test that waits for all of it fails.
 TIMEOUT = 120

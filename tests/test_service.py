@@ -20,7 +20,7 @@ from engine_builder.local_server.client import CallFailed, generate
 from engine_builder.local_server.server import Layout, Server
 from model.store.store import Store
 from tests.conftest import READY_SECONDS
-from tests.stand_ins.image_process import run_in_image
+from tests.support.image_process import run_in_image
 from tests.test_serving import PROMPT, SMALL, opened, pixels, post, predict
 
 PREDICT = "/v1/models/model:predict"

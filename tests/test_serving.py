@@ -25,7 +25,7 @@ from model.pipeline.text_to_image import generate
 from model.store.manifest import Blob, Manifest
 from model.store.store import Store
 from tests.conftest import READY_SECONDS
-from tests.stand_ins.image_process import run_in_image
+from tests.support.image_process import run_in_image
 
 PROMPT = "a large red circle on a blue background"
 SMALL = {"prompt": PROMPT, "width": 64, "height": 64, "num_inference_steps": 2, "output_format": "png"}

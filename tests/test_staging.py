@@ -23,9 +23,9 @@ from model.weights import stream as streaming
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
 from model.weights.stream import SLOTS, CopyLane, stream_weights, tensor_view
-from tests.stand_ins import releases
-from tests.stand_ins.components import BASE_COMPONENTS
-from tests.stand_ins.releases import NAME, cpu_target, keep
+from tests.support import releases
+from tests.support.components import BASE_COMPONENTS
+from tests.support.releases import NAME, cpu_target, keep
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

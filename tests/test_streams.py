@@ -21,8 +21,8 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.stand_ins.line_networks import WIDTHS, Stub, line_model, stub
-from tests.stand_ins.streams import Race, Stream, Streams
+from tests.support.line_networks import WIDTHS, Stub, line_model, stub
+from tests.support.streams import Race, Stream, Streams
 from tests.test_graph_loop import bucketed, graph_loop
 from tests.test_scheduler import SECONDS, asked, pixels
 

@@ -1,6 +1,6 @@
 """TensorRT engines: what is asked of TensorRT, in which order, at which addresses, and what is made of refusals.
 
-TensorRT itself is a stand-in here (tests/stand_ins/fake_tensorrt.py); tests/builder/test_tensorrt_real.py runs the real
+TensorRT itself is a stand-in here (tests/support/fake_tensorrt.py); tests/builder/test_tensorrt_real.py runs the real
 one where it is.
 """
 
@@ -20,7 +20,7 @@ from model.engines.tensorrt.api import TensorRTUnavailable, require, version_tag
 from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
-from tests.stand_ins.fake_tensorrt import VERSION, Fake, FakeCuda
+from tests.support.fake_tensorrt import VERSION, Fake, FakeCuda
 
 CPU = torch.device("cpu")
 SIGNATURE = Signature(

@@ -17,8 +17,8 @@ from PIL import Image
 from engine_builder.files import NotWritable
 from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
 from engine_builder.local_server.server import Server
-from tests.stand_ins import stub_truss
-from tests.stand_ins.platform import Platform
+from tests.support import stub_truss
+from tests.support.platform import Platform
 
 PAINTER = """
     import base64

@@ -17,7 +17,7 @@ from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
 from model.loading.warmup import efficient_by_size, warm_up
 from model.pipeline import spec
 from model.store.manifest import Bucket, Span
-from tests.stand_ins.line_networks import line_model, stub
+from tests.support.line_networks import line_model, stub
 
 
 @pytest.fixture

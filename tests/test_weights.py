@@ -12,7 +12,7 @@ from model.errors import CorruptBlob
 from model.store.manifest import Blob, WeightsRecord
 from model.weights.cache import WeightsCache
 from model.weights.stream import tensors_in
-from tests.stand_ins.releases import keep
+from tests.support.releases import keep
 
 CPU = torch.device("cpu")
 ONE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int64)}

@@ -148,11 +148,11 @@ def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
 
 @contextmanager
 def own_object_store(root: Path, work: Path) -> Iterator[None]:
-    """Run the tests' object store (Ceph's gateway, tests/stand_ins/object_store.py) with an empty bucket `preheat`.
+    """Run the tests' object store (Ceph's gateway, tests/support/object_store.py) with an empty bucket `preheat`.
 
     This process's environment leads to it meanwhile. Raises PreheatError if it is not installed.
     """
-    path = root / "tests" / "stand_ins" / "object_store.py"
+    path = root / "tests" / "support" / "object_store.py"
     spec = importlib.util.spec_from_file_location("preheat_object_store", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise PreheatError(f"{path} was not found.", "Name a bucket instead (--s3 s3://bucket).")

@@ -23,8 +23,8 @@ from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey
 from model.store.store import Store
-from tests.stand_ins import releases
-from tests.stand_ins.releases import NAME, cpu_target
+from tests.support import releases
+from tests.support.releases import NAME, cpu_target
 
 
 @dataclass

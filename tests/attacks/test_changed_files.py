@@ -17,7 +17,7 @@ from model.pipeline.text_to_image import generate
 from model.store.local import LocalStore
 from model.store.sink import Sink
 from model.store.store import Store
-from tests.stand_ins import stub_truss
+from tests.support import stub_truss
 
 _GENERATE_TWICE = """
 import hashlib, os, sys

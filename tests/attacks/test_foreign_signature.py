@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
 from tests.attacks.conftest import Victim, in_folder_and_bucket
-from tests.stand_ins import releases
+from tests.support import releases
 
 
 @pytest.fixture

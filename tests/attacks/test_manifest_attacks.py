@@ -7,7 +7,7 @@ import pytest
 from model.errors import ManifestError
 from model.store.manifest import BLOB_LIMIT, ENGINE_LIMIT, MANIFEST_LIMIT, SMALL_BLOB_LIMIT
 from tests.attacks.conftest import Victim, in_folder_and_bucket
-from tests.stand_ins import releases
+from tests.support import releases
 
 STEPS = b'"num_inference_steps": 4'
 

@@ -15,7 +15,7 @@ import pytest
 
 from model.errors import EngineError, ManifestError
 from tests.attacks.conftest import Victim, in_folder_and_bucket
-from tests.stand_ins import releases
+from tests.support import releases
 
 MODEL = "toy/data/aotinductor/model/"
 

@@ -27,8 +27,8 @@ from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.store.manifest import Bucket, Signature
 from tests.conftest import KEPT_STORE
-from tests.stand_ins import releases
-from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support import releases
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 NAME = "toy-sdxl/1"
 Entries = dict[str, Any]

@@ -25,8 +25,8 @@ from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
 from tests.attacks.conftest import Victim
-from tests.stand_ins import releases
-from tests.stand_ins.releases import NAME, cpu_target
+from tests.support import releases
+from tests.support.releases import NAME, cpu_target
 
 Entries = dict[str, Any]
 THOUSAND = 1000

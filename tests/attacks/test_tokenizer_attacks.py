@@ -7,7 +7,7 @@ import pytest
 
 from model.errors import MissingComponent
 from tests.attacks.conftest import Victim
-from tests.stand_ins import releases
+from tests.support import releases
 
 
 def template(single: list[Any], special: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from model.errors import RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.store.store import Store
-from tests.stand_ins.line_networks import PLAIN
+from tests.support.line_networks import PLAIN
 
 NAMES = ("toy-sdxl/1", "diffusers eager", "diffusers compiled")
 

@@ -41,7 +41,7 @@ from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest, Signature
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import REPOSITORY
-from tests.stand_ins.reference import Reference
+from tests.support.reference import Reference
 
 PlanOf = Callable[[Path, str], BuildPlan]
 EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.stand_ins.hub import hub
+from tests.support.hub import hub
 
 HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"
 

@@ -27,8 +27,8 @@ from model.errors import PreheatError
 from model.store.options import StoreOptions
 from model.store.store import Store
 from tests.conftest import REPOSITORY, Opener
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins.faulty_proxy import FaultyProxy
+from tests.support import object_store as ceph
+from tests.support.faulty_proxy import FaultyProxy
 
 H200 = REPOSITORY / "truss" / "configs" / "h200.yaml"
 REQUEST = {"prompt": "a red circle", "seed": 1, "num_inference_steps": 1}

@@ -18,7 +18,7 @@ from model.engines.aot_inductor.engine import AotInductorEngine
 from model.errors import EngineError
 from model.store.manifest import EngineRecord
 from model.store.precision import FP16, FP32
-from tests.stand_ins.components import BASE_COMPONENTS
+from tests.support.components import BASE_COMPONENTS
 
 RELEASE = "toy-sdxl/1"
 

@@ -33,7 +33,7 @@ from engine_builder.stores.store import WritableStore
 from model.loading.target import Target
 from model.pipeline import spec
 from model.store.precision import BF16, FP16, FP32, Precision
-from tests.stand_ins.components import BASE_COMPONENTS, CFG_VARIANTS
+from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 CLASSES = {

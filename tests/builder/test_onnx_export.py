@@ -32,7 +32,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
-from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
 slow = pytest.mark.skipif(

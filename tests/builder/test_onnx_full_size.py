@@ -20,7 +20,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER
 from model.store.precision import FP16
-from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"),

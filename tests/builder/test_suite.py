@@ -16,7 +16,7 @@ from model.api.request import GenerationRequest, resolve
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.store.precision import FP16
-from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -38,7 +38,7 @@ from model.store.manifest import Manifest
 from model.store.precision import FP16
 from model.weights.cache import WeightsCache
 from tests.conftest import MODEL_FOLDER, REPOSITORY
-from tests.stand_ins.reference import Reference
+from tests.support.reference import Reference
 
 
 def _missing() -> str:

@@ -1,7 +1,7 @@
 """TensorRT engines from a folder to an image, with a fake TensorRT that runs their ONNX graphs.
 
 The tests cover Preheat's part: a plan without constants gets all of them by name from the release's blobs, profiles
-hold the shapes that run, engines are reused, refused and selected. The fake is tests/stand_ins/onnx_tensorrt.py.
+hold the shapes that run, engines are reused, refused and selected. The fake is tests/support/onnx_tensorrt.py.
 """
 
 import json
@@ -31,8 +31,8 @@ from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
 from model.store.precision import FP16
-from tests.stand_ins import onnx_tensorrt
-from tests.stand_ins.fake_tensorrt import FakeCuda
+from tests.support import onnx_tensorrt
+from tests.support.fake_tensorrt import FakeCuda
 
 TARGET = Target("cpu", "stand_in", "", "trt11.4")
 EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]

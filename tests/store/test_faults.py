@@ -21,11 +21,11 @@ from model.store import s3 as s3_module
 from model.store import s3_bucket
 from model.store.manifest import Blob
 from tests.conftest import Opener
-from tests.stand_ins import releases
-from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
-from tests.stand_ins.object_store import ObjectStore
 from tests.store.processes import finish, own_mounts, python
 from tests.store.test_cache import here
+from tests.support import releases
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.object_store import ObjectStore
 
 PART = 256 * 2**10
 SIZE = 4 * PART + 1000

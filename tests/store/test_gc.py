@@ -12,7 +12,7 @@ from engine_builder.releases.mirror import copy_release
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
 from tests.conftest import Opener
-from tests.stand_ins import releases
+from tests.support import releases
 
 
 @pytest.fixture(params=["folder", "bucket"])

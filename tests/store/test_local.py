@@ -14,8 +14,8 @@ from engine_builder.stores.store import open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
 from model.store.manifest import Manifest
 from model.store.store import open_store
-from tests.stand_ins import releases
 from tests.store.processes import finish, own_mounts, python
+from tests.support import releases
 
 DATA = b"some bytes of an engine" * 1000
 DIGEST = hashlib.sha256(DATA).hexdigest()

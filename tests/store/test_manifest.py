@@ -11,7 +11,7 @@ from engine_builder.stores.local import WritableLocalStore
 from model.errors import ManifestError
 from model.store.manifest import BLOB_LIMIT, MANIFEST_LIMIT, SMALL_BLOB_LIMIT, Bucket, Manifest, Span
 from model.store.manifest_json import parse_constants, parse_manifest, split_name
-from tests.stand_ins import releases
+from tests.support import releases
 
 Entries = dict[str, Any]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine_builder.stores.local import WritableLocalStore
-from tests.stand_ins import releases
-from tests.stand_ins.releases import NAME, cpu_target
 from tests.store.processes import finish, own_mounts, python
+from tests.support import releases
+from tests.support.releases import NAME, cpu_target
 
 SERVE = """
     import json, subprocess, sys, tempfile

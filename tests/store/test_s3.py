@@ -17,10 +17,10 @@ from model.store import s3_bucket
 from model.store.manifest import Blob
 from model.store.s3 import split_url
 from tests.conftest import Opener
-from tests.stand_ins import releases
-from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
-from tests.stand_ins.object_store import ObjectStore
 from tests.store.processes import finish, python
+from tests.support import releases
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.object_store import ObjectStore
 
 
 def noise(size: int, seed: int = 0) -> bytes:

@@ -8,9 +8,9 @@ import pytest
 from model.errors import StoreError
 from model.store.s3 import S3Store
 from tests.conftest import Opener
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins.faulty_proxy import Fault, FaultyProxy
 from tests.store.test_s3 import sha256
+from tests.support import object_store as ceph
+from tests.support.faulty_proxy import Fault, FaultyProxy
 
 
 def refusal(store: S3Store) -> str:

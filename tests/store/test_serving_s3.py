@@ -14,8 +14,8 @@ from engine_builder.local_server.server import Layout, Server, ServerFailed, bui
 from engine_builder.releases.mirror import copy_release
 from model.store.store import Store
 from tests.conftest import READY_SECONDS, Opener
-from tests.stand_ins import object_store as ceph
-from tests.stand_ins.faulty_proxy import FaultyProxy
+from tests.support import object_store as ceph
+from tests.support.faulty_proxy import FaultyProxy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -23,8 +23,8 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature
-from tests.stand_ins import releases
-from tests.stand_ins.releases import NAME
+from tests.support import releases
+from tests.support.releases import NAME
 
 Entries = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Runs many `preheat` commands in one process, each as its own process would see it.
 
-    python -m tests.stand_ins.command_worker FOLDER < cases.jsonl > results.jsonl
+    python -m tests.support.command_worker FOLDER < cases.jsonl > results.jsonl
 
 A case is {"args": [...], "stdin": BASE64}; arguments may hold surrogates, as those of a process do. A result has the
 status, stdout, stderr, seconds and the forbidden actions: a write outside FOLDER, a new program. Connections to other

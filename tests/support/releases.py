@@ -39,7 +39,7 @@ from model.store.manifest import (
     WeightsRecord,
 )
 from model.store.precision import FP32
-from tests.stand_ins.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")

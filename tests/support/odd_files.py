@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
 from engine_builder.stores.store import open_writable_store
-from tests.stand_ins import releases
+from tests.support import releases
 
 TEXTS = [
     "", " ", "a" * 5000, "é" * 300, "\x1b[31mred\x1b[0m", "\x07\x08\r\n\t", "[red]", "[/]", "[/red]", "\\[/]", "[bold",

@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.stand_ins.http_server import HttpServer, QuietHandler
+from tests.support.http_server import HttpServer, QuietHandler
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import REPOSITORY
-from tests.stand_ins.odd_files import encoded
+from tests.support.odd_files import encoded
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def run_here(arena: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """Run the commands in one process, in `arena`/work, and return their results (see `command_worker`)."""
     lines = [json.dumps({"args": case.args, "stdin": encoded(case.stdin)}) for case in cases]
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.stand_ins.command_worker", str(arena)],
+        [sys.executable, "-m", "tests.support.command_worker", str(arena)],
         input="\n".join(lines),
         cwd=arena / "work",
         env=environment(arena),

@@ -9,7 +9,7 @@ import re
 
 import httpx
 
-from tests.stand_ins.http_server import HttpServer, QuietHandler
+from tests.support.http_server import HttpServer, QuietHandler
 
 
 class Platform(HttpServer):
