@@ -24,7 +24,7 @@ CANCELLATIONS = Counter(
 )
 QUEUE = Gauge("preheat_queue_images", "Images accepted that wait for a denoising loop.")
 QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to the first step.", buckets=_SECONDS)
-ACTIVE = Gauge("preheat_active_rows", "Images in the denoising loops of a component.", ["component"])
+ACTIVE = Gauge("preheat_active_images", "Images in the denoising loops of a component.", ["component"])
 STEP_IMAGES = Histogram("preheat_step_images", "Images advanced by a step.", ["component"], buckets=_IMAGES)
 STEP_SECONDS = Histogram(
     "preheat_step_seconds",

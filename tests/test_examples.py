@@ -208,7 +208,7 @@ def metrics(url: str) -> dict[str, float]:
 
 def wait_until_idle(url: str) -> None:
     def busy(found: dict[str, float]) -> float:
-        return found["preheat_queue_images"] + sum(v for k, v in found.items() if k.startswith("preheat_active_rows"))
+        return found["preheat_queue_images"] + sum(v for k, v in found.items() if k.startswith("preheat_active_images"))
 
     end = time.monotonic() + READY_SECONDS
     while busy(metrics(url)):
@@ -266,7 +266,7 @@ def test_interrupt_cancels_the_requests(program: str, url: str, tmp_path: Path) 
     expected, end = 2 if program == "generate_async.py" else 1, time.monotonic() + READY_SECONDS
     while True:
         found = metrics(url)
-        running = sum(value for name, value in found.items() if name.startswith("preheat_active_rows"))
+        running = sum(value for name, value in found.items() if name.startswith("preheat_active_images"))
         if running + found["preheat_queue_images"] >= expected:
             break
         assert time.monotonic() < end and process.poll() is None

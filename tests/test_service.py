@@ -173,7 +173,7 @@ def test_a_request_that_takes_too_long_is_given_up(small: httpx.Client) -> None:
     answer = post(small, **LONG, num_images=8)
     assert answer.status_code == 504
     assert "within 5 s" in answer.json()["error"] and answer.json()["kind"] == "deadline"
-    eventually(lambda: measured(small)['preheat_active_rows{component="unet"}'] == 0, "its rows are free")
+    eventually(lambda: measured(small)['preheat_active_images{component="unet"}'] == 0, "its rows are free")
     assert post(small, **SMALL).status_code == 200
 
 
@@ -189,10 +189,10 @@ def test_a_client_that_leaves_frees_its_rows(stream: bool, client: httpx.Client,
     steps = measured(client).get('preheat_steps_total{component="unet"}', 0)
     with httpx.Client(base_url=server.url, trust_env=False, timeout=READY_SECONDS) as leaving:
         with leaving.stream("POST", PREDICT, json=LONG | {"stream": True}) if stream else _sent(leaving) as answer:
-            eventually(lambda: measured(client)['preheat_active_rows{component="unet"}'] == 1, "it runs")
+            eventually(lambda: measured(client)['preheat_active_images{component="unet"}'] == 1, "it runs")
             del answer
     eventually(lambda: measured(client)[name] == before + 1, "it is counted as cancelled")
-    eventually(lambda: measured(client)['preheat_active_rows{component="unet"}'] == 0, "its rows are free")
+    eventually(lambda: measured(client)['preheat_active_images{component="unet"}'] == 0, "its rows are free")
     eventually(lambda: measured(client).get(answers, 0) == answered + 1, "it is counted as answered, once")
     assert measured(client)['preheat_steps_total{component="unet"}'] < steps + 100
     assert predict(client, **SMALL)["status"] == "success"
@@ -251,7 +251,7 @@ def test_the_log_does_not_say_what_was_asked_for(layout: Layout, store: Store, r
             # ... and a process that is told to end while it draws still answers, and takes nothing new.
             with ThreadPoolExecutor(2) as threads:
                 answer = threads.submit(post, client, **LONG | {"num_inference_steps": 40})
-                eventually(lambda: measured(client)['preheat_active_rows{component="unet"}'] == 1, "it runs")
+                eventually(lambda: measured(client)['preheat_active_images{component="unet"}'] == 1, "it runs")
                 queued = threads.submit(post, client, **SMALL | {"num_images": 8})
                 time.sleep(0.2)
                 subprocess.run(["kill", "-TERM", str(server.pid)], check=True)
@@ -294,7 +294,7 @@ def test_health_is_answered_while_the_device_is_busy(client: httpx.Client, serve
     """A run of an engine does not keep the server's other threads waiting."""
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(post, client, **LONG | {"num_images": 8, "num_inference_steps": 10})
-        eventually(lambda: measured(client)['preheat_active_rows{component="unet"}'] == 8, "it runs")
+        eventually(lambda: measured(client)['preheat_active_images{component="unet"}'] == 8, "it runs")
         began, asked = measured(client)['preheat_steps_total{component="unet"}'], 0
         while measured(client)['preheat_steps_total{component="unet"}'] < began + 3:
             assert client.get("/v1/models/model").status_code == 200
