@@ -27,12 +27,13 @@ def seconds_since_process_start() -> float:
 
 
 class ColdStart:
-    """Collects the seconds of each phase, in the order of their ends."""
+    """The seconds of each phase, in the order in which the phases ended."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
 
     def record(self, phase: str, seconds: float) -> None:
+        """Set the seconds of a phase, here and in the metric."""
         self.phases[phase] = round(seconds, 4)
         SECONDS.labels(phase).set(seconds)
 
@@ -43,8 +44,8 @@ class ColdStart:
         yield
         self.record(name, time.perf_counter() - began)
 
-    def first_image(self) -> None:
-        """Record the first image. Later calls do nothing."""
+    def record_first_image(self) -> None:
+        """Record the time of the first image, and log all phases. Later calls do nothing."""
         if "first_image" not in self.phases:
             self.record("first_image", seconds_since_process_start())
             logger.info(json.dumps({"event": "cold_start", "seconds": self.phases}))

@@ -1,13 +1,13 @@
-"""The errors a person can meet. Each states a fact and its cause; its class knows the remedy."""
+"""Errors that people can meet. The message states a fact and its cause, `remedy` the fix."""
 
 REBUILD = "Build and publish the release again (`preheat build`, `preheat publish`)."
 
 
 class PreheatError(Exception):
-    """Base of all errors that are written for the person who reads the log or the answer.
+    """Base class of errors whose text people read, in the log or in an answer.
 
-    `str(error)` is the message followed by the remedy. `remedy` belongs to the class; an instance may replace it where
-    a narrower one is known.
+    `str(error)` is the message followed by the remedy. A class has a general `remedy`; an instance may have a narrower
+    one.
     """
 
     remedy = ""
@@ -36,7 +36,7 @@ class ReleaseNotFound(StoreError):
 
 
 class ReleaseExists(StoreError):
-    """A release of that name was published before. Releases are written once."""
+    """The store already has a release of that name. Releases are written once."""
 
     remedy = "Choose another version."
 
@@ -73,7 +73,8 @@ class OutOfDeviceMemory(PreheatError):
     """The configured sizes do not fit into the GPU's memory."""
 
     remedy = (
-        "Configure fewer rows or sizes (model_metadata.preheat.buckets in config.yaml), or use a GPU with more memory."
+        "Configure smaller batches (`rows`) or fewer sizes (model_metadata.preheat.buckets in config.yaml), or use a "
+        "GPU with more memory."
     )
 
 
@@ -84,9 +85,9 @@ class EngineError(PreheatError):
 
 
 class RequestRefused(PreheatError):
-    """The request asks for something that this deployment does not serve. Answered with status 400.
+    """A value of the request is invalid, or this deployment does not serve it. Answered with status 400.
 
-    `field` is the request's field; the message states the value and what would be accepted.
+    `field` is the request's field. The message states the value and what is accepted.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -106,7 +107,7 @@ class BrokenImage(PreheatError):
 class Overloaded(PreheatError):
     """The queue is full. Answered with status 429.
 
-    `retry_after`: whole seconds after which there should be room.
+    `retry_after`: estimated whole seconds until the queue has space.
     """
 
     def __init__(self, message: str, retry_after: int) -> None:
@@ -121,8 +122,8 @@ class Unavailable(PreheatError):
 class DeadlineExceeded(PreheatError):
     """The request was not finished within the deployment's deadline. Answered with status 504."""
 
-    remedy = "Ask for fewer steps or images, or try again later."
+    remedy = "Request fewer steps or images, or try again later."
 
 
 class Cancelled(PreheatError):
-    """The client gave the request up. Nobody reads the answer."""
+    """The client disconnected before the answer was complete. Only the log and the metrics report it."""

@@ -1,6 +1,6 @@
 """Counters and timings for Prometheus at /metrics/. `model.cold_start` has the cold start's gauge.
 
-Steps a second are rate(preheat_steps_total), images a second rate(preheat_images_total).
+Steps per second: rate(preheat_steps_total). Images per second: rate(preheat_images_total).
 """
 
 from functools import partial
@@ -10,8 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from model.pipeline.spec import unets
 
-_SECONDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
-_IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Upper bounds of the histograms.
+_SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
+_IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
@@ -20,28 +21,32 @@ ERRORS = Counter(
     ["kind"],
 )
 CANCELLATIONS = Counter(
-    "preheat_cancellations_total", "Requests whose client left or whose deadline passed: queued or running.", ["state"]
+    "preheat_cancellations_total",
+    "Requests cancelled by their client or their deadline, by state: queued or running.",
+    ["state"],
 )
-QUEUE = Gauge("preheat_queue_images", "Images accepted that wait for a denoising loop.")
-QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to the first step.", buckets=_SECONDS)
+QUEUE = Gauge("preheat_queue_images", "Accepted images that wait for a denoising loop.")
+QUEUE_WAIT = Histogram("preheat_queue_wait_seconds", "Time from acceptance to the first step.", buckets=_SECONDS_BOUNDS)
 ACTIVE = Gauge("preheat_active_images", "Images in the denoising loops of a component.", ["component"])
-STEP_IMAGES = Histogram("preheat_step_images", "Images advanced by a step.", ["component"], buckets=_IMAGES)
+STEP_IMAGES = Histogram("preheat_step_images", "Images advanced by one step.", ["component"], buckets=_IMAGES_BOUNDS)
 STEP_SECONDS = Histogram(
     "preheat_step_seconds",
     "Denoising step time on the host in seconds; GPU work may still be queued.",
     ["component"],
-    buckets=_SECONDS,
+    buckets=_SECONDS_BOUNDS,
 )
-STEPS = Counter("preheat_steps_total", "Denoising steps, each of all images in a loop.", ["component"])
+STEPS = Counter("preheat_steps_total", "Denoising steps. One step advances all images of a loop.", ["component"])
 STAGE_SECONDS = Histogram(
     "preheat_stage_seconds",
     "Request time by stage in seconds: text, denoise, refine, decode, encode.",
     ["stage"],
-    buckets=_SECONDS,
+    buckets=_SECONDS_BOUNDS,
 )
-REQUEST_SECONDS = Histogram("preheat_request_seconds", "Time from arrival to the finished images.", buckets=_SECONDS)
-IMAGES = Counter("preheat_images_total", "Images finished.")
-HEALTHY = Gauge("preheat_healthy", "1 while the model serves.")
+REQUEST_SECONDS = Histogram(
+    "preheat_request_seconds", "Time from arrival to the finished images.", buckets=_SECONDS_BOUNDS
+)
+IMAGES = Counter("preheat_images_total", "Finished images.")
+HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, else 0.")
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
 )
@@ -57,7 +62,7 @@ for _unet in unets():
 
 
 def gpu_memory(device: torch.device) -> dict[str, int]:
-    """Bytes of the GPU: total, used by all processes, reserved by PyTorch. Empty on a CPU."""
+    """Return bytes of GPU memory: total, used by all processes, reserved by PyTorch. Empty on a CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -65,7 +70,7 @@ def gpu_memory(device: torch.device) -> dict[str, int]:
 
 
 def watch_gpu_memory(device: torch.device) -> None:
-    """Read the GPU's memory whenever metrics are scraped. Does nothing on a CPU."""
+    """Report the GPU's memory at every scrape of the metrics. Does nothing on a CPU."""
     for kind in gpu_memory(device):
         GPU_MEMORY.labels(kind).set_function(partial(_gpu_bytes, device, kind))
 

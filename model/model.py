@@ -1,8 +1,8 @@
 """The Truss model: loads a release and passes requests on. model/api and model/scheduling handle them.
 
 Truss inspects the real annotations of `predict`, so this module must not postpone their evaluation (no
-`from __future__ import annotations`). It does not import torch before `load()`: the release's blobs are being fetched
-by then.
+`from __future__ import annotations`). Torch is imported in `load()`, so that the prefetch of the release starts before
+that import.
 """
 
 import gc
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("preheat")
 
 SHUTDOWN_GRACE_SECONDS = 2.0
-DEVICE_FAILED = 70  # exit code of this process after a device failure: EX_SOFTWARE of sysexits.h
+DEVICE_FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Model:
-    """`load()` makes this replica ready; `predict()` answers one request. `model.api.request` has both shapes."""
+    """The class that Truss loads. `load()` makes this replica ready, and `predict()` answers one request."""
 
     def __init__(self, **kwargs: Any) -> None:
         preload_torch.start()
@@ -67,8 +67,8 @@ class Model:
             gc.enable()
 
     def _load(self) -> None:
-        # Not imported by this module, because all but the first three import torch. Those are imported while torch's
-        # libraries are still being loaded.
+        # Imported here and not at the top, because all but the first three import torch. The first three are imported
+        # while torch's libraries are still being loaded.
         import numpy  # noqa: F401
         import PIL.Image  # noqa: F401
         import tokenizers  # noqa: F401
@@ -120,12 +120,12 @@ class Model:
         )
 
     async def predict(self, request: GenerationRequest, http: Request) -> Any:
-        """A GenerationResponse, a stream of lines, or {"error": ..., "kind": ...}; see `model.api.service`."""
+        """Return a GenerationResponse, a stream of lines, or {"error": ..., "kind": ...}; see `model.api.service`."""
         assert self._service is not None
         return await self._service.answer(request, http)
 
     async def is_healthy(self) -> bool:
-        """True once loaded, as long as the device works and steps make progress."""
+        """True once the model is loaded, as long as the device works and steps make progress."""
         from model import metrics
 
         healthy = self._scheduler is not None and self._scheduler.healthy()
@@ -146,9 +146,11 @@ def _free_memory() -> None:
 
 
 def _end_process() -> None:
-    """End the process after a grace period for answers in flight. A failed GPU stays failed until its process ends, and
-    the platform then replaces the replica."""
-    logger.critical(json.dumps({"event": "device_failed", "exit_code": DEVICE_FAILED}))
-    timer = threading.Timer(SHUTDOWN_GRACE_SECONDS, os._exit, [DEVICE_FAILED])
+    """End the process after a grace period for answers in flight.
+
+    A failed GPU stays failed until its process ends. The platform then replaces the replica.
+    """
+    logger.critical(json.dumps({"event": "device_failed", "exit_code": DEVICE_FAILED_EXIT_CODE}))
+    timer = threading.Timer(SHUTDOWN_GRACE_SECONDS, os._exit, [DEVICE_FAILED_EXIT_CODE])
     timer.daemon = True
     timer.start()

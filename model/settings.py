@@ -1,6 +1,6 @@
 """Every setting of a deployment: the environment first, then `model_metadata.preheat` of its config.yaml.
 
-An unknown name is refused and never passed over: a misspelled `public_key` would switch signatures off.
+Unknown names are refused: a misspelled `public_key` would switch off the check of signatures.
 """
 
 import os
@@ -13,10 +13,10 @@ from pydantic import BeforeValidator, Field, ValidationError
 from model.errors import ConfigError
 from model.store.options import StoreOptions
 from model.store.signature import PublicKey, parse_public_keys
-from model.validation import MAX_IMAGES, StrictModel, explain, refusal, shown
+from model.validation import MAX_IMAGES, StrictModel, explain, format_value, refusal
 
 RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
-# Setting -> the variables that come before it, the first of them first.
+# Setting -> environment variables that override it, in order of precedence.
 _VARIABLES: dict[str, tuple[str, ...]] = {
     "store": ("PREHEAT_STORE",),
     "release": ("PREHEAT_RELEASE",),
@@ -42,12 +42,12 @@ def _parse_keys(value: Any) -> Any:
 
 
 def _parse_bytes(value: Any) -> int:
-    """10000000000 or "10GiB" -> bytes."""
+    """Return the bytes of a number or a size: 10000000000 or "10GiB"."""
     text = str(value).strip()
     digits = text.rstrip("KMGTiB ")
     unit = text[len(digits) :].strip()
     if isinstance(value, bool) or not digits.isdecimal() or unit not in _UNITS or not int(digits):
-        raise refusal(f"got {shown(value)}, expected a whole number of bytes or a size like 20GiB")
+        raise refusal(f"got {format_value(value)}, expected a whole number of bytes or a size like 20GiB")
     return int(digits) * _UNITS[unit]
 
 
@@ -64,16 +64,16 @@ class ServedBucket(StrictModel):
 
 
 class Limits(StrictModel):
-    """What one replica accepts."""
+    """The limits of one replica."""
 
     max_queue: Annotated[int, Field(ge=MAX_IMAGES)] = 64
     """Images that may wait for the denoising loop; further requests are refused at once."""
     deadline_seconds: Seconds = 300.0
-    """From acceptance to the answer."""
+    """Seconds from acceptance to the answer."""
     stuck_seconds: Seconds = 120.0
-    """A step that takes longer means that the device hangs."""
+    """Seconds without progress after which the device counts as failed."""
     sizes_at_once: Positive = 4
-    """Sizes that are denoised in turns; a further size waits until one of them is done."""
+    """Sizes that are denoised alternately, step by step. A further size waits until one of them is done."""
 
 
 class Settings(StrictModel):
@@ -95,7 +95,7 @@ class Settings(StrictModel):
     log_prompts: bool = False
 
     def required(self, name: Literal["store", "release"]) -> str:
-        """The value of a setting that has no default. Raises ConfigError where it is missing."""
+        """Return a setting that has no default. Raises ConfigError if it is missing."""
         value: str = getattr(self, name)
         if not value:
             raise ConfigError(
@@ -105,12 +105,12 @@ class Settings(StrictModel):
         return value
 
     def store_options(self, secrets: Mapping[str, str] | None = None) -> StoreOptions:
-        """How to open the store, with credentials of Truss `secrets` unless the environment has its own."""
-        # Only both halves of a key open anything.
+        """Return the options of the store, with credentials of Truss `secrets` unless the environment has its own."""
+        # An access key without its secret is useless, so secrets count only if both are set.
         keys: list[str | None] = [None, None, None]
         if not (os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_PROFILE")):
-            found = [_secret(secrets, name) for name in _SECRETS]
-            keys = found if found[0] and found[1] else keys
+            values = [_secret(secrets, name) for name in _SECRETS]
+            keys = values if values[0] and values[1] else keys
         return StoreOptions(
             cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else None,
             cache_bytes=self.cache_bytes,
@@ -128,24 +128,24 @@ def read_settings(
     variables: Collection[str] = tuple(_VARIABLES),
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Settings from the environment and `section` (model_metadata.preheat; None: the environment alone).
+    """Read settings from `environment` and `section` (model_metadata.preheat; None: the environment alone).
 
-    `variables`: the settings that are read from the environment, which is `environment`. Null, and "" for a text, count
-    as missing. Raises ConfigError that names the setting, its value and what is accepted.
+    `variables`: the settings that the environment may override. Null, and "" for a text, count as missing. Raises
+    ConfigError that names the setting, its value and what is accepted.
     """
     if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f"{_SECTION} is {shown(section)}, expected settings by name.")
-    given = dict(section or {})
-    for name in Settings.model_fields.keys() & given.keys():
-        if given[name] is None or (given[name] == "" and name in _VARIABLES):
-            del given[name]
+        raise ConfigError(f"{_SECTION} is {format_value(section)}, expected settings by name.")
+    values = dict(section or {})
+    for name in Settings.model_fields.keys() & values.keys():
+        if values[name] is None or (values[name] == "" and name in _VARIABLES):
+            del values[name]
     sources = {}
     for name in variables:
         variable = next((variable for variable in _VARIABLES[name] if environment.get(variable)), None)
         if variable is not None:
-            given[name], sources[name] = environment[variable], variable
+            values[name], sources[name] = environment[variable], variable
     try:
-        return Settings.model_validate(given)
+        return Settings.model_validate(values)
     except ValidationError as error:
         problem = explain(error, Settings)[0]
         name = (problem.field or "").partition(".")[0]
@@ -155,7 +155,7 @@ def read_settings(
 
 
 def _secret(secrets: Mapping[str, str] | None, name: str) -> str | None:
-    """A Truss secret, or None where it is not set. Truss then raises a class that only its server can import."""
+    """Return a Truss secret, or None if it is not set. Truss then raises a class that only its server can import."""
     try:
         value = (secrets or {})[name]
     except KeyError:

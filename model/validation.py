@@ -1,6 +1,6 @@
-"""Limits of what callers may ask for, and readable sentences for values outside them.
+"""Limits of values, and readable messages for values outside them.
 
-Requests, release defaults and deployment settings share these limits and sentences. Imports pydantic only.
+Requests, release defaults and deployment settings share both. Imports pydantic only.
 """
 
 import json
@@ -11,14 +11,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-MAX_STEPS = 100  # of one request; a noise schedule has timesteps for as many
+MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
 MAX_STEPS_LCM = 50
 MAX_IMAGES = 8  # of one request
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
-SEEDS = 2**32
-_MAX_PROBLEMS = 20  # reported at once; a body of a thousand unknown fields does not get a thousand lines
-_MAX_SHOWN = 60  # characters of a refused value that a message repeats
-_OURS = "refused"  # the kind of problem that our own validators report
+SEED_COUNT = 2**32
+_MAX_PROBLEMS = 20  # of one input; a body of a thousand unknown fields does not get a thousand lines
+_MAX_SHOWN_CHARACTERS = 60  # of a refused value that a message repeats
+_REFUSED = "refused"  # pydantic error type of `refusal`
 
 Schema = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0, le=30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=0, le=SEEDS - 1)]
+Seed = Annotated[int, Field(ge=0, le=SEED_COUNT - 1)]
 SamplerName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
@@ -47,34 +47,33 @@ class Problem:
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """The error that a validator of ours raises; `message` is shown as it is."""
-    return PydanticCustomError(_OURS, "{message}", {"message": message})
+    """Return the error that a custom validator raises. `message` is reported unchanged."""
+    return PydanticCustomError(_REFUSED, "{message}", {"message": message})
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Describe each problem of `error` by the value that was given and by what `model` accepts in its place."""
+    """Describe each problem of `error`: the refused value, and what `model` accepts instead."""
     schema: Schema = model.model_json_schema()
     problems = []
-    for found in error.errors(include_url=False)[:_MAX_PROBLEMS]:
-        parent = place = schema
-        for step in found["loc"]:
-            parent, place = place, _child(place, step, schema)
-        field = ".".join(_printable(_shorten(str(step))) for step in found["loc"]) if found["loc"] else None
-        problems.append(Problem(field, _message(found, parent, place, schema), found["input"]))
+    for details in error.errors(include_url=False)[:_MAX_PROBLEMS]:
+        parent = child = schema
+        for key in details["loc"]:
+            parent, child = child, _child(child, key, schema)
+        field = ".".join(_printable(_shorten(str(key))) for key in details["loc"]) if details["loc"] else None
+        problems.append(Problem(field, _message(details, parent, child, schema), details["input"]))
     return problems
 
 
-def _child(schema: Schema, step: object, root: Schema) -> Schema:
-    """The schema of a field or list item; empty where `schema` does not describe it."""
-    found = schema.get("items", {}) if isinstance(step, int) else schema.get("properties", {}).get(step, {})
-    reference = found.get("$ref", "").removeprefix("#/$defs/")
-    child: Schema = root["$defs"][reference] if reference else found
-    return child
+def _child(schema: Schema, key: object, root: Schema) -> Schema:
+    """Return the schema of a field or list item, empty if `schema` does not describe it."""
+    child: Schema = schema.get("items", {}) if isinstance(key, int) else schema.get("properties", {}).get(key, {})
+    reference = child.get("$ref", "").removeprefix("#/$defs/")
+    return root["$defs"][reference] if reference else child
 
 
 def _message(problem: ErrorDetails, parent: Schema, schema: Schema, root: Schema) -> str:
     kind, value = problem["type"], problem["input"]
-    if kind == _OURS:
+    if kind == _REFUSED:
         return problem["msg"]
     if kind == "extra_forbidden":
         return f"is not a known field; the fields are {', '.join(parent.get('properties', {}))}"
@@ -83,11 +82,11 @@ def _message(problem: ErrorDetails, parent: Schema, schema: Schema, root: Schema
     if not schema:
         return "the name of a field is not text"
     if kind == "string_unicode":
-        at = next(i for i, character in enumerate(value) if "\ud800" <= character <= "\udfff")
-        return f"character {at + 1} is half of a surrogate pair, which is not Unicode text: send both halves"
+        index = next(i for i, character in enumerate(value) if "\ud800" <= character <= "\udfff")
+        return f"character {index + 1} is half of a surrogate pair, which is not Unicode text: send both halves"
     if kind == "missing":
         return f"is required: {_accepted(schema, root)}"
-    return f"got {shown(value)}, expected {_accepted(schema, root)}"
+    return f"got {format_value(value)}, expected {_accepted(schema, root)}"
 
 
 def _accepted(schema: Schema, root: Schema) -> str:
@@ -116,16 +115,16 @@ def _accepted(schema: Schema, root: Schema) -> str:
 
 
 def _bounds(schema: Schema) -> str:
-    least, most, above = schema.get("minimum"), schema.get("maximum"), schema.get("exclusiveMinimum")
-    if least is not None and most is not None:
-        return f" from {least} to {most}"
+    minimum, maximum, above = schema.get("minimum"), schema.get("maximum"), schema.get("exclusiveMinimum")
+    if minimum is not None and maximum is not None:
+        return f" from {minimum} to {maximum}"
     if above is not None:
         return f" above {above}"
-    return "" if least is None else f" of at least {least}"
+    return "" if minimum is None else f" of at least {minimum}"
 
 
-def shown(value: object) -> str:
-    """A refused value as JSON writes it, cut short; lists and objects only by their kind."""
+def format_value(value: object) -> str:
+    """Return a refused value as JSON, cut short. Lists and objects are named by their type only."""
     if isinstance(value, str):
         return _printable(json.dumps(_shorten(value), ensure_ascii=False))
     if value is None or isinstance(value, bool | int | float):
@@ -141,4 +140,4 @@ def _printable(text: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}… ({len(text)} characters)"

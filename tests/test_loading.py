@@ -499,7 +499,7 @@ def test_buffers_of_all_loops_are_counted_before_any_read(monkeypatch: pytest.Mo
     weights = sum({blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}.values())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (weights + buffers - 1, 2**34))
     monkeypatch.setattr(store, "get", lambda *_: pytest.fail("a blob was read"))
-    with pytest.raises(OutOfDeviceMemory, match="Configure fewer rows or sizes"):
+    with pytest.raises(OutOfDeviceMemory, match="Configure smaller batches .* or fewer sizes"):
         load_release(store, NAME, [target], [], ColdStart())
 
 

@@ -183,7 +183,7 @@ def test_reports_a_gpu_that_is_too_small(loaded: Loaded, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(warmup, "generate", full)
-    with pytest.raises(OutOfDeviceMemory, match="line/1 does not fit .* Configure fewer rows or sizes"):
+    with pytest.raises(OutOfDeviceMemory, match="line/1 does not fit .* Configure smaller batches .* or fewer sizes"):
         warm_up(loaded)
 
 

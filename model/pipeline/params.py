@@ -1,8 +1,8 @@
-"""A generation request with every choice made. The public request (model/api/request.py) resolves to it."""
+"""The parameters of a generation, all set. The public request (model/api/request.py) resolves to them."""
 
 from dataclasses import dataclass
 
-from model.validation import SEEDS, ImageFormat
+from model.validation import SEED_COUNT, ImageFormat
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class GenerationParams:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """One seed an image: seed + i, modulo 2^32."""
-        return tuple((self.seed + image) % SEEDS for image in range(self.num_images))
+        """The seed of each image: seed + i, modulo 2^32."""
+        return tuple((self.seed + image) % SEED_COUNT for image in range(self.num_images))
