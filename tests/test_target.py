@@ -1,5 +1,6 @@
-"""Which device this is: levels from flags, products from the names that GPUs report, keys that are complete."""
+"""Detection of the device: levels from CPU flags, products from the names that GPUs report, and complete keys."""
 
+import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,15 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from model.loading import target
-from model.loading.target import Target, cpu_levels, detect_targets, gpu_product, torch_tag
+from model.loading.target import (
+    Target,
+    cpu_levels,
+    cpu_products,
+    detect_targets,
+    gpu_product,
+    read_cpu_flags,
+    torch_tag,
+)
 from model.store.manifest import Name
 
 V2 = "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split()
@@ -19,22 +27,21 @@ V3 = [*V2, *"avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()]
 V4 = [*V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
 
 
-def test_levels_are_nested_and_the_highest_comes_first() -> None:
+def test_lists_levels_from_the_highest_down() -> None:
     assert cpu_levels([]) == ["x86_64_v1"]
     assert cpu_levels(V2) == ["x86_64_v2", "x86_64_v1"]
     assert cpu_levels(V3) == ["x86_64_v3", "x86_64_v2", "x86_64_v1"]
     assert cpu_levels([*V4, "amx_tile", "fpu"]) == ["x86_64_v4", "x86_64_v3", "x86_64_v2", "x86_64_v1"]
 
 
-@pytest.mark.parametrize(("level", "flags"), [(2, V2), (3, V3), (4, V4)])
-def test_a_level_takes_every_one_of_its_flags(level: int, flags: list[str]) -> None:
-    below = set(flags[len({2: [], 3: V2, 4: V3}[level]) :])
-    for flag in below:
+@pytest.mark.parametrize(("level", "flags", "below"), [(2, V2, []), (3, V3, V2), (4, V4, V3)])
+def test_level_requires_each_of_its_flags(level: int, flags: list[str], below: list[str]) -> None:
+    for flag in set(flags) - set(below):
         assert f"x86_64_v{level}" not in cpu_levels(set(flags) - {flag}), flag
 
 
-def test_a_level_is_not_had_without_the_one_below() -> None:
-    """AVX-512 without FMA: some virtual machines report it."""
+def test_level_requires_the_one_below() -> None:
+    """Some virtual machines report AVX-512 without FMA."""
     assert cpu_levels(set(V4) - {"fma"}) == ["x86_64_v2", "x86_64_v1"]
 
 
@@ -79,12 +86,12 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize(("name", "product"), PRODUCTS.items())
-def test_a_product_is_the_chip_without_its_packing(name: str, product: str) -> None:
+def test_product_is_the_chip_without_its_package(name: str, product: str) -> None:
     assert gpu_product(name) == product
 
 
 @pytest.mark.parametrize("name", ["", "NVIDIA", "NVIDIA 80GB", "../../x", "Ünïcode GPU™", "a\nb"])
-def test_a_product_is_always_fit_for_a_key(name: str) -> None:
+def test_product_is_always_valid_in_a_key(name: str) -> None:
     key = Target("cuda", gpu_product(name), "sm90", "torch2.13-cu130").key
     TypeAdapter(Name).validate_python(key)
 
@@ -97,7 +104,7 @@ def test_a_product_is_always_fit_for_a_key(name: str) -> None:
         (("cpu", "x86_64_v3", "", "torch2.13"), "cpu-x86_64_v3-torch2.13"),
     ],
 )
-def test_a_key_is_readable_and_complete(parts: tuple[str, str, str, str], key: str) -> None:
+def test_key_names_every_part(parts: tuple[str, str, str, str], key: str) -> None:
     assert Target(*parts).key == key
     TypeAdapter(Name).validate_python(key)
 
@@ -111,17 +118,18 @@ def test_a_key_is_readable_and_complete(parts: tuple[str, str, str, str], key: s
         ("3.0.0a0+git123", None, "torch3.0"),
     ],
 )
-def test_the_tag_says_torch_and_cuda(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, tag: str) -> None:
-    monkeypatch.setattr(torch, "__version__", version)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
+def test_tag_has_the_versions_of_torch_and_cuda(
+    version: str, cuda: str | None, tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_torch(monkeypatch, version, cuda)
     assert torch_tag() == tag
 
 
-def test_a_torch_that_another_thread_is_importing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tag_does_not_wait_for_another_thread_that_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     tag = torch_tag()
-    half = ModuleType("torch")
+    half = ModuleType("torch")  # sys.modules has such a module while the first lines of torch run
     half.__spec__ = torch.__spec__
-    monkeypatch.setitem(sys.modules, "torch", half)  # as it stands there while its first lines run
+    monkeypatch.setitem(sys.modules, "torch", half)
     assert torch_tag() == tag
 
 
@@ -130,7 +138,7 @@ def test_a_torch_that_another_thread_is_importing_is_not_waited_for(monkeypatch:
 
 @dataclass
 class FakeRuntime:
-    """cuda.bindings.runtime, whose calls return (error, value); errors as a machine without a driver gives them."""
+    """cuda.bindings.runtime. Its calls return (error, value)."""
 
     count: tuple[int, int | None] = (0, 1)
     properties: tuple[int, Any] = (0, SimpleNamespace(name=b"NVIDIA H200" + b"\0" * 245, major=9, minor=0))
@@ -145,8 +153,21 @@ class FakeRuntime:
         return self.properties
 
 
-def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None) -> None:
-    """Put cuda-python there, or take it away."""
+def use_torch(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, has_gpu: bool = False) -> None:
+    """Replace torch by a module of that version, built for that CUDA. Its GPU is an L4."""
+    fake: Any = ModuleType("torch")
+    fake.__version__ = version
+    fake.version = SimpleNamespace(cuda=cuda)
+    fake.cuda = SimpleNamespace(
+        is_available=lambda: has_gpu,
+        get_device_name=lambda index: "NVIDIA L4",
+        get_device_capability=lambda index: (8, 9),
+    )
+    monkeypatch.setitem(sys.modules, "torch", fake)
+
+
+def use_cuda_python(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None) -> None:
+    """Install cuda-python with this runtime, or remove it."""
     bindings = ModuleType("cuda.bindings")
     if runtime is not None:
         bindings.runtime = runtime  # type: ignore[attr-defined]
@@ -154,92 +175,87 @@ def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None) -> Non
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings if runtime is not None else None)
 
 
-@pytest.fixture
-def cuda_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch as built for CUDA 13.0."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+RTX_PRO = SimpleNamespace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", major=12, minor=0)
 
 
-@pytest.mark.usefixtures("cuda_torch")
-def test_a_gpu_is_the_only_target_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeRuntime())
-    assert [found.key for found in detect_targets()] == ["cuda-h200-sm90-torch2.13-cu130"]
+@pytest.mark.parametrize(
+    ("runtime", "key"),
+    [
+        (FakeRuntime(), "cuda-h200-sm90-torch2.13-cu130"),
+        (FakeRuntime(properties=(0, RTX_PRO)), "cuda-rtxpro6000blackwell-sm120-torch2.13-cu130"),
+    ],
+    ids=["one digit of capability", "two digits of capability"],
+)
+def test_gpu_is_the_only_target_of_its_machine(runtime: FakeRuntime, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0")
+    use_cuda_python(monkeypatch, runtime)
+    assert [target.key for target in detect_targets()] == [key]
 
 
-@pytest.mark.usefixtures("cuda_torch")
-def test_two_digits_of_capability_stay_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", major=12, minor=0)
-    install(monkeypatch, FakeRuntime(properties=(0, properties)))
-    assert [found.key for found in detect_targets()] == ["cuda-rtxpro6000blackwell-sm120-torch2.13-cu130"]
-
-
-@pytest.mark.usefixtures("cuda_torch")
 @pytest.mark.parametrize(
     "runtime",
     [FakeRuntime(count=(35, None)), FakeRuntime(count=(0, 0)), FakeRuntime(properties=(101, None))],
-    ids=["no driver", "no device", "a device that is lost"],
+    ids=["no driver", "no device", "lost device"],
 )
-def test_cuda_python_without_a_gpu_is_no_error(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
-    """35 and None are what the real binding returned on a machine without a driver."""
-    install(monkeypatch, runtime)
-    assert target._detect_gpu() is None
-    assert {found.device for found in detect_targets()} == {"cpu"}
+def test_cuda_python_without_a_gpu_leaves_the_cpu(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real binding returned 35 and None on a machine without a driver."""
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0")
+    use_cuda_python(monkeypatch, runtime)
+    targets = detect_targets()
+    assert {target.device for target in targets} == {"cpu"}
+    assert {target.runtime_tag for target in targets} == {"torch2.13"}, "a CPU's engines do not depend on CUDA"
 
 
-@pytest.mark.usefixtures("cuda_torch")
-def test_without_cuda_python_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert target._detect_gpu() is None
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
-    assert [found.key for found in detect_targets()] == ["cuda-l4-sm89-torch2.13-cu130"]
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_torch_finds_the_gpu_without_cuda_python(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0", has_gpu)
+    use_cuda_python(monkeypatch, None)
+    if has_gpu:
+        assert [target.key for target in detect_targets()] == ["cuda-l4-sm89-torch2.13-cu130"]
+    else:
+        assert {target.device for target in detect_targets()} == {"cpu"}
 
 
-def test_a_gpu_that_this_torch_cannot_use_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    install(monkeypatch, FakeRuntime())
-    assert target._detect_gpu() is None
+def test_torch_built_for_the_cpu_hides_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch, "2.13.0+cpu", None, has_gpu=True)
+    use_cuda_python(monkeypatch, FakeRuntime())
+    assert {target.device for target in detect_targets()} == {"cpu"}
 
 
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "_detect_gpu", lambda: None)
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
+def test_cpu_runs_its_own_level_and_lower_ones(machine: str) -> None:
+    assert cpu_products(machine, V3) == ["x86_64_v3", "x86_64_v2", "x86_64_v1"]
 
 
-def test_a_cpu_runs_its_own_level_and_those_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_gpu(monkeypatch)
-    monkeypatch.setattr(target.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(target, "_cpu_flags", lambda: V3)
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert [found.key for found in detect_targets()] == [
-        "cpu-x86_64_v3-torch2.13", "cpu-x86_64_v2-torch2.13", "cpu-x86_64_v1-torch2.13",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("machine", ["aarch64", "arm64", ""])
-def test_another_processor_is_not_taken_for_an_old_x86(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
+@pytest.mark.parametrize(
+    ("machine", "product"), [("aarch64", "aarch64"), ("arm64", "arm64"), ("", "unknown"), ("a-b/C", "abc")]
+)
+def test_other_processor_has_no_x86_level(machine: str, product: str) -> None:
     """Opening x86 code there would fail in the loader."""
-    without_gpu(monkeypatch)
-    monkeypatch.setattr(target.platform, "machine", lambda: machine)
-    assert [found.product for found in detect_targets()] == [machine or "unknown"]
+    assert cpu_products(machine, V3) == [product]
 
 
-def test_no_list_of_flags_leaves_the_baseline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(target, "Path", lambda _: tmp_path / "cpuinfo")
-    assert target._cpu_flags() == []
-    (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: fpu sse4_1 avx\n\nprocessor : 1\nflags\t: fpu\n")
-    assert target._cpu_flags() == ["fpu", "sse4_1", "avx"]
-    (tmp_path / "cpuinfo").write_text("processor : 0\nFeatures : fp asimd\n")
-    assert target._cpu_flags() == []
+@pytest.mark.parametrize(
+    ("cpuinfo", "flags"),
+    [
+        (None, []),
+        ("processor : 0\nflags\t\t: fpu sse4_1 avx\n\nprocessor : 1\nflags\t: fpu\n", ["fpu", "sse4_1", "avx"]),
+        ("processor : 0\nFeatures : fp asimd\n", []),
+    ],
+    ids=["no file", "x86", "no flags"],
+)
+def test_reads_the_flags_of_the_first_processor(cpuinfo: str | None, flags: list[str], tmp_path: Path) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert read_cpu_flags(tmp_path / "cpuinfo") == flags
 
 
-def test_this_machine_says_what_it_is_without_an_error() -> None:
-    found = detect_targets()
-    assert found and len({each.device for each in found}) == 1
-    for each in found:
-        TypeAdapter(Name).validate_python(each.key)
-    if not torch.cuda.is_available():
-        assert target._detect_gpu() is None
+def test_detects_this_machine() -> None:
+    targets = detect_targets()
+    for target in targets:
+        TypeAdapter(Name).validate_python(target.key)
+    if torch.cuda.is_available():
+        assert [target.device for target in targets] == ["cuda"]
+    else:
+        products = cpu_products(platform.machine(), read_cpu_flags())
+        assert [(target.device, target.product) for target in targets] == [("cpu", product) for product in products]

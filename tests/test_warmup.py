@@ -1,23 +1,20 @@
-"""The warm-up: every size is run, efficient batches are measured, and a lack of memory is reported."""
+"""The warm-up runs every size, measures efficient batches, and reports a lack of memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from model.denoising.eager_loop import EagerLoop
-from model.denoising.loop import ImageState
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
-from model.loading import warmup
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
-from model.loading.warmup import efficient_by_size, warm_up
+from model.loading.warmup import DeviceProbe, efficient_by_size, warm_up
 from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
-from tests.support.line_networks import line_model, stub
+from tests.support.line_networks import Stub, line_model, stub
 
 
 @pytest.fixture
@@ -40,34 +37,45 @@ def loaded() -> Loaded:
     return Loaded(model, served, "line/1", "cpu", "aot_inductor", 0)
 
 
-Clocked = Callable[..., list[tuple[int, int]]]
+class FakeProbe(DeviceProbe):
+    """A clock that only calls of the base's UNet advance, by `seconds` of their batch.
 
+    The first measured steps take longer, by the factors `slow_start`.
+    """
 
-@pytest.fixture
-def clocked(monkeypatch: pytest.MonkeyPatch) -> Clocked:
-    """Set the warm-up's clock: seconds of a step by its number of images, times the factors of `rising` for the first
-    measured steps. Returns (width, images) of each measured step."""
+    def __init__(
+        self,
+        model: LoadedModel,
+        seconds: Mapping[int, float],
+        slow_start: Sequence[float] = (),
+        clocks_rise: bool = False,
+    ) -> None:
+        super().__init__(model.device)
+        self.clocks_rise = clocks_rise
+        self.measured: list[tuple[int, int]] = []
+        """Width in pixels and batch of each measured step."""
+        self._model, self._seconds, self._slow_start = model, seconds, slow_start
+        self._time, self._measuring = 0.0, False
 
-    def set_up(seconds: dict[int, float], rising: Sequence[float] = ()) -> list[tuple[int, int]]:
-        now, looked, seen, step = 0.0, 0, [], EagerLoop.step
+    def now(self) -> float:
+        for width, batch in self._new_calls():
+            seconds = self._seconds[batch]
+            if self._measuring:
+                index = len(self.measured)
+                seconds *= self._slow_start[index] if index < len(self._slow_start) else 1
+                self.measured.append((width, batch))
+            self._time += seconds
+        self._measuring = not self._measuring  # the clock is read before and after a measured step
+        return self._time
 
-        def one_step(self: EagerLoop) -> list[ImageState]:
-            nonlocal now, looked
-            now += seconds[len(self.images)] * (rising[len(seen)] if len(seen) < len(rising) else 1)
-            if looked % 2:  # the clock was read before, and will be after
-                seen.append((self._width, len(self.images)))
-            return step(self)
-
-        def read() -> float:
-            nonlocal looked
-            looked += 1
-            return now
-
-        monkeypatch.setattr(EagerLoop, "step", one_step)
-        monkeypatch.setattr(warmup, "time", SimpleNamespace(perf_counter=read))
-        return seen
-
-    return set_up
+    def _new_calls(self) -> list[tuple[int, int]]:
+        calls = []
+        for engine in self._model.engines[spec.UNET].engines:
+            assert isinstance(engine, Stub)
+            samples = [inputs["sample"] for inputs in engine.seen]
+            engine.seen.clear()
+            calls += [(8 * sample.shape[-1], len(sample)) for sample in samples]
+        return calls
 
 
 def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
@@ -84,63 +92,61 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
 @pytest.mark.parametrize(
     "seconds, efficient, tried",
     [
-        ({1: 0.031, 2: 0.059, 4: 0.114}, 1, (1, 2)),  # two take nearly twice as long as one: four are not tried
-        ({1: 0.080, 2: 0.140, 4: 0.270}, 2, (1, 2, 4)),
-        ({1: 0.050, 2: 0.055, 4: 0.060}, 4, (1, 2, 4)),
+        ({2: 0.031, 4: 0.059, 8: 0.114}, 2, (2, 4)),  # batch 4 takes nearly twice as long as 2: 8 is not tried
+        ({2: 0.080, 4: 0.140, 8: 0.270}, 4, (2, 4, 8)),
+        ({2: 0.050, 4: 0.055, 8: 0.060}, 8, (2, 4, 8)),
     ],
 )
 def test_measures_the_efficient_batch_of_each_listed_size(
-    seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded, clocked: Clocked
+    seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded
 ) -> None:
-    seen = clocked(seconds)
+    probe = FakeProbe(loaded.model, seconds)
     with torch.inference_mode():
-        warm_up(loaded)
-    assert efficient_by_size(loaded.model) == {"64x64": 2 * efficient, "96x64": 2 * efficient}
-    assert seen == [(width, images) for width in (64, 96) for images in tried]  # on a CPU once each
+        warm_up(loaded, probe)
+    assert efficient_by_size(loaded.model) == {"64x64": efficient, "96x64": efficient}
+    assert probe.measured == [(width, batch) for width in (64, 96) for batch in tried]  # once each on a CPU
     assert loaded.model.efficient_pixels is None
 
 
-def test_measures_unguided_images_for_a_release_without_guidance(loaded: Loaded, clocked: Clocked) -> None:
-    """Each takes one batch entry: eight of them fill the largest bucket."""
-    seen = clocked({1: 0.050, 2: 0.080, 4: 0.140, 8: 0.290})
+def test_measures_unguided_images_if_the_release_has_no_guidance(loaded: Loaded) -> None:
+    """Each takes one batch entry, so eight of them fill the largest bucket."""
+    probe = FakeProbe(loaded.model, {2: 0.080, 4: 0.140, 8: 0.290})
     served = replace(loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": 1.0}))
     with torch.inference_mode():
-        warm_up(replace(loaded, served=served))
+        warm_up(replace(loaded, served=served), probe)
     assert efficient_by_size(loaded.model) == {"64x64": 4, "96x64": 4}
-    assert list(dict.fromkeys(images for width, images in seen if width == 64)) == [2, 4, 8]
+    assert [batch for width, batch in probe.measured if width == 64] == [2, 4, 8]
 
 
-def test_rising_clocks_do_not_raise_the_efficient_batch(
-    loaded: Loaded, clocked: Clocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two images cost 96 % of what one costs, each; one image's first steps are slower than they will be."""
-    monkeypatch.setattr(warmup, "_clocks_rise", lambda _: True)
-    clocked({1: 0.0287, 2: 0.0549}, rising=(1.4, 1.2, 1.05))
+def test_rising_clocks_do_not_raise_the_efficient_batch(loaded: Loaded) -> None:
+    """Each of two images costs 96 % of a single one. The first steps of the single one are slower than later ones."""
+    probe = FakeProbe(loaded.model, {2: 0.0287, 4: 0.0549}, slow_start=(1.4, 1.2, 1.05), clocks_rise=True)
     with torch.inference_mode():
-        warm_up(loaded)
+        warm_up(loaded, probe)
     assert efficient_by_size(loaded.model) == {"64x64": 2, "96x64": 2}
 
 
-def test_single_bucket_is_not_measured(loaded: Loaded, clocked: Clocked) -> None:
+def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
     """Fewer images would take as long."""
-    seen = clocked({1: 0.1})
     for name in (spec.UNET, spec.REFINER_UNET):
         engines = loaded.model.engines[name].engines
         loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.batch.max == 8])
+    probe = FakeProbe(loaded.model, {8: 0.1})
     with torch.inference_mode():
-        warm_up(loaded)
-    assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not seen
+        warm_up(loaded, probe)
+    assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not probe.measured
 
 
-def test_other_sizes_of_a_dynamic_engine_get_as_many_pixels(loaded: Loaded, clocked: Clocked) -> None:
+def test_other_sizes_of_a_dynamic_engine_get_as_many_pixels(loaded: Loaded) -> None:
     model = line_model()
     for name in (spec.UNET, spec.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
         stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)
     served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
-    clocked({1: 0.080, 2: 0.140, 4: 0.240, 8: 0.480})
     with torch.inference_mode():
-        warm_up(replace(loaded, model=model, served=served))
+        warm_up(
+            replace(loaded, model=model, served=served), FakeProbe(model, {2: 0.080, 4: 0.140, 8: 0.240, 16: 0.480})
+        )
     assert efficient_by_size(model) == {"64x64": 8}
     for (height, width), batch in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
         assert model.loop(spec.UNET, height, width).efficient_batch == batch
@@ -166,25 +172,29 @@ class EngineFailed(RuntimeError):
     """Like the RuntimeError that an AOTInductor engine raises for any failure."""
 
 
-@pytest.mark.parametrize("refused", [True, False])
+@pytest.mark.parametrize(
+    ("failure", "refusals_after", "expected"),
+    [
+        (EngineFailed("run_func_(...) API call failed"), 3, EngineFailed),
+        (EngineFailed("run_func_(...) API call failed"), 4, OutOfDeviceMemory),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), 3, OutOfDeviceMemory),
+    ],
+    ids=["engine failed", "engine lacked memory", "PyTorch lacked memory"],
+)
 def test_distinguishes_a_lack_of_memory_from_other_failures(
-    refused: bool, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    failure: Exception, refusals_after: int, expected: type[Exception], loaded: Loaded
 ) -> None:
-    refusals = iter([3, 4 if refused else 3])  # of which one, or none, in the warm-up
-    monkeypatch.setattr(warmup, "_refused_allocations", lambda model: next(refusals))
-    stub(loaded.model, spec.VAE_DECODER).fails = EngineFailed("run_func_(...) API call failed")
-    expected = pytest.raises(OutOfDeviceMemory, match="does not fit") if refused else pytest.raises(EngineFailed)
-    with expected, torch.inference_mode():
-        warm_up(loaded)
+    refusals = iter([3, refusals_after])  # before and after the failure
 
+    class Probe(DeviceProbe):
+        def refused_allocations(self) -> int:
+            return next(refusals)
 
-def test_reports_a_gpu_that_is_too_small(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(warmup, "generate", full)
-    with pytest.raises(OutOfDeviceMemory, match="line/1 does not fit .* Configure smaller batches .* or fewer sizes"):
-        warm_up(loaded)
+    stub(loaded.model, spec.VAE_DECODER).fails = failure
+    with pytest.raises(expected) as caught, torch.inference_mode():
+        warm_up(loaded, Probe(loaded.model.device))
+    if expected is OutOfDeviceMemory:
+        assert "line/1 does not fit" in str(caught.value) and "Configure fewer rows or sizes" in str(caught.value)
 
 
 def test_names_engines_that_do_not_fit_together(loaded: Loaded) -> None:

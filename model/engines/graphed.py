@@ -4,8 +4,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from model.cuda.graphs import capture
+from model.cuda import graphs
 from model.engines.engine import Engine
+
+Work = Callable[[], None]
 
 
 class GraphedEngine:
@@ -13,14 +15,16 @@ class GraphedEngine:
 
     concurrent = False  # each input and output has one buffer
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, capture: Callable[[Work], Work] = graphs.capture) -> None:
+        """`capture` makes the graph; see `model.cuda.graphs.capture`."""
         self.component = engine.component
         self.signature = engine.signature
         self.bucket = engine.bucket
         self._engine = engine
+        self._capture = capture
         self._inputs: dict[str, torch.Tensor] = {}
         self._outputs: dict[str, torch.Tensor] = {}
-        self._replay: Callable[[], None] | None = None
+        self._replay: Work | None = None
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,7 +33,7 @@ class GraphedEngine:
             self._inputs = {name: tensor.clone() for name, tensor in inputs.items()}
             results = {name: tensor.clone() for name, tensor in self._engine.run(self._inputs).items()}  # checks them
             self._outputs = {name: torch.empty_like(tensor) for name, tensor in results.items()}
-            self._replay = capture(self._run_into_buffers)
+            self._replay = self._capture(self._run_into_buffers)
             return results
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)

@@ -73,10 +73,18 @@ def detect_targets() -> list[Target]:
         name, (major, minor) = gpu
         return [Target("cuda", gpu_product(name), f"sm{major}{minor}", torch_tag())]
     tag = torch_tag().split("-")[0]
-    machine = platform.machine().lower()
+    return [Target("cpu", product, "", tag) for product in cpu_products(platform.machine(), read_cpu_flags())]
+
+
+def cpu_products(machine: str, flags: Iterable[str]) -> list[str]:
+    """The products of a machine's CPU targets, best first: its x86-64 levels, or the name of another processor.
+
+    `machine`: the machine's type, such as "x86_64". `flags`: those of its CPU.
+    """
+    machine = machine.lower()
     if machine not in ("x86_64", "amd64"):
-        return [Target("cpu", re.sub(r"[^a-z0-9_]", "", machine) or "unknown", "", tag)]
-    return [Target("cpu", level, "", tag) for level in cpu_levels(_cpu_flags())]
+        return [re.sub(r"[^a-z0-9_]", "", machine) or "unknown"]
+    return cpu_levels(flags)
 
 
 def cpu_levels(flags: Iterable[str]) -> list[str]:
@@ -129,10 +137,10 @@ def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
     return name, (int(properties.major), int(properties.minor))
 
 
-def _cpu_flags() -> list[str]:
+def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Flags of the first processor. An empty list where the system does not list them leaves the baseline level."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
         return []
     for line in lines:

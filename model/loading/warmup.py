@@ -31,21 +31,44 @@ _NOISE_RATIO = 0.98  # a step above this share of the fastest so far is not fast
 _STEPS = 2  # of the image: one of the base, and one of the refiner where there is one
 
 
-def warm_up(loaded: Loaded) -> PreviewMap:
+class DeviceProbe:
+    """Reads the time at the device, and how often it lacked memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self.clocks_rise = self._on_gpu
+        """True if steps become faster under load. False for a CPU: its steps are long, and the start waits for each."""
+
+    def now(self) -> float:
+        """Seconds of a clock, after all queued work is done."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def refused_allocations(self) -> int:
+        """How often PyTorch could not allocate memory. An engine's own code reports that as any RuntimeError."""
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0)) if self._on_gpu else 0
+
+
+def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
     """Warm every listed size, or the native one. Returns the map for previews, fitted to the decoder.
+
+    `probe` defaults to one of the model's device.
 
     Raises OutOfDeviceMemory where the GPU's memory does not hold what the config asks for, and EngineError where the
     release's engines do not fit together.
     """
     check_interfaces(loaded.model.engines)
     served = loaded.served
-    refusals = _refused_allocations(loaded.model)
+    probe = probe or DeviceProbe(loaded.model.device)
+    refusals = probe.refused_allocations()
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
         for width, height in listed or ((served.native_width, served.native_height),):
             params = _params(served, width, height)
             generate(loaded.model, [params])
-            _find_efficient_batch(loaded.model, replace(params, use_refiner=False))
+            _find_efficient_batch(loaded.model, replace(params, use_refiner=False), probe)
         if listed is None:
             loop = loaded.model.loop(UNET, served.native_height, served.native_width)
             loaded.model.efficient_pixels = loop.efficient_batch * served.native_height * served.native_width
@@ -55,7 +78,7 @@ def warm_up(loaded: Loaded) -> PreviewMap:
         # Requests were not served yet, so the release is wrong. Its remedy is not that of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
     except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError) or _refused_allocations(loaded.model) > refusals:
+        if isinstance(error, torch.OutOfMemoryError) or probe.refused_allocations() > refusals:
             raise OutOfDeviceMemory(
                 f"{loaded.release} does not fit into this GPU's memory with every configured bucket running."
             ) from error
@@ -78,18 +101,13 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
                 encode_prompt(model, plan, denoiser)
 
 
-def _refused_allocations(model: LoadedModel) -> int:
-    """How often PyTorch could not allocate memory. An engine's own code reports that as any RuntimeError."""
-    return int(torch.cuda.memory_stats(model.device).get("num_ooms", 0)) if model.device.type == "cuda" else 0
-
-
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:
     """WIDTHxHEIGHT -> the most efficient UNet batch of the base's loop of that size, for loops made so far."""
     bases = {key: loop for key, loop in model.loops.items() if key[0] == UNET}
     return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
 
 
-def _find_efficient_batch(model: LoadedModel, params: GenerationParams) -> None:
+def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: DeviceProbe) -> None:
     """Measure the base's loop of this size with copies of one image. Nothing is held back at the refiner's loop."""
     height, width = params.height, params.width
     loop = model.loop(UNET, height, width)
@@ -101,7 +119,7 @@ def _find_efficient_batch(model: LoadedModel, params: GenerationParams) -> None:
         return  # a smaller batch would take as long
     [image] = plan.images()
     runner.advance(plan, image)
-    seconds = ((images, _step_seconds(model, loop, image, images)) for images in counts)
+    seconds = ((images, _step_seconds(probe, loop, image, images)) for images in counts)
     loop.efficient_batch = plan.unet_batch * efficient_images(seconds)
 
 
@@ -112,33 +130,21 @@ def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[in
     return [2**power for power in range(capacity.bit_length())]
 
 
-def _step_seconds(model: LoadedModel, loop: Loop, image: ImageState, count: int) -> float:
+def _step_seconds(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
     """The fastest step of `count` copies of `image`, repeated until a step is no faster if clocks rise under load."""
     fastest = math.inf
-    while (seconds := _one_step(model, loop, image, count)) < _NOISE_RATIO * fastest and _clocks_rise(model):
+    while (seconds := _one_step(probe, loop, image, count)) < _NOISE_RATIO * fastest and probe.clocks_rise:
         fastest = seconds
     return min(fastest, seconds)
 
 
-def _clocks_rise(model: LoadedModel) -> bool:
-    """True for a GPU. A CPU's steps are long, and the start waits for each."""
-    return model.device.type == "cuda"
-
-
-def _one_step(model: LoadedModel, loop: Loop, image: ImageState, count: int) -> float:
+def _one_step(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
     for _ in range(count):
         loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
-    _synchronize(model)
-    began = time.perf_counter()
+    began = probe.now()
     try:
         loop.step()
-        _synchronize(model)
-        return time.perf_counter() - began
+        return probe.now() - began
     finally:
         for left in list(loop.images):
             loop.remove(left)
-
-
-def _synchronize(model: LoadedModel) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
