@@ -4,10 +4,11 @@ A graph is replayed only on the stream that was current when it was captured. Al
 pool. That is safe because they run one after the other, and only their callers' buffers outlive a replay. Graphs of
 different streams may run concurrently and have separate pools.
 
-A graph also owns the cuBLAS workspaces that its products use. PyTorch keeps one for each stream and frees it when
-anything clears that cache. torch.compile's CUDA graphs do, and newer versions when a graph of the same stream ends
-(github.com/pytorch/pytorch/issues/193402). A graph that used such a workspace would then write to freed memory. So the
-cache is cleared around a capture: its workspaces are allocated from its graph's pool, which lives as long as the graph.
+A graph must also own the cuBLAS workspaces that its matrix products use. PyTorch caches one for each stream.
+torch.compile's CUDA graphs clear that cache. Newer versions also clear it when a graph of the same stream is destroyed
+(github.com/pytorch/pytorch/issues/193402). A graph that used a cached workspace would then write to freed memory. So
+the cache is cleared before and after a capture. The capture then allocates its workspaces from the graph's pool, which
+lives as long as the graph.
 """
 
 import os
@@ -25,32 +26,33 @@ _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "
 
 
 @cache
-def _capturing(home: torch.cuda.Stream) -> tuple[Any, torch.cuda.Stream]:
-    """Return the memory pool of the graphs that are replayed on `home`, and the stream they are captured on.
+def _capture_context(replay_stream: torch.cuda.Stream) -> tuple[Any, torch.cuda.Stream]:
+    """Return the memory pool of the graphs that are replayed on a stream, and the stream that captures them.
 
-    That is `home` itself, except for the default stream, which cannot be captured.
+    Both streams are the same, except for the default stream, which cannot be captured.
     """
-    if home == torch.cuda.default_stream(home.device):
-        return torch.cuda.graph_pool_handle(), torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
-    return torch.cuda.graph_pool_handle(), home
+    stream = replay_stream
+    if stream == torch.cuda.default_stream(stream.device):
+        stream = torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]
+    return torch.cuda.graph_pool_handle(), stream
 
 
 def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], None]:
-    """Capture `work`; the result replays it on the current stream, which must be the one that is current now.
+    """Capture `work`, and return a function that replays it. Call that on the stream that is current now.
 
-    `work` runs three times. `workspace`: whether cuBLAS may use a workspace. Its large products then distribute tiles
-    by a counter in it, which is cleared before each product; without it each program knows its tiles from the start.
-    Small products are faster with a workspace, because they can be split.
+    `work` runs three times. `workspace`: true if cuBLAS may use a workspace. Small products are then faster, because
+    they can be split. Large products then distribute their tiles by a counter in the workspace, which is cleared before
+    each product. Without a workspace they need no counter, because the tiles are assigned in advance.
     """
-    home = torch.cuda.current_stream()
-    pool, stream = _capturing(home)
+    replay_stream = torch.cuda.current_stream()
+    pool, stream = _capture_context(replay_stream)
     graph = torch.cuda.CUDAGraph()
     with nullcontext() if workspace else _no_workspace(), _fresh_workspaces():
-        stream.wait_stream(home)
+        stream.wait_stream(replay_stream)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 work()
-        home.wait_stream(stream)
+        replay_stream.wait_stream(stream)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
         # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted.
@@ -58,7 +60,7 @@ def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], No
             work()
 
     def replay() -> None:
-        assert torch.cuda.current_stream() == home, "a graph is replayed on another stream than it was captured for"
+        assert torch.cuda.current_stream() == replay_stream, "a graph is replayed on another stream"
         graph.replay()
 
     return replay
@@ -66,7 +68,7 @@ def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], No
 
 @contextmanager
 def _fresh_workspaces() -> Iterator[None]:
-    """Forget the workspaces of all streams before and after. Work that already runs keeps its memory."""
+    """Clear the cached workspaces of all streams before and after. Work that already runs keeps its memory."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
@@ -76,7 +78,7 @@ def _fresh_workspaces() -> Iterator[None]:
 
 @contextmanager
 def _no_workspace() -> Iterator[None]:
-    """Switch cuBLAS's workspace off: PyTorch reads its size from the environment at each product."""
+    """Set the size of cuBLAS's workspace to 0. PyTorch reads it from the environment at each product."""
     before = {name: os.environ.get(name) for name in _NO_WORKSPACE}
     os.environ.update(_NO_WORKSPACE)
     try:
@@ -89,27 +91,27 @@ def _no_workspace() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_concurrently(works: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run each of `works` on a stream of its own and join them: the first on the current stream, the others on forks.
+def run_concurrently(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Run each of `tasks` on a stream of its own and join them: the first on the current stream, the others on forks.
 
     In a captured graph the forks become branches: while one waits for its next kernel, another computes.
     """
-    if len(works) == 1 or not torch.cuda.is_available():
-        return [work() for work in works]
-    home = torch.cuda.current_stream()
-    forks = [_fork(home, number) for number in range(1, len(works))]
+    if len(tasks) == 1 or not torch.cuda.is_available():
+        return [task() for task in tasks]
+    current = torch.cuda.current_stream()
+    forks = [_fork(current, number) for number in range(1, len(tasks))]
     others = []
-    for fork, work in zip(forks, works[1:], strict=True):
-        fork.wait_stream(home)
+    for fork, task in zip(forks, tasks[1:], strict=True):
+        fork.wait_stream(current)
         with torch.cuda.stream(fork):
-            others.append(work())
-    first = works[0]()
+            others.append(task())
+    first = tasks[0]()
     for fork in forks:
-        home.wait_stream(fork)
+        current.wait_stream(fork)
     return [first, *others]
 
 
 @cache
-def _fork(home: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
-    """The same stream for every call, so that the next graph can use its memory again."""
-    return torch.cuda.Stream(home.device)  # type: ignore[no-untyped-call]
+def _fork(stream: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
+    """Return fork `number` of a stream. It is the same at every call, so the next graph can reuse its memory."""
+    return torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""CUDA streams next to the one that the denoising loops use, so that text encoding and decoding overlap with steps.
+"""Side streams for text encoding and decoding, which then overlap with the steps of the denoising loops.
 
 One thread queues all work. A stream may read another's tensors after waiting for it. The caching allocator knows only
 the stream that made a tensor, so other streams that read it are recorded (torch.Tensor.record_stream): its memory is
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-_HIGH_PRIORITY = -1  # work here is short, and an image that starts or ends waits for it
+_HIGH_PRIORITY = -1  # the work is short, and an image that starts or ends waits for it
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -27,10 +27,10 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class SideStream:
-    """A stream whose work overlaps the current stream's unless it waits for it."""
+    """A CUDA stream whose work overlaps that of the current stream, unless one waits for the other."""
 
     def __init__(self, device: torch.device) -> None:
-        """Wait for all work that is queued on the current stream, such as copies of weights."""
+        """Create the stream. It first waits for all work queued on the current stream, such as copies of weights."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -39,7 +39,11 @@ class SideStream:
 
     @contextmanager
     def run_after(self, *inputs: torch.Tensor) -> Iterator[None]:
-        """Make this the current stream. `inputs`: tensors of the previously current stream that the work reads."""
+        """Make this the current stream within a `with` statement.
+
+        `inputs`: tensors of the previously current stream that the work reads. With any, this stream first waits for
+        all work that is queued on that stream.
+        """
         if self._stream is None:
             yield
             return
@@ -51,7 +55,7 @@ class SideStream:
             yield
 
     def release_to_current(self, outputs: Iterable[torch.Tensor]) -> None:
-        """Let the current stream read `outputs` of this stream: it waits for all work that is queued here."""
+        """Let the current stream read `outputs` of this stream. It first waits for all work that is queued here."""
         if self._stream is None:
             return
         current = torch.cuda.current_stream(self._device)
@@ -61,25 +65,25 @@ class SideStream:
 
 
 class StageTimer:
-    """Device-side times of stages: events between the queued work, which the host does not wait for."""
+    """Measures stages on the device, by events between the queued work. The host does not wait for the events."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._events = [("", self._record())]
 
     def end(self, stage: str) -> None:
-        """Mark what is queued on the current stream so far as the end of `stage`."""
+        """End `stage` after the work that is queued on the current stream so far."""
         self._events.append((stage, self._record()))
 
     def milliseconds(self) -> dict[str, float]:
-        """Milliseconds of each stage, in order; those of one name are summed. Waits for the last one."""
+        """Return the milliseconds of each stage, in order. Stages of one name are summed. Waits for the last stage."""
         if self._on_gpu:
             self._events[-1][1].synchronize()
-        spent: dict[str, float] = {}
+        by_stage: dict[str, float] = {}
         for (_, before), (stage, after) in pairwise(self._events):
-            taken = before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
-            spent[stage] = spent.get(stage, 0.0) + taken
-        return spent
+            milliseconds = before.elapsed_time(after) if self._on_gpu else (after - before) * 1000
+            by_stage[stage] = by_stage.get(stage, 0.0) + milliseconds
+        return by_stage
 
     def _record(self) -> Any:
         if not self._on_gpu:

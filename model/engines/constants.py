@@ -1,4 +1,4 @@
-"""Map a release's weights to the names in an engine's code. Runtimes check next to nothing, so all is checked here."""
+"""Map a release's weights to the names in an engine's code. Runtimes check almost nothing, so all is checked here."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,10 @@ from model.store.manifest_json import parse_constants
 
 
 def map_constants(component: str, constants: bytes, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name in the code -> tensor, each with the dtype and shape that the engine record's map (`constants`) states.
+    """Return the tensors of `weights` by their names in the code.
 
-    Raises EngineError.
+    `constants`: the engine record's map, JSON. Raises EngineError unless each tensor has the dtype and shape that the
+    map states.
     """
     try:
         expected = parse_constants(constants)

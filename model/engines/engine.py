@@ -1,4 +1,5 @@
-"""The engine protocol, and the engines of one component behind one call. Each runtime implements it in its own folder.
+"""The engine protocol, and all engines of one component behind one call. Each runtime implements the protocol in a
+folder of its own.
 
 An engine is native code: it is opened only after its digest was checked.
 """
@@ -25,32 +26,34 @@ class Engine(Protocol):
     """True if runs of it, and of its component's other engines, may overlap on different CUDA streams."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run named tensors on the current stream. Raises EngineError for inputs that it does not take."""
+        """Run named tensors on the current stream. Raises EngineError for inputs outside of signature or bucket."""
 
 
 class EngineSet:
-    """All loaded engines of one component. A batch runs in the smallest bucket that holds it, padded, or in several
-    calls where no bucket is large enough."""
+    """All loaded engines of one component.
+
+    A batch runs in the smallest bucket that holds it, padded. If no bucket is large enough, it runs in several calls.
+    """
 
     def __init__(
         self, engines: Sequence[Engine], variants: Mapping[CfgLayout, Sequence[Engine]] = MappingProxyType({})
     ) -> None:
         """`engines`: at least one, all of one component. `variants`: its engines for batches of one CFG layout.
 
-        Raises EngineError where their signatures differ.
+        Raises EngineError if their signatures differ.
         """
         self.engines = sorted(engines, key=lambda engine: engine.bucket.batch.max)
         self.variants = variants
         self.component = engines[0].component
         self.signature = engines[0].signature
-        every = [*engines, *(engine for some in variants.values() for engine in some)]
-        if any(engine.signature != self.signature for engine in every):
+        with_variants = [*engines, *(engine for same_layout in variants.values() for engine in same_layout)]
+        if any(engine.signature != self.signature for engine in with_variants):
             raise EngineError(f"The {self.component} engines differ in what they take and return.")
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
         """Run inputs [batch, ...] at `height` x `width` pixels (0 for a text encoder). Raises EngineError.
 
-        Inputs are checked here as a whole: split into calls, a tensor with too many entries would lose the last ones.
+        Inputs are checked before they are split into calls, which would drop the last entries of a longer tensor.
         """
         batch = bind_shapes(self.signature, inputs, self.component)["rows"]
         if not batch:
@@ -59,40 +62,43 @@ class EngineSet:
         parts: list[dict[str, torch.Tensor]] = []
         done = 0
         while done < batch:
-            left = batch - done
-            engine = next((engine for engine in serving if engine.bucket.batch.max >= left), serving[-1])
-            taken = min(left, engine.bucket.batch.max)
-            padding = _smallest_batch(engine.bucket.batch, taken) - taken
-            part = {name: _pad(tensor[done : done + taken], padding) for name, tensor in inputs.items()}
-            parts.append({name: tensor[:taken] for name, tensor in engine.run(part).items()})
-            done += taken
+            remaining = batch - done
+            engine = next((engine for engine in serving if engine.bucket.batch.max >= remaining), serving[-1])
+            count = min(remaining, engine.bucket.batch.max)
+            padding = _smallest_batch(engine.bucket.batch, count) - count
+            part = {name: _pad(tensor[done : done + count], padding) for name, tensor in inputs.items()}
+            parts.append({name: tensor[:count] for name, tensor in engine.run(part).items()})
+            done += count
         if len(parts) == 1:
             return parts[0]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def max_batch(self, height: int, width: int) -> int:
-        """The largest batch of one call at `height` x `width` pixels. Raises EngineError if no engine serves them."""
+        """Return the largest batch of one call at `height` x `width` pixels. Raises EngineError like `serving`."""
         return self.serving(height, width)[-1].bucket.batch.max
 
     def is_static(self, height: int, width: int) -> bool:
-        """True if each engine for that size takes one batch size only, as a CUDA graph needs it."""
+        """True if each engine for that size takes one batch size only, as a CUDA graph requires."""
         return all(engine.bucket.batch.min == engine.bucket.batch.max for engine in self.serving(height, width))
 
     def serving(self, height: int, width: int) -> list[Engine]:
-        """The engines for `height` x `width` pixels, the smallest bucket first. Raises EngineError if none exists."""
+        """Return the engines for `height` x `width` pixels, the smallest bucket first.
+
+        Raises EngineError if no engine serves that size.
+        """
         serving = self.of_size(height, width)
         if not serving:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.", "")
         return serving
 
     def of_size(self, height: int, width: int, cfg: CfgLayout | None = None) -> list[Engine]:
-        """Like `serving`, or the variants of one CFG layout, but may return an empty list."""
+        """Return the engines for that size, or the variants of one CFG layout. The list may be empty."""
         engines = self.engines if cfg is None else self.variants.get(cfg, [])
         return [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
 
 
 def _smallest_batch(span: Span, needed: int) -> int:
-    """The smallest batch that an engine runs and that has at least `needed` entries."""
+    """Return the smallest batch of a span that has at least `needed` entries."""
     return max(span.min, -(-needed // span.multiple) * span.multiple)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from model.errors import EngineError
-from model.store.manifest import Signature
+from model.store.manifest import Signature, TensorSpec
 from model.store.precision import StorageDtype
 
 DTYPES: dict[StorageDtype, torch.dtype] = {
@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bind_shapes(signature: Signature, inputs: Mapping[str, torch.Tensor], component: str) -> dict[str, int]:
-    """Check `inputs` against the signature and return its symbols: {"rows": batch, "height": pixels, "width": pixels}.
+    """Check `inputs` against the signature. Returns its symbols: {"rows": batch, "height": pixels, "width": pixels}.
 
     Raises EngineError naming the input: missing or unknown, a wrong dtype, a shape that contradicts the signature or
     another input.
@@ -37,7 +37,7 @@ def bind_shapes(signature: Signature, inputs: Mapping[str, torch.Tensor], compon
     names = [spec.name for spec in signature.inputs]
     if set(names) != set(inputs):
         raise EngineError(f"{component} takes {', '.join(names)}; it received {', '.join(inputs) or 'nothing'}.", "")
-    known: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for spec in signature.inputs:
         tensor = inputs[spec.name]
         matches = tensor.dtype == DTYPES[spec.dtype] and len(tensor.shape) == len(spec.shape)
@@ -47,38 +47,41 @@ def bind_shapes(signature: Signature, inputs: Mapping[str, torch.Tensor], compon
             else:
                 symbol, _, divisor = dimension.partition("/")
                 value = size * int(divisor or 1)
-                matches = matches and known.setdefault(symbol, value) == value
+                matches = matches and sizes.setdefault(symbol, value) == value
         if not matches:
             raise EngineError(
                 f"{component}: input {spec.name} is {dtype_name(tensor.dtype)} {list(tensor.shape)}, "
-                f"expected {spec.dtype} {list(spec.shape)}" + (f" with {known}." if known else "."),
+                f"expected {spec.dtype} {list(spec.shape)}" + (f" with {sizes}." if sizes else "."),
                 "",
             )
-    return known
+    return sizes
 
 
 def bind_outputs(
     signature: Signature, outputs: Sequence[torch.Tensor], sizes: Mapping[str, int], component: str
 ) -> dict[str, torch.Tensor]:
-    """Name an engine's outputs, in the order of the signature. `sizes` are what `bind_shapes` returned.
+    """Return an engine's outputs by name. They are in the order of the signature, and `sizes` is from `bind_shapes`.
 
-    Raises EngineError for a wrong number, dtype or shape: the code is not what its record states.
+    Raises EngineError for a wrong number, dtype or shape: the code does not match its record.
     """
     if len(outputs) != len(signature.outputs):
         raise EngineError(
             f"The {component} engine returns {len(outputs)} tensors and its record names {len(signature.outputs)}."
         )
     for spec, tensor in zip(signature.outputs, outputs, strict=True):
-        expected = [size if isinstance(size, int) else _size(size, sizes) for size in spec.shape]
-        if tensor.dtype != DTYPES[spec.dtype] or list(tensor.shape) != expected:
+        expected = output_shape(spec, sizes)
+        if tensor.dtype != DTYPES[spec.dtype] or tuple(tensor.shape) != expected:
             raise EngineError(
                 f"The {component} engine returns {spec.name} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and "
-                f"its record states {spec.dtype} {expected}."
+                f"its record states {spec.dtype} {list(expected)}."
             )
     return {spec.name: tensor for spec, tensor in zip(signature.outputs, outputs, strict=True)}
 
 
-def _size(dimension: str, sizes: Mapping[str, int]) -> int:
-    """ "height/8" and {"height": 64} -> 8."""
-    symbol, _, divisor = dimension.partition("/")
-    return sizes[symbol] // int(divisor or 1)
+def output_shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Replace the symbols of a shape by sizes: ("rows", 4, "height/8") with rows 2 and height 64 -> (2, 4, 8)."""
+    shape = []
+    for dimension in spec.shape:
+        symbol, _, divisor = str(dimension).partition("/")
+        shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
+    return tuple(shape)

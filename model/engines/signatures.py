@@ -12,24 +12,24 @@ from model.store.precision import Dtype
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 
 CfgLayout = Literal["uncond", "both"]
-"""The batch of a UNet's variant for guidance against zeros. "uncond": unconditional halves only. "both": the
-conditional halves of some images, then the unconditional ones in the same order."""
+"""The batch of a UNet variant for images whose unconditional text embeddings are zeros. "uncond": their unconditional
+halves only. "both": their conditional halves, then the unconditional ones in the same order."""
 
 
 @dataclass(frozen=True)
 class Widths:
-    """The sizes of a model that signatures depend on; `engine_builder.checkpoints` reads them."""
+    """The sizes of a model in its signatures. `engine_builder.checkpoints` reads them."""
 
     tokens: int
     text_width: int
     text_width_2: int
     pooled_width: int
-    context_width: int  # of the UNet's text: all of its text encoders' widths
+    context_width: int  # of the UNet's text embeddings: the sum of its text encoders' widths
     latent_channels: int
     time_ids: int
     vae_scale: int
     timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
-    time_embeds_width: int = 0  # these two are known once the UNet is read
+    time_embeds_width: int = 0  # this and the next are set once the UNet is read
     keys_values_width: int = 0
 
     @property
@@ -58,7 +58,7 @@ def pooled_text_signature(widths: Widths, dtype: Dtype) -> Signature:
 
 
 def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """Text embeddings -> keys and values of all cross-attentions of a UNet, computed once a prompt."""
+    """Text embeddings -> keys and values of all cross-attentions of a UNet, computed once for each prompt."""
     text, width = ("rows", widths.tokens, widths.context_width), widths.keys_values_width
     return Signature(
         inputs=(TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=text),),
@@ -67,10 +67,10 @@ def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
 
 
 def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """Timestep, pooled text and sizes -> what they add in each ResNet block of a UNet.
+    """Timestep, pooled text and sizes -> the embeddings that each ResNet block of a UNet adds.
 
     The batch is the number of timesteps: all steps of a request are computed at once. A UNet that embeds the guidance
-    scale (`Widths.timestep_cond`) takes that too.
+    scale has it as a further input (`Widths.timestep_cond`).
     """
     inputs = [
         TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
@@ -84,7 +84,7 @@ def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
 
 
 def timestep_cond_width(signature: Signature) -> int:
-    """Width of the embedded guidance scale that a time network takes; 0 where it takes none."""
+    """Return the width of the embedded guidance scale that a time network takes, 0 for a network without it."""
     return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == TIMESTEP_COND), 0)
 
 

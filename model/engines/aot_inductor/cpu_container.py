@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-_capsule = ctypes.pythonapi.PyCapsule_New
-_capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
 class _Constant(ctypes.Structure):
@@ -31,8 +31,8 @@ class Container:
 
     def __init__(self, package: bytes) -> None:
         try:
-            folders = tempfile.TemporaryDirectory(prefix="preheat-engine-")
-            with zipfile.ZipFile(io.BytesIO(package)) as archive, folders as folder:
+            temporary = tempfile.TemporaryDirectory(prefix="preheat-engine-")
+            with zipfile.ZipFile(io.BytesIO(package)) as archive, temporary as folder:
                 if (damaged := archive.testzip()) is not None:
                     raise RuntimeError(f"its entry {damaged} is damaged")
                 [name] = [name for name in archive.namelist() if name.endswith(".so")]
@@ -47,8 +47,8 @@ class Container:
         self._call("CreateWithDevice", ctypes.byref(handle), ctypes.c_size_t(1), b"cpu", None)
         self._handle = handle
         self._names = self._constant_names()
-        self._held: list[int] = []
-        self._close = weakref.finalize(self, _close, self._library, handle, self._held)
+        self._references: list[int] = []  # to the constants
+        self._close = weakref.finalize(self, _close, self._library, handle, self._references)
 
     @property
     def constants(self) -> set[str]:
@@ -58,7 +58,7 @@ class Container:
     def load_constants(self, tensors: dict[str, torch.Tensor]) -> None:
         """Alias `tensors`, one for each of `constants`. Call it before `run`, which would crash otherwise."""
         pointers = _pointers([tensors[name] for name in self._names])
-        self._held += pointers
+        self._references += pointers
         pairs = zip(self._names.values(), pointers, strict=True)
         entries = (_Constant * len(pointers))(*(_Constant(name, pointer) for name, pointer in pairs))
         self._call(
@@ -71,7 +71,7 @@ class Container:
         )
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Take and return contiguous tensors in the order of the signature. Nothing is checked here."""
+        """Run contiguous tensors in the order of the signature, and return the outputs. Nothing is checked here."""
         pointers = (ctypes.c_void_p * len(inputs))(*_pointers(inputs))  # freed by the callee
         outputs = (ctypes.c_void_p * self._count("Outputs"))()
         self._call(
@@ -87,25 +87,24 @@ class Container:
         return _tensors(list(outputs))
 
     @property
-    def inputs(self) -> int:
+    def input_count(self) -> int:
         """The number of tensors that `run` takes. Another number would end the process."""
         return self._count("Inputs")
 
-    def _count(self, what: str) -> int:
+    def _count(self, kind: str) -> int:
         count = ctypes.c_size_t()
-        self._call(f"GetNum{what}", self._handle, ctypes.byref(count))
+        self._call(f"GetNum{kind}", self._handle, ctypes.byref(count))
         return count.value
 
     def _constant_names(self) -> dict[str, bytes]:
-        """Name of each constant in the exported program -> its name in the compiled code."""
+        """Return name in the exported program -> name in the compiled code, for each constant."""
         names = {}
         for index in range(self._count("Constants")):
-            inner, original = ctypes.c_char_p(), ctypes.c_char_p()
-            at = ctypes.c_size_t(index)
-            self._call("GetConstantName", self._handle, at, ctypes.byref(inner))
-            self._call("GetConstantOriginalFQN", self._handle, at, ctypes.byref(original))
-            assert inner.value is not None and original.value is not None
-            names[original.value.decode()] = inner.value
+            compiled, exported = ctypes.c_char_p(), ctypes.c_char_p()
+            self._call("GetConstantName", self._handle, ctypes.c_size_t(index), ctypes.byref(compiled))
+            self._call("GetConstantOriginalFQN", self._handle, ctypes.c_size_t(index), ctypes.byref(exported))
+            assert compiled.value is not None and exported.value is not None
+            names[exported.value.decode()] = compiled.value
         return names
 
     def _call(self, function: str, *arguments: Any) -> None:
@@ -124,26 +123,26 @@ def _check_library(data: bytes) -> None:
     """
     try:
         [table] = struct.unpack_from("<Q", data, 32)  # e_phoff
-        size, count = struct.unpack_from("<HH", data, 54)  # e_phentsize, e_phnum
-        for at in range(table, table + size * count, size or 1):
-            offset, length = struct.unpack_from("<8xQ16xQ", data, at)  # p_offset, p_filesz
+        entry_bytes, count = struct.unpack_from("<HH", data, 54)  # e_phentsize, e_phnum
+        for entry in range(table, table + entry_bytes * count, entry_bytes or 1):
+            offset, length = struct.unpack_from("<8xQ16xQ", data, entry)  # p_offset, p_filesz
             if offset + length > len(data):
                 raise ValueError("its library is shorter than its header states")
     except struct.error as error:
         raise ValueError("its library is shorter than its header states") from error
 
 
-def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, held: list[int]) -> None:
+def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, references: list[int]) -> None:
     library.AOTInductorModelContainerDelete(handle)
-    _tensors(held)
+    _tensors(references)  # frees them
 
 
 def _pointers(tensors: list[torch.Tensor]) -> list[int]:
     """Return a new C++ reference to each tensor. The receiver must free it."""
-    return [_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
+    return [_get_pointer(capsule, None) for capsule in torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)]
 
 
 def _tensors(pointers: Sequence[int | None]) -> list[torch.Tensor]:
     """Return the tensors that `_pointers` referenced, and free the references."""
-    capsules = [_capsule(pointer, None, None) for pointer in pointers]
+    capsules = [_new_capsule(pointer, None, None) for pointer in pointers]
     return list(torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules))

@@ -33,9 +33,10 @@ class AotInductorEngine:
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
     ) -> None:
-        """`package` and `constants`: the contents of the engine record's blobs. Raises EngineError on any disagreement.
+        """`package` and `constants`: the contents of the engine record's blobs.
 
-        The verified bytes themselves are opened: another process could replace a file after it was verified.
+        The verified bytes themselves are opened, because another process could replace a file after it was verified.
+        Raises EngineError if anything does not match.
         """
         self.component = component
         self.signature = signature
@@ -47,16 +48,17 @@ class AotInductorEngine:
             code = _GpuLoader(package, device.index or 0) if device.type == "cuda" else Container(package)
             if code.constants != set(mapped):
                 raise EngineError(f"The {component} engine and its constant map disagree.")
-            if isinstance(code, Container) and code.inputs != len(signature.inputs):
+            if isinstance(code, Container) and code.input_count != len(signature.inputs):
                 raise EngineError(
-                    f"The {component} engine takes {code.inputs} tensors and its record names {len(signature.inputs)}."
+                    f"The {component} engine takes {code.input_count} tensors and its record names "
+                    f"{len(signature.inputs)}."
                 )
             # A call before constants are loaded, or with some missing, would be a segmentation fault.
             code.load_constants(mapped)
         except (RuntimeError, OSError) as error:
             raise EngineError(
                 f"The {component} engine cannot be opened ({_first_line(error)}).",
-                "Make room in the folder for temporary files, where it is unpacked, or build it again "
+                "Free space in the folder for temporary files, where the engine is unpacked, or build it again "
                 "(`preheat build`).",
             ) from error
         self._code: _GpuLoader | Container = code
@@ -73,20 +75,20 @@ class AotInductorEngine:
                     f"{self.component}: input {name} is on {tensor.device}, its engine on {self._device}.", ""
                 )
         # Kernels were compiled for contiguous inputs and ignore strides.
-        flat = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
+        ordered = [inputs[spec.name].contiguous() for spec in self.signature.inputs]
         try:
-            outputs = self._code.run(flat)
+            outputs = self._code.run(ordered)
         except RuntimeError as error:
             if self._device != "cpu":
-                raise  # it may be a lack of memory, which the warm-up recognizes
+                raise  # the cause may be a lack of memory, which the warm-up recognizes
             raise EngineError(
-                f"The {self.component} engine failed ({_first_line(error)}). Its code may be of another component."
+                f"The {self.component} engine failed ({_first_line(error)}). Its code may belong to another component."
             ) from error
         return bind_outputs(self.signature, outputs, sizes, self.component)
 
 
 class _GpuLoader:
-    """torch's own loader. `Container` documents the three members."""
+    """torch's own loader, with the interface of `Container`."""
 
     def __init__(self, package: bytes, index: int) -> None:
         with tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
@@ -107,7 +109,7 @@ class _GpuLoader:
 def _map_constants(
     component: str, constants: bytes, weights: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Constant of the compiled code -> tensor, with every name, shape, dtype and weight layout checked."""
+    """Return the tensors by their names in the compiled code, with names, shapes, dtypes and strides checked."""
     mapped = map_constants(component, constants, weights)
     for name, tensor in mapped.items():
         dense = tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
@@ -117,5 +119,5 @@ def _map_constants(
 
 
 def _first_line(error: RuntimeError | OSError) -> str:
-    """The message without torch's C++ stack trace."""
+    """Return the message without torch's C++ stack trace."""
     return str(error).strip().partition("\n")[0][:200]

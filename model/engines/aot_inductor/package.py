@@ -1,8 +1,8 @@
 """Check a `.pt2` package before it is unpacked: that it stays in its folder, and that it is its record's engine.
 
-torch's C++ loader writes wherever the archive's names lead, also outside its own folder. No package built by Preheat
-does that. A package's top folder is named after the component and the engine key that it was compiled for, and since
-`IDENTITY` exists that entry states the bucket and the signature.
+torch's C++ loader writes to every path that the archive names, also outside its own folder. Packages built by Preheat
+have no such path. Their top folder is named after the component and the engine key that they were compiled for. The
+entry `IDENTITY` states the bucket and the signature.
 """
 
 import io
@@ -17,13 +17,13 @@ from model.errors import EngineError
 from model.store.manifest import Bucket, EngineRecord, Signature
 
 IDENTITY = "preheat.json"  # an entry of the top folder; packages of earlier builds lack it
-_IDENTITY_LIMIT = 2**20  # bytes
+_MAX_IDENTITY_BYTES = 2**20
 _MAX_ENTRIES = 10_000
 _TOP_FOLDER = re.compile(r"([a-z0-9_]+)-([0-9a-f]{12})")
 
 
 class Identity(BaseModel):
-    """What a package was compiled for, in addition to its component and key."""
+    """The bucket and signature that a package was compiled for."""
 
     bucket: Bucket
     signature: Signature
@@ -35,13 +35,13 @@ def top_folder(component: str, key: str) -> str:
 
 
 def check_package(component: str, package: bytes) -> None:
-    """Refuse bytes that are not an archive, or that would write outside its folder or more bytes than it has.
+    """Refuse bytes that are not an archive, and archives that write outside their folder or more bytes than they have.
 
     Raises EngineError.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(package)) as archive:
-            problem = _problem(archive.infolist(), len(package))
+            problem = _find_problem(archive.infolist(), len(package))
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         problem = f"it is not a package: {' '.join(str(error).split())[:100]}"
     if problem:
@@ -51,42 +51,42 @@ def check_package(component: str, package: bytes) -> None:
 def check_identity(record: EngineRecord, package: bytes, others: Collection[str]) -> None:
     """Refuse a package that was compiled for another component, key, bucket or signature than its record states.
 
-    `others`: the components whose code the record's component cannot share. A package without a name or an identity of
-    its own is accepted. Raises EngineError.
+    `others`: the components whose code the record's component cannot share. A package without such a top folder or
+    without `IDENTITY` is accepted. Raises EngineError.
     """
     check_package(record.component, package)
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         names = archive.namelist()
         library = next((name for name in names if name.endswith(".so")), "")
-        named = _TOP_FOLDER.fullmatch(library.partition("/")[0])
-        if named is None:
+        folder = _TOP_FOLDER.fullmatch(library.partition("/")[0])
+        if folder is None:
             return
-        component, key = named.groups()
+        component, key = folder.groups()
         if key != record.key[:12] or component in others:
-            raise _other_code(record, f"the {component} engine {key}")
-        entry = f"{named.group()}/{IDENTITY}"
+            raise _wrong_code(record, f"the {component} engine {key}")
+        entry = f"{folder.group()}/{IDENTITY}"
         if entry not in names:
             return
         try:
             with archive.open(entry) as file:
-                identity = Identity.model_validate_json(file.read(_IDENTITY_LIMIT))
+                identity = Identity.model_validate_json(file.read(_MAX_IDENTITY_BYTES))
         except (ValidationError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise EngineError(f"The {record.component} engine cannot be opened (its {IDENTITY} is damaged).") from error
     if identity.bucket != record.bucket:
-        raise _other_code(record, "another bucket")
+        raise _wrong_code(record, "another bucket")
     if identity.signature != record.signature:
-        raise _other_code(record, "other inputs or outputs")
+        raise _wrong_code(record, "other inputs or outputs")
 
 
-def _other_code(record: EngineRecord, compiled_for: str) -> EngineError:
+def _wrong_code(record: EngineRecord, compiled_for: str) -> EngineError:
     return EngineError(
         f"The {record.component} engine {record.key[:12]} cannot be used. Its code was compiled for {compiled_for}, so "
         "the release mixes up its engines."
     )
 
 
-def _problem(entries: list[zipfile.ZipInfo], size: int) -> str:
-    """Describe the first problem in the archive's list of entries, "" if there is none."""
+def _find_problem(entries: list[zipfile.ZipInfo], size: int) -> str:
+    """Describe the first problem in the archive's list of entries, or return ""."""
     if len(entries) > _MAX_ENTRIES:
         return f"its package holds more than {_MAX_ENTRIES} files"
     names = [entry.filename for entry in entries]

@@ -1,7 +1,7 @@
-"""The only importer of the `tensorrt` module's version and flags: what is installed, and how 10.16 and 11.4 differ.
+"""Find the installed TensorRT, and hide the differences between its versions 10.16 and 11.4.
 
-Code that uses TensorRT calls `require` first: on a machine without a GPU a Runtime can be made, and deserializing with
-it ends the process. Other modules use only calls that both versions have. Imports neither torch nor tensorrt by itself.
+Code that uses TensorRT calls `require` first. Without a GPU a Runtime can be made, but its deserialization ends the
+process. Other modules use only calls that both versions have. Importing this module imports neither torch nor tensorrt.
 """
 
 import importlib.metadata
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("preheat.tensorrt")
 
-# Supported versions: from the oldest that has every call used here to below the next, unknown major version.
-OLDEST = (10, 16)
-NEXT_MAJOR = 12
+# Supported versions begin with the oldest that has every call in use, and end before an unknown major version.
+_OLDEST_MAJOR, _OLDEST_MINOR = 10, 16
+_UNSUPPORTED_MAJOR = 12
 _DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")
 
 
@@ -30,7 +30,7 @@ class TensorRTUnavailable(EngineError):
 
 
 def installed_version() -> str | None:
-    """The version of the installed TensorRT ("11.4.0.106"), None where it is missing. Does not load its libraries."""
+    """Return the version of the installed TensorRT ("11.4.0.106"), or None. Does not load its libraries."""
     if importlib.util.find_spec("tensorrt") is None:
         return None
     for name in _DISTRIBUTIONS:
@@ -44,14 +44,16 @@ def installed_version() -> str | None:
 
 
 def version_tag(version: str) -> str:
-    """ "11.4.0.106" -> "trt11.4", the runtime's part of a target key. Raises TensorRTUnavailable for versions that are
-    not supported."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    numbers = (int(found[1]), int(found[2])) if found else (0, 0)
-    if numbers < OLDEST or numbers[0] >= NEXT_MAJOR:
+    """Return the runtime's part of a target key: "11.4.0.106" -> "trt11.4".
+
+    Raises TensorRTUnavailable for versions that are not supported.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    numbers = (int(match[1]), int(match[2])) if match else (0, 0)
+    if numbers < (_OLDEST_MAJOR, _OLDEST_MINOR) or numbers[0] >= _UNSUPPORTED_MAJOR:
         raise TensorRTUnavailable(
             f"TensorRT {version[:40]} is not supported.",
-            f"Install {OLDEST[0]}.{OLDEST[1]} or later, below {NEXT_MAJOR} (docs/tensorrt.md).",
+            f"Install {_OLDEST_MAJOR}.{_OLDEST_MINOR} or later, below {_UNSUPPORTED_MAJOR} (docs/tensorrt.md).",
         )
     return f"trt{numbers[0]}.{numbers[1]}"
 
@@ -71,7 +73,7 @@ def require(device: str = "cuda") -> str:
         raise TensorRTUnavailable("TensorRT needs an NVIDIA GPU, and PyTorch finds none here.")
     try:
         import tensorrt  # noqa: F401
-    except Exception as error:  # the import finds and opens its libraries, which fails in many ways
+    except Exception as error:  # the import opens its libraries, which can fail in many ways
         raise TensorRTUnavailable(
             f"TensorRT {version} is installed but cannot be imported ({error!s:.200})."
         ) from error
@@ -79,9 +81,9 @@ def require(device: str = "cuda") -> str:
 
 
 def make_logger() -> "tensorrt.ILogger":
-    """Send TensorRT's messages to this process's log; `last_error` of the result is the newest error, "" before one.
+    """Return a logger that sends TensorRT's messages to this process's log. Its `last_error` is the newest, or "".
 
-    Errors are logged as warnings, because the caller raises what failed, with the message in it.
+    Errors are logged as warnings, because the caller raises an error with the same message.
     """
     import tensorrt as trt
 
@@ -103,13 +105,13 @@ def make_logger() -> "tensorrt.ILogger":
 
 
 def last_error(log: "tensorrt.ILogger") -> str:
-    """The first line of TensorRT's newest error, for a message."""
+    """Return the first line of TensorRT's newest error, for a message."""
     reported = str(getattr(log, "last_error", "")).strip().partition("\n")[0][:300]
     return reported.rstrip(".") or "no reason given"
 
 
 def data_type(dtype: str) -> "tensorrt.DataType":
-    """TensorRT's type for a dtype name such as "float16"."""
+    """Return TensorRT's type for a dtype name such as "float16"."""
     import tensorrt as trt
 
     return {
@@ -124,14 +126,14 @@ def data_type(dtype: str) -> "tensorrt.DataType":
 
 
 def network_flags() -> int:
-    """Flags of a network whose tensors have the types of the ONNX graph. TensorRT 11 has no other kind of network."""
+    """Return the flags of a network with the tensor types of its ONNX graph. TensorRT 11 has no other kind."""
     import tensorrt as trt
 
     return 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
 
 
-def release_refit(refitter: "tensorrt.Refitter") -> None:
-    """Free the resources of a refit. TensorRT 10 frees them with the refitter and has no such call."""
-    release = getattr(refitter, "release_refit_resources", None)
-    if release is not None:
-        release()
+def free_refit_resources(refitter: "tensorrt.Refitter") -> None:
+    """Free the resources of a refit. TensorRT 10 has no call for it, and frees them with the refitter."""
+    free = getattr(refitter, "release_refit_resources", None)
+    if free is not None:
+        free()

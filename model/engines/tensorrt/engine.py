@@ -2,7 +2,7 @@
 
 A plan holds one component's code for all of its buckets, with one optimization profile each. A refit copies the weights
 into it, so the tensors that it was refit from may be freed. No TensorRT engine was run during development;
-docs/tensorrt.md says how to run its tests.
+docs/tensorrt.md explains how to run its tests.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from collections.abc import Mapping
 import torch
 
 from model.engines.constants import map_constants
-from model.engines.shapes import DTYPES, bind_shapes, dtype_name
+from model.engines.shapes import DTYPES, bind_shapes, dtype_name, output_shape
 from model.engines.tensorrt import api
 from model.errors import EngineError
-from model.store.manifest import Bucket, Signature, TensorSpec
+from model.store.manifest import Bucket, Signature
 
-_ALIGNMENT = 256  # bytes, of tensor addresses and of device memory that TensorRT uses
+_ALIGNMENT_BYTES = 256  # of tensor addresses and of device memory that TensorRT uses
 _REBUILD = "Build and publish the release again (`preheat build --runtime tensorrt`, `preheat publish`)."
 
 
@@ -28,9 +28,9 @@ class PlanError(EngineError):
 class Workspace:
     """Device memory shared by engines of components that never run at the same time.
 
-    All engines reserve before the first one runs; the workspace has the largest reserved size. A run on another stream
-    than the previous run first waits for that run. Replays of a CUDA graph are invisible to it: engines captured in a
-    graph must not share it with engines that run concurrently with the graph's replays.
+    All engines reserve before the first one runs, and the workspace has the largest reserved size. A run on another
+    stream than the previous run first waits for that run. Replays of a CUDA graph are not tracked. So engines that run
+    concurrently with the replays of a graph must not share a workspace with engines captured in it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,6 +41,7 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
+        """The largest reserved size."""
         return self._bytes
 
     def reserve(self, size: int) -> None:
@@ -52,14 +53,16 @@ class Workspace:
         self._bytes = max(self._bytes, size)
 
     def address(self) -> int:
-        """The aligned address. Memory is allocated at the first call and never moves."""
+        """Return the aligned address. Memory is allocated at the first call and never moves."""
         if self._memory is None:
-            self._memory = torch.empty(self._bytes + _ALIGNMENT, dtype=torch.uint8, device=self._device)
-        return -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+            self._memory = torch.empty(self._bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
+        return -(-self._memory.data_ptr() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Make `stream` wait for the last use on another stream. A capture may not wait for work outside of it: its
-        caller has waited."""
+        """Make `stream` wait for the last use on another stream.
+
+        A capture may not wait for work outside of it, so its caller must have waited.
+        """
         last = self._last_use
         if last is None or last[0] == stream.cuda_stream or torch.cuda.is_current_stream_capturing():
             return
@@ -88,9 +91,9 @@ class TensorRTPlan:
         device: torch.device,
     ) -> None:
         """`data`: verified bytes of a plan that TensorRT `version` built for this GPU. `constants`, `literals` and
-        `weights` are those of the engine record, with tensors on `device`; weights are copied.
+        `weights` belong to the engine record, with tensors on `device`. Weights are copied.
 
-        Raises TensorRTUnavailable, or EngineError where anything disagrees.
+        Raises TensorRTUnavailable, or EngineError if anything does not match.
         """
         installed = api.require(device.type)
         if installed != version:
@@ -114,7 +117,7 @@ class TensorRTPlan:
         self._refit(_named_tensors(component, constants, weights, literals, device))
 
     def last_error(self) -> str:
-        """TensorRT's newest error, in one line."""
+        """Return TensorRT's newest error, in one line."""
         return api.last_error(self._log)
 
     def _check_tensors(self) -> None:
@@ -134,35 +137,35 @@ class TensorRTPlan:
             )
 
     def _refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the weights into the engine on the current stream; return when they are there."""
+        """Copy the weights into the engine on the current stream, and wait until they are copied."""
         import tensorrt as trt
 
         refitter = trt.Refitter(self.engine, self._log)
-        # The parser has named some weights itself. Whether the plan needs them is checked below.
+        # Some names come from the parser and not from the graph. If the plan needs one, it is reported as missing.
         for name in refitter.get_all_weights():
             tensor = tensors.get(name)
             if tensor is None:
                 continue
-            kind = api.data_type(dtype_name(tensor.dtype))
+            dtype = api.data_type(dtype_name(tensor.dtype))
             prototype = refitter.get_weights_prototype(name)
-            given = trt.Weights(kind, tensor.data_ptr(), tensor.numel())
-            if prototype.dtype != kind or prototype.size != tensor.numel():
+            weights = trt.Weights(dtype, tensor.data_ptr(), tensor.numel())
+            if prototype.dtype != dtype or prototype.size != tensor.numel():
                 raise PlanError(
                     f"The {self.component} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
                     f"{dtype_name(tensor.dtype)} {list(tensor.shape)}."
                 )
-            if not refitter.set_named_weights(name, given, trt.TensorLocation.DEVICE):
+            if not refitter.set_named_weights(name, weights, trt.TensorLocation.DEVICE):
                 raise PlanError(f"The {self.component} plan refuses {name}: {self.last_error()}.")
         if missing := refitter.get_missing_weights():
             raise PlanError(
                 f"The {self.component} plan needs {len(missing)} weights that the release lacks, {missing[0]!r} first."
             )
         stream = torch.cuda.current_stream(self.device)
-        done = refitter.refit_cuda_engine_async(stream.cuda_stream)
+        refitted = refitter.refit_cuda_engine_async(stream.cuda_stream)
         stream.synchronize()  # the tensors may be freed from here on
-        if not done:
+        if not refitted:
             raise PlanError(f"The {self.component} engine cannot be refit: {self.last_error()}.")
-        api.release_refit(refitter)
+        api.free_refit_resources(refitter)
 
 
 class TensorRTEngine:
@@ -171,7 +174,7 @@ class TensorRTEngine:
     concurrent = False  # a context has one set of addresses, and its component one workspace
 
     def __init__(self, plan: TensorRTPlan, profile: int, bucket: Bucket, workspace: Workspace) -> None:
-        """Raises EngineError where the plan has no such profile."""
+        """Create the execution context of a profile. Raises EngineError if that fails or the plan lacks the profile."""
         import tensorrt as trt
 
         self.component = plan.component
@@ -202,7 +205,7 @@ class TensorRTEngine:
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run named tensors on the current stream. Raises EngineError.
 
-        A CUDA graph may capture the stream after this bucket has run at the same shape outside of a capture: TensorRT
+        Before a CUDA graph captures it, this bucket must have run at the same shape outside of a capture. TensorRT
         finishes its setup in that run.
         """
         sizes = bind_shapes(self.signature, inputs, self.component)
@@ -214,19 +217,19 @@ class TensorRTEngine:
         if not self._has_memory:
             self._context.set_device_memory(self._workspace.address(), self.workspace_bytes)
             self._has_memory = True
-        given = {
-            spec.name: _aligned(inputs[spec.name], spec.name, self.component, device) for spec in self.signature.inputs
+        aligned = {
+            spec.name: _align(inputs[spec.name], spec.name, self.component, device) for spec in self.signature.inputs
         }
         outputs = {
-            spec.name: torch.empty(_shape(spec, sizes), dtype=DTYPES[spec.dtype], device=device)
+            spec.name: torch.empty(output_shape(spec, sizes), dtype=DTYPES[spec.dtype], device=device)
             for spec in self.signature.outputs
         }
-        for name, tensor in given.items():
+        for name, tensor in aligned.items():
             shape = tuple(tensor.shape)
             if self._shapes.get(name) != shape:
                 self._check(self._context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
                 self._shapes[name] = shape
-        for name, tensor in (given | outputs).items():
+        for name, tensor in (aligned | outputs).items():
             self._check(self._context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
         self._workspace.enter(stream)
         self._check(self._context.execute_async_v3(stream.cuda_stream), "run")
@@ -246,32 +249,24 @@ def _named_tensors(
     literals: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Initializer of the graph -> tensor on the GPU, each with the dtype and shape that the record's map states."""
+    """Return the tensors on the GPU by the names of the graph's initializers, with checked dtypes and shapes."""
     try:
         named = map_constants(component, constants, weights)
     except EngineError as error:
         raise PlanError(error.args[0]) from error
-    if both := named.keys() & literals.keys():
-        raise PlanError(f"The {component} engine has {min(both)} among its weights and its own constants.")
+    if duplicates := named.keys() & literals.keys():
+        raise PlanError(f"The {component} engine has {min(duplicates)} among its weights and its own constants.")
     named |= literals
     for name, tensor in named.items():
         if tensor.device.type != device.type:
             raise PlanError(f"{component}: {name} is on {tensor.device} and must be on {device.type}.")
-    # Weights stored with channels last for other engines are copied for the time of the refit.
+    # Weights that other engines need channels last are copied for the refit.
     return {name: tensor.contiguous() for name, tensor in named.items()}
 
 
-def _aligned(tensor: torch.Tensor, name: str, component: str, device: torch.device) -> torch.Tensor:
-    """The tensor as TensorRT can read it: contiguous and at an aligned address."""
+def _align(tensor: torch.Tensor, name: str, component: str, device: torch.device) -> torch.Tensor:
+    """Return the tensor, or a copy, as TensorRT can read it: contiguous and at an aligned address."""
     if tensor.device.type != device.type:
         raise EngineError(f"{component}: input {name} is on {tensor.device}, its engine on {device.type}.", "")
-    flat = tensor.contiguous()
-    return flat if flat.data_ptr() % _ALIGNMENT == 0 else flat.clone()
-
-
-def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    shape = []
-    for dimension in spec.shape:
-        symbol, _, divisor = str(dimension).partition("/")
-        shape.append(dimension if isinstance(dimension, int) else sizes[symbol] // int(divisor or 1))
-    return tuple(shape)
+    dense = tensor.contiguous()
+    return dense if dense.data_ptr() % _ALIGNMENT_BYTES == 0 else dense.clone()

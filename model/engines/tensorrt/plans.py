@@ -1,4 +1,4 @@
-"""The TensorRT plans of a release: each is read, opened and refit once, and then makes an engine for each profile."""
+"""The TensorRT plans of a release. Each is read, opened and refit once, and gives one engine for each profile."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from model.weights.stream import tensors_in
 
 
 class Plans:
-    """Opens TensorRT engines. Plans hold copies of the weights, so tensors loaded only for them can be freed."""
+    """Opens TensorRT engines. Plans hold copies of the weights, so tensors that only they use can be freed."""
 
     def __init__(self, store: Store, device: torch.device) -> None:
         self._store = store
@@ -26,9 +26,9 @@ class Plans:
         Raises TensorRTUnavailable, EngineError, CorruptBlob or StoreError.
         """
         assert record.tensorrt is not None
-        identity = (record.component, record.blob.sha256)
-        if identity not in self._plans:
-            self._plans[identity] = TensorRTPlan(
+        key = (record.component, record.blob.sha256)
+        if key not in self._plans:
+            self._plans[key] = TensorRTPlan(
                 record.component,
                 self._read(record.blob),
                 record.runtime_version,
@@ -39,7 +39,7 @@ class Plans:
                 self._device,
             )
         workspace = self._workspaces.setdefault(stream, Workspace(self._device))
-        return TensorRTEngine(self._plans[identity], record.tensorrt.profile, record.bucket, workspace)
+        return TensorRTEngine(self._plans[key], record.tensorrt.profile, record.bucket, workspace)
 
     def _literals(self, component: str, blob: Blob) -> dict[str, torch.Tensor]:
         try:
@@ -51,7 +51,7 @@ class Plans:
         return bytes(self._buffer(blob))
 
     def _buffer(self, blob: Blob) -> bytearray:
-        """Read a whole blob; the bytes that were verified are the bytes that are used."""
+        """Read a whole blob. The verified bytes are the bytes that are used."""
         buffer = bytearray(blob.bytes)
         self._store.read(blob.sha256, memoryview(buffer))
         return buffer
