@@ -165,7 +165,7 @@ def test_what_is_too_much_is_refused_at_once_and_the_rest_is_drawn(small: httpx.
     for answer in answers:
         if answer.status_code == 429:
             assert 1 <= int(answer.headers["Retry-After"]) <= 60
-            assert answer.json()["kind"] == "overloaded" and "ask again in" in answer.json()["error"]
+            assert answer.json()["kind"] == "overloaded" and "Repeat the request in" in answer.json()["error"]
     eventually(lambda: measured(small)["preheat_queue_images"] == 0, "the queue is empty again")
 
 

@@ -20,7 +20,7 @@ from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, Checkp
 from engine_builder.networks.unet import text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import find
+from model.pipeline.spec import find_component
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -75,7 +75,7 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     it to embed guidance.
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
-    if "time_cond_proj_dim" in entries and find(component)[0].phase != "request":
+    if "time_cond_proj_dim" in entries and find_component(component)[0].phase != "request":
         entries["time_cond_proj_dim"] = None
     return entries
 
@@ -117,7 +117,7 @@ def load_network(
     convolutions on any device: ONNX can express those. Raises CheckpointError if the component is missing or not
     SDXL's.
     """
-    spec, variant = find(component)
+    spec, variant = find_component(component)
     wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
     config = checkpoint.config(spec.checkpoint_folder)
     widths = checkpoint.widths()

@@ -1,7 +1,7 @@
 """The public request, its resolution to generation parameters, and the response.
 
 A request is validated before it costs anything. Every refusal names the field, the value and what would be accepted.
-Knows nothing of engines: `ServedModel` describes what is served.
+This module uses no engines: `ServedModel` describes what is served.
 """
 
 import secrets
@@ -18,7 +18,7 @@ from model.validation import (
     MAX_IMAGES,
     MAX_STEPS,
     MAX_STEPS_LCM,
-    SEEDS,
+    SEED_COUNT,
     Fraction,
     Guidance,
     ImageFormat,
@@ -28,36 +28,36 @@ from model.validation import (
     Steps,
     StrictModel,
     explain,
+    format_value,
     refusal,
-    shown,
 )  # fmt: skip
 
 
-def _no_nul(text: str) -> str:
-    if (at := text.find("\0")) >= 0:
-        raise refusal(f"character {at + 1} is NUL (U+0000), which no text needs: remove it")
+def _refuse_nul(text: str) -> str:
+    if (position := text.find("\0")) >= 0:
+        raise refusal(f"character {position + 1} is NUL (U+0000), which no text needs: remove it")
     return text
 
 
-def _not_blank(text: str) -> str:
+def _refuse_blank(text: str) -> str:
     if not text.strip():
-        raise refusal(f"got {shown(text)}, nothing but whitespace: describe the image")
+        raise refusal(f"got {format_value(text)}, nothing but whitespace: describe the image")
     return text
 
 
-Text = Annotated[str, Field(max_length=4000), AfterValidator(_no_nul)]
+Text = Annotated[str, Field(max_length=4000), AfterValidator(_refuse_nul)]
 
 
 class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
-    prompt: Annotated[Text, Field(min_length=1), AfterValidator(_not_blank)] = Field(
-        description="What the image shows: 1 to 4000 characters, not only whitespace. The text encoders read 77 "
-        "tokens, some 60 words; a longer prompt is truncated, and the response warns of it.",
+    prompt: Annotated[Text, Field(min_length=1), AfterValidator(_refuse_blank)] = Field(
+        description="Description of the image: 1 to 4000 characters, not only whitespace. The text encoders read 77 "
+        "tokens, about 60 words; a longer prompt is truncated, and the response warns of it.",
         examples=["an astronaut in a jungle, cold color palette, muted colors, detailed, 8k"],
     )
     negative_prompt: Text | None = Field(
-        None, description="What the image should not show: up to 4000 characters. No effect without guidance."
+        None, description="Description of what to avoid: up to 4000 characters. No effect without guidance."
     )
     width: Side | None = Field(
         None,
@@ -74,8 +74,8 @@ class GenerationRequest(StrictModel):
     )
     guidance_scale: Guidance | None = Field(
         None,
-        description="How closely to follow the prompt: 0 to 30. At most 1 means no guidance, "
-        "and half the work. Default: the release's, commonly 7.5.",
+        description="Strength of the guidance by the prompt: 0 to 30. A value of at most 1 turns guidance off, "
+        "which halves the work. Default: the release's, commonly 7.5.",
     )
     end_cfg_frac: Fraction | None = Field(
         None,
@@ -89,7 +89,7 @@ class GenerationRequest(StrictModel):
     )
     use_refiner: bool | None = Field(
         None,
-        description="Whether the refiner finishes the image; true is refused where the release has none. "
+        description="True: the refiner finishes the images. Refused if the release has no refiner. "
         "Default: the release's, commonly false.",
     )
     denoising_frac: Fraction | None = Field(
@@ -102,24 +102,24 @@ class GenerationRequest(StrictModel):
         description="The same request with the same seed gives the same image: 0 to 4294967295. "
         "Image i of a request, counted from 0, has seed + i. Default: random, and returned.",
     )
-    num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"How many images of the prompt: 1 to {MAX_IMAGES}.")
+    num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"Number of images of the prompt: 1 to {MAX_IMAGES}.")
     output_format: ImageFormat = Field("jpeg", description="File format of the images.")
     quality: int = Field(
         95, ge=1, le=100, description="Quality of jpeg and webp, 1 to 100; png is lossless and ignores it."
     )
     stream: bool = Field(
         False,
-        description="Whether to answer with a line of JSON for each event (application/x-ndjson): accepted, heartbeat, "
+        description="True: answer with one line of JSON for each event (application/x-ndjson): accepted, heartbeat, "
         "step, image, and done or error at the end.",
     )
     preview_every: int = Field(
-        5, ge=0, le=MAX_STEPS, description="With stream, a small preview after every so many steps; 0: no previews."
+        5, ge=0, le=MAX_STEPS, description="With stream, the steps from one small preview to the next; 0: no previews."
     )
 
     @model_validator(mode="wrap")
     @classmethod
     def _explain_problems(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Report every problem with the refused value and what is accepted, which pydantic's own messages omit."""
+        """Report each refused value and what is accepted in its place. pydantic's own messages omit both."""
         try:
             return validate(data)
         except ValidationError as error:
@@ -135,19 +135,21 @@ class GenerationRequest(StrictModel):
 
 
 def resolve(request: GenerationRequest, served: ServedModel) -> GenerationParams:
-    """Fill in empty fields and check the request against what is served here.
+    """Fill in empty fields and check the request against what is served.
 
-    Raises RequestRefused: an unknown sampler, too many steps for it, a size that is not served, no refiner.
+    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, or a refiner that
+    the release lacks.
     """
-    empty = {"negative_prompt": None, "width": served.native_width, "height": served.native_height}
-    defaults = served.defaults.model_dump() | empty | {"seed": secrets.randbelow(SEEDS)}
-    chosen = defaults | request.model_dump(exclude_none=True, exclude={"stream", "preview_every"})
-    chosen["scheduler"] = sampler_name(chosen["scheduler"])
-    check_steps(chosen["num_inference_steps"], chosen["scheduler"])
-    served.sizes.check(chosen["width"], chosen["height"])
-    if chosen["use_refiner"] and not served.has_refiner:
-        raise RequestRefused("use_refiner", "true is not accepted, this release has no refiner; give false.")
-    return GenerationParams(**chosen)
+    values = served.defaults.model_dump()
+    values |= {"negative_prompt": None, "width": served.native_width, "height": served.native_height}
+    values |= {"seed": secrets.randbelow(SEED_COUNT)}
+    values |= request.model_dump(exclude_none=True, exclude={"stream", "preview_every"})
+    values["scheduler"] = sampler_name(values["scheduler"])
+    check_steps(values["num_inference_steps"], values["scheduler"])
+    served.sizes.check(values["width"], values["height"])
+    if values["use_refiner"] and not served.has_refiner:
+        raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
+    return GenerationParams(**values)
 
 
 class ImageResult(TypedDict):
@@ -164,17 +166,17 @@ class EngineInfo(TypedDict):
     """The release and engines that made the images."""
 
     release: str  # model/version
-    target: str  # target key, as cuda-h200-sm90-torch2.13-cu130
+    target: str  # target key, for example cuda-h200-sm90-torch2.13-cu130
     runtime: str  # aot_inductor, tensorrt or eager
 
 
 class GenerationResponse(TypedDict):
-    """The body of a 200. `data` repeats the first image, where callers of the older SDXL Truss expect it."""
+    """The body of a response with status 200. `data` repeats the first image for callers of the older SDXL Truss."""
 
     status: Literal["success"]  # always "success"
     data: str  # base64 of the first image's file
     time: float  # seconds from the request's arrival in the model
     images: list[ImageResult]  # in the order of their seeds
     timings: dict[str, float]  # milliseconds by stage
-    warnings: list[str]  # what could not be followed: a truncated prompt, an ignored negative prompt
+    warnings: list[str]  # parts of the request that were not followed: a truncated prompt, an ignored negative prompt
     engine: EngineInfo  # the release and engines that made the images

@@ -1,7 +1,7 @@
 """Answer a request over HTTP: accept or refuse it first, then send one body, or a line of JSON for each event.
 
-Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line, without
-its prompt unless the deployment asks for it. Knows of the device only that a `Scheduler` generates images on it.
+Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line. The line
+has the prompt only if the deployment logs prompts. This module uses the device only through a `Scheduler`.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     Unavailable: (503, "unavailable"),
     DeadlineExceeded: (504, "deadline"),
 }
-_FAILED = (500, "failed")
+_OTHER_ERROR = (500, "failed")
 
 
 @dataclass
@@ -47,7 +47,7 @@ class RequestContext:
     """One request while it is being answered."""
 
     id: str
-    began: float
+    began: float  # time.perf_counter()
     stream: bool
     prompt: str
     params: GenerationParams | None = None
@@ -64,7 +64,7 @@ class Service:
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
-        """Return the response, or its bare body for a caller of predict_binary, which Truss writes as msgpack."""
+        """Return the response. A caller of predict_binary gets the bare body, which Truss writes as msgpack."""
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
@@ -78,7 +78,7 @@ class Service:
             preview_every = request.preview_every if request.stream else 0
             job = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
         except PreheatError as error:
-            return self._refusal(context, error)
+            return self._error_response(context, error)
         job.result.add_done_callback(lambda _: emit(None))
         self._watch_client(job, http)
         if request.stream:
@@ -86,12 +86,12 @@ class Service:
             return StreamingResponse(events_as_lines, media_type="application/x-ndjson", headers=headers)
         await events.get()
         if (failure := job.result.exception()) is not None:
-            return self._refusal(context, failure)
+            return self._error_response(context, failure)
         body = self._body(context, job.result.result())
         self._log(context, 200, timings=body["timings"])
         if http.headers.get("Content-Type", "").startswith("application/octet-stream"):
             return body
-        # Megabytes of base64: not on the event loop.
+        # Writing megabytes of base64 would block the event loop.
         content = await asyncio.to_thread(json.dumps, body)
         return Response(content, media_type="application/json", headers=headers)
 
@@ -135,23 +135,23 @@ class Service:
                 else:
                     break
         except (asyncio.CancelledError, GeneratorExit):
-            self._refusal(context, Cancelled("The client left."))  # for the metrics and the log
+            self._error_response(context, Cancelled("The client left."))  # for the metrics and the log
             raise
         if (error := job.result.exception()) is not None:
-            refusal = self._refusal(context, error)
-            yield _line("error", status=refusal.status_code, **json.loads(bytes(refusal.body)))
+            response = self._error_response(context, error)
+            yield _line("error", status=response.status_code, **json.loads(bytes(response.body)))
             return
         body = self._body(context, job.result.result())
         self._log(context, 200, timings=body["timings"])
-        kept = ("status", "time", "timings", "warnings", "engine")
-        yield _line("done", **{key: value for key, value in body.items() if key in kept})
+        fields = ("status", "time", "timings", "warnings", "engine")
+        yield _line("done", **{key: value for key, value in body.items() if key in fields})
 
     def _body(self, context: RequestContext, result: GenerationResult) -> GenerationResponse:
         assert context.params is not None
-        self._cold_start.first_image()
+        self._cold_start.record_first_image()
         images = [_image(context.params, index, data) for index, data in enumerate(result.images)]
         for stage, milliseconds in result.timings.items():
-            if stage != "queue":  # has a histogram of its own
+            if stage != "queue":  # QUEUE_WAIT measures it
                 metrics.STAGE_SECONDS.labels(stage).observe(milliseconds / 1000)
         seconds = time.perf_counter() - context.began
         metrics.REQUEST_SECONDS.observe(seconds)
@@ -165,9 +165,9 @@ class Service:
             engine={"release": self._loaded.release, "target": self._loaded.target, "runtime": self._loaded.runtime},
         )
 
-    def _refusal(self, context: RequestContext, error: BaseException) -> JSONResponse:
-        """The answer to a request without an image. Counts and logs it."""
-        status, kind = next((known for kind, known in STATUS.items() if isinstance(error, kind)), _FAILED)
+    def _error_response(self, context: RequestContext, error: BaseException) -> JSONResponse:
+        """Count and log a request that ended without images, and return its answer."""
+        status, kind = next((answer for known, answer in STATUS.items() if isinstance(error, known)), _OTHER_ERROR)
         metrics.ERRORS.labels(kind).inc()
         body = {"error": str(error), "kind": kind}
         headers = {"X-Request-Id": context.id}
@@ -202,10 +202,10 @@ class Service:
 
 
 def _request_id(headers: Mapping[str, str]) -> str:
-    """The caller's X-Request-Id if it is safe to log, else the platform's, else a new one."""
+    """Return the caller's X-Request-Id if it is safe to log, else the platform's, else a new one."""
     for name in ("X-Request-Id", "X-Baseten-Request-Id"):
-        if _REQUEST_ID.fullmatch(given := headers.get(name, "")):
-            return given
+        if _REQUEST_ID.fullmatch(value := headers.get(name, "")):
+            return value
     return uuid.uuid4().hex
 
 

@@ -24,7 +24,7 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import SDXL, UNET, find
+from model.pipeline.spec import SDXL, UNET, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, TokenizerRecord, WeightsRecord
@@ -147,7 +147,7 @@ def _open(
     device: torch.device,
     plans: Plans,
 ) -> Engine:
-    spec, _ = find(record.component)
+    spec, _ = find_component(record.component)
     engine: Engine
     if record.tensorrt is not None:
         engine = plans.open(record, weights, spec.stream)

@@ -11,7 +11,7 @@ from typing import Literal
 from model.engines.tensorrt import api as tensorrt_api
 from model.engines.tensorrt.api import TensorRTUnavailable
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, of_parts
+from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of
 from model.settings import RuntimeChoice
 from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import SERVED_FIRST
@@ -119,7 +119,8 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
     both = UNET_GUIDED if UNET_GUIDED in {engine.component for engine in held} else UNET
     steps = [median(both, 2), _sum([median(UNET, 1), median(UNET_UNCONDITIONAL, 1)])]
     step = min((time for time in steps if time is not None), default=None)
-    once = [spec for spec in of_parts(["base"]) if spec.name in names and spec.phase != "step"]  # no refiner by default
+    # Requests use no refiner by default.
+    once = [spec for spec in components_of(["base"]) if spec.name in names and spec.phase != "step"]
     rest = _sum([median(spec.name, 1 if spec.batch_unit == "image" else 2) for spec in once])
     return None if step is None or rest is None else rest + _COMPARED_STEPS * step
 

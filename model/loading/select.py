@@ -10,7 +10,7 @@ from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, fastest_first, servable
 from model.loading.target import Target
-from model.pipeline.spec import SDXL, ComponentSpec, of_parts, parts
+from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
 
@@ -75,11 +75,11 @@ def select(
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """The components that serving this release takes. Raises MissingComponent naming those that it lacks."""
-    names = tuple(spec.name for spec in of_parts(parts(manifest.has_refiner)))
+    names = tuple(spec.name for spec in components_of(model_parts(manifest.has_refiner)))
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
     missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
-    missing += [f"{part} scheduler" for part in parts(manifest.has_refiner) if part not in manifest.schedulers]
+    missing += [f"{part} scheduler" for part in model_parts(manifest.has_refiner) if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names

@@ -1,4 +1,4 @@
-"""Latents -> pixels."""
+"""Decode latents to pixels."""
 
 import torch
 
@@ -8,7 +8,10 @@ from model.pipeline.spec import VAE_DECODER
 
 
 def decode_latents(model: LoadedModel, latents: torch.Tensor) -> torch.Tensor:
-    """[1, channels, height/8, width/8] -> [1, 3, height, width], nominally in [-1, 1], on `model.decode_stream`."""
+    """Decode latents [1, channels, height/8, width/8] to float32 pixels [1, 3, height, width], nominally in [-1, 1].
+
+    Call it on `model.decode_stream`.
+    """
     decoder, scale = model.engines[VAE_DECODER], model.settings.vae_scale_factor
     dtype = DTYPES[decoder.signature.inputs[0].dtype]
     height, width = latents.shape[-2] * scale, latents.shape[-1] * scale

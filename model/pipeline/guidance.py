@@ -8,7 +8,10 @@ from model.pipeline.params import GenerationParams
 
 
 def scale_by_step(params: GenerationParams) -> Floats:
-    """The requested scale of each step, [num_inference_steps], which may be below 1; 1 after guidance has ended."""
+    """Return the requested guidance scale of each step, float64 [num_inference_steps].
+
+    It may be below 1. After guidance has ended it is 1.
+    """
     guided = round(params.end_cfg_frac * params.num_inference_steps)
     return np.where(np.arange(params.num_inference_steps) < guided, params.guidance_scale, 1.0)
 
@@ -19,7 +22,7 @@ def embed_guidance(scales: Floats, width: int) -> torch.Tensor:
     Sines and cosines of 1000 * (scale - 1), as diffusers' `get_guidance_scale_embedding` computes them for Luo et al.
     2023 (arXiv 2310.04378), section 4; the frequencies are those of Kingma et al. 2021 (arXiv 2107.00630).
     """
-    # In diffusers' order of operations: the sine of a number in the thousands depends on its last bit.
+    # The order of operations is diffusers': the sine of a number in the thousands depends on the number's last bit.
     half = width // 2
     frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
     angles = (torch.from_numpy(scales - 1).float() * 1000.0)[:, None] * frequencies[None, :]

@@ -20,7 +20,7 @@ LoopKey = tuple[str, int, int]
 
 @dataclass
 class LoadedModel:
-    """Engines by component, tokenizers, noise schedules and facts of a release, and the denoising loops made so far."""
+    """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far."""
 
     engines: dict[str, EngineSet]
     tokenizers: dict[str, ClipTokenizer]
@@ -42,7 +42,7 @@ class LoadedModel:
         self.decode_stream = SideStream(self.device)
 
     def loop(self, unet: str, height: int, width: int) -> Loop:
-        """The one loop of that UNet and size (pixels), made at its first use and kept for its buffers and graphs."""
+        """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""
         key = (unet, height, width)
         if key not in self.loops:
             loop = self.loops[key] = make_loop(self, unet, height, width)
@@ -51,14 +51,14 @@ class LoadedModel:
         return self.loops[key]
 
     def step_networks(self, unet: str) -> StepNetworks:
-        """The engines of a step of that UNet, as far as the release has them."""
+        """Return the release's engines that run in each step of a UNet."""
         specs, by_step = step_components(unet, self.engines, self.components)
         *before, last = (self.engines[spec.name] for spec in specs)
         return StepNetworks(last, by_step, tuple(before))
 
 
 def make_loop(model: LoadedModel, unet: str, height: int, width: int) -> Loop:
-    """Make a loop for a UNet at a size in pixels, in the implementation that fits."""
+    """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
     networks = model.step_networks(unet)
     if model.device.type == "cuda" and networks.unet.is_static(height, width):
         return GraphLoop(networks, height, width, model.device)

@@ -1,4 +1,4 @@
-"""Everything that follows from a request alone, computed once, before the request is queued."""
+"""Compute everything that follows from a request and its model, once, before the request is queued."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from model.store.manifest import RefinerFacts
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
 
 CfgConditioning = tuple[Conditioning, Conditioning | None]
-"""Conditional and unconditional; no unconditional one where no step is guided."""
+"""Conditional and unconditional; None if no step is guided."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +28,10 @@ class DenoisePlan:
     """The steps of one UNet for a request.
 
     scales: float64 [steps], the requested guidance scale, 1 after guidance has ended.
-    guidance: float32 [steps], the same, but at least 1.
-    guided: True if a step takes an unconditional half too. A UNet that embeds the guidance scale never does.
-    zero_negative: True if the unconditional half has zeros in place of text.
-    time_ids: sizes, and the refiner's aesthetic score, of the conditional and of the unconditional half.
+    guidance: float32 [steps], the same scales, but at least 1.
+    guided: True if some step has an unconditional half. A UNet that embeds the guidance scale has none.
+    zero_negative: True if the unconditional half has zeros in place of an encoded text.
+    time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
     """
 
     schedule: SamplerSchedule
@@ -44,15 +44,15 @@ class DenoisePlan:
 
 @dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """A request, and what follows from it. Stages only read it, but for `encoded`.
+    """A request, and what follows from it. Stages read it and change only `encoded`.
 
     first_loop: the loop that its images join first.
     unet_batch: batch entries of that loop's UNet that the first step of each image takes.
     init_sigma: the initial latents are init_sigma * N(0, 1).
     tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if there is none).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
-    encoded: by UNet, the request's conditioning, once for each image that still needs it. `EncodePrompt` fills it for
-        the first image, and each image takes one, so that the tensors are freed with the last.
+    encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
+        fills it for the first image. Each image takes one, so the tensors are freed with the last.
     """
 
     params: GenerationParams
@@ -65,13 +65,13 @@ class RequestPlan:
     encoded: dict[str, list[CfgConditioning]] = field(default_factory=dict)
 
     def steps_left(self, image: ImageState) -> int:
-        """The steps of an image that are not finished, on the UNet that it is at and on later ones."""
+        """Return the remaining steps of an image, on its current UNet and on later ones."""
         schedules = [plan.schedule for plan in self.denoise.values()]
         later = schedules[schedules.index(image.schedule) + 1 :]
         return image.schedule.steps - image.step + sum(schedule.steps for schedule in later)
 
     def images(self) -> list[ImageState]:
-        """The states of the request's images before their first stage."""
+        """Make the states of the request's images before their first stage."""
         first = self.denoise[self.first_loop[0]]
         return [
             ImageState(index, torch.Generator("cpu").manual_seed(seed), first.schedule, first.guidance)
@@ -82,21 +82,21 @@ class RequestPlan:
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
     whole = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
-    parts = [(BASE, whole)]
+    schedules = [(BASE, whole)]
     if params.use_refiner:
         base, refiner = split_schedule(whole, model.noise_schedules["base"], params.denoising_frac)
-        parts = [(BASE, base), (REFINER, refiner)]
-    scales, first = scale_by_step(params), 0
+        schedules = [(BASE, base), (REFINER, refiner)]
+    scales, start = scale_by_step(params), 0
     denoise: dict[str, DenoisePlan] = {}
-    for denoiser, schedule in parts:
+    for denoiser, schedule in schedules:
+        end = start + schedule.steps
         if schedule.steps:
-            of_part = scales[first : first + schedule.steps]
-            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, of_part)
-        first += schedule.steps
+            denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, scales[start:end])
+        start = end
     texts = (params.prompt, params.negative_prompt or "")
     encoded = {name: [tokenizer.encode(text) for text in texts] for name, tokenizer in model.tokenizers.items()}
     tokens = {name: [ids for ids, _ in pairs] for name, pairs in encoded.items()}
-    lost = [count for _, count in encoded["tokenizer_2"]]
+    dropped_tokens = [count for _, count in encoded["tokenizer_2"]]
     unet, plan = next(iter(denoise.items()))
     return RequestPlan(
         params,
@@ -105,13 +105,15 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
         init_sigma=whole.init_sigma,
         tokens=tokens,
         denoise=denoise,
-        warnings=_warnings(model, params, parts[-1][1], lost),
+        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens),
     )
 
 
 def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
-    """True if the UNet was distilled to take the guidance scale as an input. It then runs once a step, and no negative
-    prompt reaches it."""
+    """True if the UNet was distilled to take the guidance scale as an input.
+
+    It then runs once per step, and no negative prompt reaches it.
+    """
     return timestep_cond_width(model.engines[denoiser.unet_time].signature) > 0
 
 
@@ -135,25 +137,27 @@ def _denoise_plan(
     )
 
 
-def _warnings(model: LoadedModel, params: GenerationParams, last: SamplerSchedule, lost: Sequence[int]) -> list[str]:
+def _warnings(
+    model: LoadedModel, params: GenerationParams, last_schedule: SamplerSchedule, dropped_tokens: Sequence[int]
+) -> list[str]:
     """Describe what cannot be followed: a truncated prompt, an ignored negative prompt, a refiner without steps.
 
-    `last`: the steps of the last UNet. `lost`: how many tokens of the prompt and of the negative prompt did not fit.
+    `last_schedule`: the steps of the last UNet. `dropped_tokens`: of the prompt and of the negative prompt.
     """
     tokenizer = model.tokenizers["tokenizer_2"]
     warnings = [
         f"{name}: the text encoders read {tokenizer.settings.max_length} tokens; the last {count} were left out: "
         f"{tokenizer.dropped_text(getattr(params, name))[:200]!r}"
-        for name, count in zip(("prompt", "negative_prompt"), lost, strict=True)
+        for name, count in zip(("prompt", "negative_prompt"), dropped_tokens, strict=True)
         if count
     ]
     if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
-        refined = params.use_refiner and last.steps and not embeds_guidance(model, REFINER)
+        refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)
         warnings.append(
             "negative_prompt: this model's UNet takes the guidance scale as an input and reads no negative prompt"
-            f"{'; only the refiner does' if refined else ''}."
+            f"{'; only the refiner does' if refiner_reads_it else ''}."
         )
-    if not last.steps:
+    if not last_schedule.steps:
         warnings.append(
             f"denoising_frac: {params.denoising_frac} of {params.num_inference_steps} steps leaves the refiner without "
             "steps; it was not used."

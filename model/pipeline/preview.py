@@ -1,4 +1,4 @@
-"""Small previews of images that are still being denoised: latents -> RGB by a linear map, one pixel a latent.
+"""Small previews of images that are still being denoised: a linear map from latents to RGB, one pixel for each latent.
 
 The warm-up fits the map to the model's own decoder, so it works for any VAE.
 """
@@ -14,16 +14,16 @@ from model.images.encode import encode
 from model.pipeline.decode import decode_latents
 from model.pipeline.loaded_model import LoadedModel
 
-QUALITY = 80
-# The map is fitted on latents that change smoothly from corner to corner. Of the spreads tried on data/tiny-sdxl (1 to
-# 3, and finer blobs) this gave previews nearest to the images: on average 15 % of the range away.
-_SPREAD, _CORNERS = 1.5, 2
-_RIDGE = 1e-3
+_JPEG_QUALITY = 80
+# The map is fitted on random latents that change smoothly from corner to corner. Of the corner counts and standard
+# deviations (1 to 3) tried on data/tiny-sdxl, these gave the most accurate previews: mean error 15 % of the range.
+_CORNER_DEVIATION, _CORNERS = 1.5, 2
+_RIDGE = 1e-3  # weight of the penalty on the map's coefficients
 
 
 @dataclass(frozen=True)
 class PreviewMap:
-    """rgb = latents @ weight + bias, in [-1, 1]. weight: float32 [channels, 3], bias [3], on the model's device."""
+    """rgb = latents @ weight + bias, in [-1, 1]. weight: float32 [channels, 3]; bias: [3]; on the model's device."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -34,13 +34,13 @@ def fit_preview_map(model: LoadedModel, height: int, width: int) -> PreviewMap:
     scale, channels = model.settings.vae_scale_factor, model.settings.latent_channels
     rows, columns = height // scale, width // scale
     generator = torch.Generator().manual_seed(0)
-    corners = _SPREAD * torch.randn((1, channels, _CORNERS, _CORNERS), generator=generator)
+    corners = _CORNER_DEVIATION * torch.randn((1, channels, _CORNERS, _CORNERS), generator=generator)
     latents = interpolate(corners, (rows, columns), mode="bilinear")
-    given = to_device(latents, model.device)
-    with model.decode_stream.run_after(given):
-        target = avg_pool2d(decode_latents(model, given), scale).clamp(-1, 1)  # [1, 3, rows, columns]
+    on_device = to_device(latents, model.device)
+    with model.decode_stream.run_after(on_device):
+        target = avg_pool2d(decode_latents(model, on_device), scale).clamp(-1, 1)  # [1, 3, rows, columns]
     model.decode_stream.release_to_current([target])
-    # Solved on the host: a GPU's solver is a separate library, which every start would load for these few numbers.
+    # Solved on the host: the GPU's solver is a separate library, and every start would load it for a few numbers.
     inputs = torch.cat([latents.flatten(2)[0].T, torch.ones(rows * columns, 1)], dim=1)
     normal = inputs.T @ inputs + _RIDGE * len(inputs) * torch.eye(channels + 1)
     solution = torch.linalg.solve(normal, inputs.T @ target.cpu().flatten(2)[0].T)  # [channels + 1, 3]
@@ -62,7 +62,7 @@ class Preview:
         self._levels = levels
 
     def encode(self) -> str:
-        """Base64 of a JPEG of height/8 x width/8 pixels."""
+        """Return the base64 of a JPEG of height/8 x width/8 pixels."""
         if self._done is not None:
             self._done.synchronize()
-        return base64.b64encode(encode(self._levels.numpy(), "jpeg", QUALITY)).decode("ascii")
+        return base64.b64encode(encode(self._levels.numpy(), "jpeg", _JPEG_QUALITY)).decode("ascii")

@@ -1,4 +1,7 @@
-"""Prompts -> what conditions a UNet. All that depends on text, sizes and timesteps is computed here, once a request."""
+"""Encode prompts into the conditioning of a UNet.
+
+Everything that depends on text, sizes and timesteps is computed here, once per request and UNet.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +31,7 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
             pooled = torch.cat([pooled, torch.zeros_like(pooled)])
         cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled)
     conditionings = [cond, *uncond]
-    model.text_stream.release_to_current(tensor for one in conditionings for tensor in one.inputs.values())
+    model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
 
 
@@ -48,7 +51,7 @@ def _encode_texts(
     *others, last = denoiser.text_encoders
     encoded = run(*last)
     states = [encoded["hidden_states"]]
-    # Queued after the last encoder, which is the larger by far and has been running meanwhile.
+    # The last encoder is by far the largest, so it is queued first and runs while the others are queued.
     for encoder in others:
         with model.first_text_stream.run_after():
             hidden = run(*encoder)["hidden_states"]
@@ -60,19 +63,19 @@ def _encode_texts(
 def _conditionings(
     model: LoadedModel, denoiser: Denoiser, plan: DenoisePlan, hidden: torch.Tensor, pooled: torch.Tensor
 ) -> Sequence[Conditioning]:
-    """One for each text: hidden [texts, tokens, width], pooled [texts, width]."""
+    """Return the conditioning of each text, from hidden [texts, tokens, width] and pooled [texts, width]."""
     text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
     steps = plan.schedule.steps
     timesteps = torch.tensor(plan.schedule.timesteps, dtype=torch.float32)
-    given = {"timestep": to_device(timesteps, model.device)}
+    inputs = {"timestep": to_device(timesteps, model.device)}
     if width := timestep_cond_width(time.signature):
-        given[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
-    made = []
+        inputs[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
+    conditionings = []
     for index in range(len(hidden)):
-        given["text_embeds"] = pooled[index].to(dtype).expand(steps, -1)
-        given["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
-        embedded = time.run(given)["time_embeds"]
-        made.append(Conditioning({"keys_values": keys_values[index : index + 1], "time_embeds": embedded}))
-    return made
+        inputs["text_embeds"] = pooled[index].to(dtype).expand(steps, -1)
+        inputs["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
+        time_embeds = time.run(inputs)["time_embeds"]
+        conditionings.append(Conditioning({"keys_values": keys_values[index : index + 1], "time_embeds": time_embeds}))
+    return conditionings

@@ -1,4 +1,4 @@
-"""Run what the scheduler, or an offline call, decides: plan requests, and advance images through their stages."""
+"""Plan requests, and advance images through their stages. The scheduler, or an offline call, decides when."""
 
 from collections.abc import Sequence
 
@@ -19,15 +19,15 @@ class Runner:
         self.stages = stages
 
     def plan(self, params: GenerationParams) -> RequestPlan:
-        """Any thread may call it. Raises RequestRefused."""
+        """Plan a request. Any thread may call it. Raises RequestRefused."""
         return plan_request(self.model, params)
 
     @torch.inference_mode()
     def advance(self, plan: RequestPlan, image: ImageState) -> LoopKey | None:
-        """Run an image's next stages, up to the next one of many steps.
+        """Run an image's next stages, up to the next stage with a loop.
 
-        Returns the loop that runs those steps. After them, call `advance` again. None: all stages are finished, and
-        `image.pixels` is the result.
+        Returns that stage's loop. Run the image's steps in it and call `advance` again. None: all stages are finished,
+        and `image.pixels` is the result.
         """
         while image.stage < len(self.stages):
             stage = self.stages[image.stage]
@@ -37,5 +37,5 @@ class Runner:
         return None
 
     def stage_name(self, image: ImageState) -> str:
-        """The name of the stage that an image has begun last."""
+        """Return the name of the stage that an image began last."""
         return self.stages[image.stage - 1].name

@@ -4,7 +4,7 @@ A component is one network, and `ComponentSpec` has its facts. A new network is 
 and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,9 +25,9 @@ Stream = Literal["first_text", "text", "denoising", "decoding"]
 
 @dataclass(frozen=True)
 class Variant:
-    """A further engine of a component for batches of one CFG layout. Its weights and signature are the component's.
+    """Further engines of a component, for batches of one CFG layout. Weights and signature are the component's.
 
-    `name`: the variant's name in a manifest.
+    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`.
     """
 
     name: str
@@ -43,11 +43,14 @@ class ComponentSpec:
     part, checkpoint_folder: where its weights are read from.
     wrapper: its entry in `engine_builder.networks.wrappers`.
     signature: the tensors that it takes and returns.
-    by_step: of a component with phase "step", the inputs that differ by step. Conditioning has one entry a step for
-        them, and one for all steps for the others.
-    feeds: of a component with phase "step", the UNet before which it runs. Its outputs are inputs of the UNet by name.
-    precision_rule: "vae" where `force_upcast` of the VAE's config may ask for fp32.
-    same_as: a component whose engines serve this one too where both have the same weights.
+    batch_unit: what one entry of its batch is.
+    stream: the CUDA stream that it runs on.
+    by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
+        inputs, and one entry for all steps for the others.
+    feeds: with phase "step", the UNet before which the component runs. Its outputs are inputs of the UNet by name.
+    precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
+    same_as: a component whose engines serve this one too if both have the same weights.
+    variants: its further engines.
     """
 
     name: str
@@ -67,7 +70,10 @@ class ComponentSpec:
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The components around one UNet. `text_encoders`: (component, tokenizer); the last one's pooled text is used."""
+    """One UNet, and the components that condition it.
+
+    `text_encoders`: pairs of component and tokenizer. The last encoder's pooled text is used.
+    """
 
     part: Part
     text_encoders: tuple[tuple[str, str], ...]
@@ -96,7 +102,7 @@ _CFG_VARIANTS = (
 
 
 def _unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> tuple[ComponentSpec, ...]:
-    """The three networks that a UNet is divided into, by how often each of them runs."""
+    """Return the three networks that a UNet is divided into, by how often each of them runs."""
     folder, by_step = "unet", ("time_embeds",)
     return (
         ComponentSpec(
@@ -142,18 +148,18 @@ REFINER = Denoiser(
 )
 
 
-def parts(has_refiner: bool) -> tuple[Part, ...]:
-    """The parts of a model without or with a refiner."""
+def model_parts(has_refiner: bool) -> tuple[Part, ...]:
+    """Return the parts of a model without or with a refiner."""
     return ("base", "refiner") if has_refiner else ("base",)
 
 
-def of_parts(chosen: Iterable[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
-    """The components of these parts, in order."""
-    return tuple(spec for spec in components.values() if spec.part in chosen)
+def components_of(parts: Collection[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+    """Return the components of these parts, in the order of the table."""
+    return tuple(spec for spec in components.values() if spec.part in parts)
 
 
-def find(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Variant | None]:
-    """The component of that name in a manifest, or the component and its variant of that name."""
+def find_component(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Variant | None]:
+    """Return the component that has this name in a manifest, or whose variant has it, and that variant."""
     for spec in components.values():
         for variant in spec.variants:
             if variant.name == name:
@@ -162,15 +168,17 @@ def find(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Varia
 
 
 def unets(components: Components = SDXL) -> tuple[ComponentSpec, ...]:
-    """The components that denoising loops are made for."""
+    """Return the components that denoising loops run."""
     return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
 
 
 def step_components(
     unet: str, available: Container[str], components: Components = SDXL
 ) -> tuple[tuple[ComponentSpec, ...], list[str]]:
-    """The `available` components that run in each step of a UNet, in order, the UNet last; and their inputs that differ
-    by step."""
+    """Return the `available` components that run in each step of a UNet, and the names of inputs that differ by step.
+
+    The components are in the order in which they run, the UNet last.
+    """
     before = (spec for spec in components.values() if spec.feeds == unet and spec.name in available)
     specs = (*before, components[unet])
     return specs, [name for spec in specs for name in spec.by_step]

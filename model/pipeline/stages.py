@@ -1,6 +1,6 @@
-"""The stages of the pipeline. Each advances one image, and knows only its own part of the request's plan.
+"""The stages of the pipeline. Each advances one image, and reads only its own part of the request's plan.
 
-A stage that has nothing to do for a request returns at once. New features add a stage: see `Stage`.
+A stage that has nothing to do for a request returns at once. A new feature may add a stage: see `Stage`.
 """
 
 from dataclasses import dataclass, replace
@@ -21,17 +21,17 @@ from model.pipeline.spec import BASE, REFINER, Denoiser
 class Stage(Protocol):
     """One stage.
 
-    `name`: of the first stage, and of one with a loop, an entry of a request's timings. The time of other stages counts
-    for the next entry, and that after the last loop for "decode".
+    `name` is the stage's entry in a request's timings. Only the first stage and stages with a loop have an entry. The
+    time of another stage is part of the next entry, or of "decode" after the last loop.
     """
 
     @property
     def name(self) -> str: ...
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
-        """Queue the stage's work for an image on the current stream, and return.
+        """Queue the stage's work for an image on the current stream, without waiting for it.
 
-        A stage of many steps returns the loop that runs them. It is called once, before the image joins that loop.
+        A stage of many steps only prepares the image, and returns the loop that runs its steps. None: no loop.
         """
 
 
@@ -70,7 +70,7 @@ class PrepareLatents:
 
 @dataclass(frozen=True)
 class Denoise:
-    """Run an image's steps on one UNet. The refiner's continue with the latents and the generator of the base's."""
+    """Prepare an image for its steps on one UNet. The refiner continues with the base's latents and generator."""
 
     denoiser: Denoiser
     name: str

@@ -1,8 +1,8 @@
-"""Text to image without a queue: the whole of a request, or of several, in one call.
+"""Text to image without a queue: generate all images of one or several requests in one call.
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
-with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance. This
-module knows nothing of HTTP, of stores, or of which runtime an engine is.
+with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance. The
+runtime of the engines makes no difference here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,37 +19,37 @@ from model.pipeline.runner import Runner
 def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[list[Pixels], dict[str, float], list[str]]:
     """Generate every image of every request of `batch`.
 
-    Returns the images (uint8 [height, width, 3], requests in order, each request's images in order), the milliseconds
-    of each stage, and warnings. Raises BrokenImage for an image with NaN or infinity.
+    Returns the images (uint8 [height, width, 3], in the order of requests, then of seeds), the milliseconds of each
+    stage, and warnings. Raises RequestRefused, and BrokenImage for an image with NaN or infinity.
     """
     runner, timer = Runner(model), StageTimer(model.device)
     plans = [runner.plan(params) for params in batch]
     images = run_stages(runner, plans, timer.end)
     pixels = [image.pixels.wait() for image in images if image.pixels is not None]
     timer.end("decode")
-    broken = [index for index, one in enumerate(pixels) if one is None]
+    broken = [index for index, levels in enumerate(pixels) if levels is None]
     if broken:
         raise broken_image(broken, len(pixels))
     warnings = [text for plan in plans for text in plan.warnings]
-    return [one for one in pixels if one is not None], timer.milliseconds(), warnings
+    return [levels for levels in pixels if levels is not None], timer.milliseconds(), warnings
 
 
 def run_stages(
     runner: Runner, plans: Sequence[RequestPlan], end_stage: Callable[[str], None] = lambda _: None
 ) -> list[ImageState]:
-    """Run all stages of all images of these requests. Their pixels are then queued on the device, not waited for.
+    """Run all stages of all images of these requests. Returns once the work is queued on the device.
 
-    `end_stage` is called once the work before the first loop is queued, with the name of the first stage, and once that
-    of a loop is queued, with the name of its stage.
+    `end_stage` is called with a stage's name once its work is queued: with the first stage's before the first loop, and
+    with that of each stage with a loop.
     """
     images = [(plan, image) for plan in plans for image in plan.images()]
-    waiting = _advance(runner, images)
+    by_loop = _advance(runner, images)
     end_stage(runner.stages[0].name)
-    while waiting:
-        for key, members in waiting.items():
+    while by_loop:
+        for key, members in by_loop.items():
             denoise(runner.model.loop(*key), [image for _, image in members])
             end_stage(runner.stage_name(members[0][1]))
-        waiting = _advance(runner, [member for members in waiting.values() for member in members])
+        by_loop = _advance(runner, [member for members in by_loop.values() for member in members])
     return [image for _, image in images]
 
 
@@ -57,15 +57,15 @@ def _advance(
     runner: Runner, images: Iterable[tuple[RequestPlan, ImageState]]
 ) -> dict[LoopKey, list[tuple[RequestPlan, ImageState]]]:
     """Advance images to their next loops, and return them by loop. Finished images are left out."""
-    waiting: dict[LoopKey, list[tuple[RequestPlan, ImageState]]] = {}
+    by_loop: dict[LoopKey, list[tuple[RequestPlan, ImageState]]] = {}
     for plan, image in images:
         if (key := runner.advance(plan, image)) is not None:
-            waiting.setdefault(key, []).append((plan, image))
-    return waiting
+            by_loop.setdefault(key, []).append((plan, image))
+    return by_loop
 
 
 def denoise(loop: Loop, images: Sequence[ImageState]) -> None:
-    """Run every image through all of its steps, as many at once as the loop takes; `image.latents` is then the result.
+    """Run all steps of all images, as many at once as fit into the loop. The results are in `image.latents`.
 
     The loop is empty afterwards, also after an error.
     """

@@ -1,8 +1,8 @@
 """CLIP tokenization with the `tokenizers` library alone: importing transformers takes seconds of a cold start.
 
-The ids equal those of `transformers.CLIPTokenizer` for the same folder, for odd prompts too, and the text that did not
-fit is reported. The rules (lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. This
-module only truncates and pads ids, and knows nothing of text encoders.
+The ids equal those of `transformers.CLIPTokenizer` for the same folder, for unusual prompts too. The rules
+(lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. This module only truncates and pads
+ids, and reports the text that did not fit.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from tokenizers import Encoding, Tokenizer
 
 from model.errors import MissingComponent
 
-_PROBE = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
+_TEST_PROMPT = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
 
 
 @contextmanager
 def _as_missing_component() -> Iterator[None]:
-    """Raise MissingComponent for the library's errors. Its panics are not `Exception`s."""
+    """Raise MissingComponent in place of the library's errors. Its panics are not `Exception`s."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        why = " ".join(str(error).split())[:200]
-        raise MissingComponent(f"The release's tokenizer.json cannot be read or used ({why}).") from error
+        reason = " ".join(str(error).split())[:200]
+        raise MissingComponent(f"The release's tokenizer.json cannot be read or used ({reason}).") from error
 
 
 @dataclass(frozen=True)
@@ -52,38 +52,38 @@ class ClipTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.settings = settings
-        frame = [settings.bos_token_id, settings.eos_token_id]
+        expected = [settings.bos_token_id, settings.eos_token_id]
         with _as_missing_component():
-            found = self._tokenizer.encode("").ids
-            self._tokenizer.encode(_PROBE)
-        if found != frame:
+            ids = self._tokenizer.encode("").ids
+            self._tokenizer.encode(_TEST_PROMPT)
+        if ids != expected:
             raise MissingComponent(
-                f"The release's tokenizer encodes an empty prompt as {str(found):.80}; its settings say {frame} (begin "
-                "and end token)."
+                f"The release's tokenizer encodes an empty prompt as {str(ids):.80}. Its settings state {expected} "
+                "(begin and end token)."
             )
         if self._tokenizer.id_to_token(settings.pad_token_id) is None:
             raise MissingComponent(
-                f"The release's tokenizer has no token {settings.pad_token_id}, which its settings name for padding."
+                f"The release's tokenizer has no token {settings.pad_token_id}, which its settings state for padding."
             )
 
     def encode(self, text: str) -> tuple[list[int], int]:
-        """Return the prompt's ids, exactly `max_length` of them, and how many tokens did not fit.
+        """Return the prompt's ids, exactly `max_length` of them, and the number of dropped tokens.
 
-        A prompt that is too long loses its last tokens, but keeps the end token.
+        A prompt that is too long loses its last tokens, except the end token.
         """
         with _as_missing_component():
             ids = self._tokenizer.encode(text).ids
         limit = self.settings.max_length
-        lost = max(0, len(ids) - limit)
-        if lost:
+        dropped = max(0, len(ids) - limit)
+        if dropped:
             ids = ids[: limit - 1] + [self.settings.eos_token_id]
-        return ids + [self.settings.pad_token_id] * (limit - len(ids)), lost
+        return ids + [self.settings.pad_token_id] * (limit - len(ids)), dropped
 
     def dropped_text(self, text: str) -> str:
-        """The end of `text`, as typed, from the first token that did not fit; "" if all of it fits."""
+        """Return the end of `text`, as typed, from the first dropped token on; "" if all tokens fit."""
         encoding: Encoding = self._tokenizer.encode(text)
         limit = self.settings.max_length
         if len(encoding.ids) <= limit:
             return ""
-        first_lost, _ = encoding.offsets[limit - 1]
-        return text[first_lost:].strip()
+        first_dropped, _ = encoding.offsets[limit - 1]
+        return text[first_dropped:].strip()

@@ -22,7 +22,7 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class StepEvent:
-    """`step` of `steps` steps of a request are done, counted over all of its images. `preview`: base64 of a JPEG."""
+    """Progress: `step` of `steps` steps are done, of all images of a request. `preview`: base64 of a JPEG."""
 
     step: int
     steps: int
@@ -48,7 +48,7 @@ class Job:
     ) -> None:
         self.result: Future[GenerationResult] = Future()
         self.queue_position = 0
-        """Images before it in the queue when last counted; 0 after its first image has joined a loop."""
+        """Images that wait before this job's, when last counted; 0 after its first image has joined a loop."""
         self.plan = plan
         self.params = plan.params
         self.listener = listener
@@ -74,7 +74,7 @@ class Job:
         return self.result.done()
 
     def fail(self, error: Exception) -> bool:
-        """Answer with `error`. Returns False if the request was answered before."""
+        """Answer with `error`. Return False if the request was answered before."""
         with self.lock:
             if self.done:
                 return False
@@ -85,7 +85,7 @@ class Job:
         self.timestamps[stage] = time.perf_counter()
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds from the end of one stage, for the last of the images, to the end of the next."""
+        """Return the milliseconds of each stage. A stage ends when the last image has finished it."""
         return {stage: (end - began) * 1000 for (_, began), (stage, end) in pairwise(self.timestamps.items())}
 
     def emit(self, event: StepEvent | ImageEvent) -> None:

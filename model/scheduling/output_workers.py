@@ -1,4 +1,4 @@
-"""A few threads that turn pixels into what is sent: previews, base64 of image files, and a request's result."""
+"""Threads that encode previews and finished images, and set a request's result after its last image."""
 
 import os
 from collections.abc import Callable
@@ -10,25 +10,25 @@ from model.images.pending import PendingImage
 from model.pipeline.preview import Preview
 from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
 
-THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # an image takes one for some 10 ms; eight may finish together
+THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 ms; eight images may finish at once
 
 
 class OutputWorkers:
     """Any thread may call `submit_image` and `submit_preview`, which return at once."""
 
     def __init__(self, on_image: Callable[[], None], on_failure: Callable[[Job, Exception], None]) -> None:
-        """`on_image` is called after each image, `on_failure` with each error and its job; both from these threads."""
+        """`on_image` is called after each image, `on_failure` with a job and its error. Both run on these threads."""
         self._on_image = on_image
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
 
     def submit_image(self, job: Job, image: ImageState) -> None:
-        """Wait for an image whose stages are finished, and encode it. The last image of a request answers it."""
+        """Wait for an image whose stages are finished, and encode it. The last one of a job sets its result."""
         assert image.pixels is not None
         self._threads.submit(self._encode, job, image.index, image.pixels)
 
     def submit_preview(self, job: Job, steps_done: int, preview: Preview) -> None:
-        """Send the request's listener a step event with a preview."""
+        """Encode a preview, and emit a step event with it."""
         self._threads.submit(self._send_preview, job, steps_done, preview)
 
     def close(self) -> None:

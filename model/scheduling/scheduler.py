@@ -2,10 +2,10 @@
 
 Between two steps images join loops, leave them (finished, cancelled) and are decoded, so a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
-itself; `model.scheduling.admission` limits how many run at once. Loops (of sizes, of base and refiner) take turns of
-one step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
+itself; `model.scheduling.admission` limits how many run at once. Loops (one for each UNet and size) take turns of one
+step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
 
-Knows nothing of HTTP. Methods that any thread may call say so; the rest belongs to the scheduler's thread.
+Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
 
 import logging
@@ -55,29 +55,30 @@ class _Call:
 
 
 class Scheduler:
-    """Any thread may call `submit`, `call`, `cancel`, `healthy` and `retry_after`."""
+    """Other threads may call `submit`, `call`, `cancel`, `healthy`, `retry_after` and `close`."""
 
     def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
-        """`on_device_failure` is called once, when this process can no longer use the device."""
+        """Start the thread. `on_device_failure` is called once, when this process can no longer use the device."""
         self.runner = runner
         self.model = runner.model
         self.limits = limits
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
         self._unets = [spec.name for spec in unets(self.model.components)]
-        self._wakeup = threading.Condition()  # guards the next five
+        self._wakeup = threading.Condition()  # guards the next five attributes
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
         self._queued_images = 0
         self._failure: str | None = None
         self._closed = False
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
-        self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # after their first loop
+        self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # images between two loops
         self._running: dict[ImageState, _Running] = {}  # the images in loops
         self._active_loops: deque[LoopKey] = deque()  # with images in them or waiting; the first is next
-        self._last_progress: float | None = None  # when the thread last started something; None while it waits
-        self._seconds_per_image = 1.0
+        # By time.monotonic(): when the thread last started work (None while it waits), and when an image was finished.
+        self._last_progress: float | None = None
         self._last_image: float | None = None
+        self._seconds_per_image = 1.0  # moving average
         self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
@@ -90,10 +91,14 @@ class Scheduler:
         listener: Callable[[StepEvent | ImageEvent], None] | None = None,
         preview_every: int = 0,
     ) -> Job:
-        """Accept a request. Raises Overloaded where the queue has no room, Unavailable after a device failure."""
+        """Accept a request.
+
+        Raises Overloaded if the queue has no room, Unavailable after a device failure, RequestRefused for a request
+        that cannot be planned.
+        """
         count = params.num_images
         with self._wakeup:
-            self._check_room(count)
+            self._check_acceptable(count)
             self._queued_images += count
         try:
             job = Job(self.runner.plan(params), listener, preview_every)
@@ -132,7 +137,7 @@ class Scheduler:
         return self._thread.is_alive() and self._failure is None and not stuck
 
     def retry_after(self) -> int:
-        """Seconds, 1 to 60, in which half of the queue should be finished."""
+        """Return the seconds, 1 to 60, in which half of the queue should be finished."""
         return min(60, max(1, math.ceil(self._seconds_per_image * self._queued_images / 2)))
 
     def close(self) -> None:
@@ -148,14 +153,15 @@ class Scheduler:
             job.fail(Unavailable(self._failure))
             self._free(job)
 
-    def _check_room(self, count: int) -> None:
+    def _check_acceptable(self, count: int) -> None:
+        """Raise Unavailable after a failure, Overloaded if the queue has no room for so many images."""
         if self._failure is not None:
             raise Unavailable(self._failure)
         if self._queued_images + count > self.limits.max_queue:
             seconds = self.retry_after()
             raise Overloaded(
-                f"{self._queued_images} images are waiting, and this server queues {self.limits.max_queue}: ask again "
-                f"in {seconds} s.",
+                f"{self._queued_images} images are waiting, and this server queues {self.limits.max_queue}. Repeat the "
+                f"request in {seconds} s.",
                 seconds,
             )
 
@@ -177,21 +183,21 @@ class Scheduler:
                     self._fail(self._unfinished_jobs(), error)
 
     def _drain_inbox(self) -> None:
-        """Take new jobs and run calls. Waits for them if there is nothing else to do."""
+        """Queue new jobs and run calls. Wait for them if there is nothing else to do."""
         with self._wakeup:
             while not (self._inbox or self._cancelled or self._active_loops or self._waiting or self._closed):
                 self._last_progress = None
                 self._wakeup.wait()
             inbox, self._inbox = self._inbox, deque()
         self._last_progress = time.monotonic()
-        for one in inbox:
-            if isinstance(one, Job):
-                self._waiting.append(one)
+        for item in inbox:
+            if isinstance(item, Job):
+                self._waiting.append(item)
                 continue
             try:
-                one.result.set_result(one.work())
+                item.result.set_result(item.work())
             except BaseException as error:
-                one.result.set_exception(error)
+                item.result.set_exception(error)
 
     def _drop_cancelled(self) -> None:
         with self._wakeup:
@@ -200,7 +206,7 @@ class Scheduler:
             self._free(job)
 
     def _admit(self) -> None:
-        """Add images to loops: first those that wait for a further loop, which are half done, then in order of
+        """Add images to loops: first those between two loops, which are half done, then those of the queue in order of
         arrival."""
         for key, waiting in self._waiting_for_loop.items():
             loop = self.model.loop(*key)
@@ -210,12 +216,12 @@ class Scheduler:
                     self._start_image(key, job, image)
                 except Exception as error:
                     self._fail({job}, error)
-        position, full = 0, set()
+        position, full_loops = 0, set()
         for job in list(self._waiting):
             job.queue_position = position
             position += len(job.images)
             key = job.plan.first_loop
-            if key in full:
+            if key in full_loops:
                 continue
             sizes = {key[1:] for key in self._active_loops}
             if key[1:] not in sizes and len(sizes) >= self.limits.sizes_at_once:
@@ -225,18 +231,18 @@ class Scheduler:
             except Exception as error:
                 self._fail({job}, error)
             if not job.done and job.images:
-                full.add(key)
+                full_loops.add(key)
         self._waiting = [job for job in self._waiting if not job.done and job.images]
 
     def _admit_job(self, job: Job, key: LoopKey) -> None:
         """Add as many images of a job as may join."""
         while job.images and self._may_join(job, key):
-            first = not job.joined
-            if first:
+            is_first = not job.joined
+            if is_first:
                 job.end_stage("queue")
                 metrics.QUEUE_WAIT.observe(job.timestamps["queue"] - job.timestamps["accepted"])
             loop = self.runner.advance(job.plan, job.images[0])
-            if first:
+            if is_first:
                 job.end_stage(self.runner.stages[0].name)
             image = job.images.popleft()
             job.queue_position = 0
@@ -249,20 +255,21 @@ class Scheduler:
     def _may_join(self, job: Job, key: LoopKey) -> bool:
         """True if the first loop of this job can admit one more image of it.
 
-        Admission is limited by `efficient_batch`, except for further images of an admitted job, which is answered when
-        all are done, and for short jobs. Images that have moved to a further loop count as running.
+        Admission is limited by `efficient_batch`, with two exceptions. Further images of an admitted job may join,
+        because it is answered when all are done. So may images of short jobs. Images that have moved to a further loop
+        count as running.
         """
         loop, needed = self.model.loop(*key), job.plan.unet_batch
         running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
         batch = unet_batch(list(running))
-        of_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
-        waiting = sum(other.plan.unet_batch * len(other.images) for other in of_size)
-        left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
-        total = needed * job.params.num_images
+        same_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
+        waiting = sum(other.plan.unet_batch * len(other.images) for other in same_size)
+        steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
+        job_batch = needed * job.params.num_images
         admitted = (
             job.joined > 0
             or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)
-            or shortens_mean_latency(job.params.num_inference_steps, total, len(running), batch, left)
+            or shortens_mean_latency(job.params.num_inference_steps, job_batch, len(running), batch, steps_left)
         )
         return admitted and has_room(loop, needed)
 
@@ -314,7 +321,7 @@ class Scheduler:
         self._workers.submit_preview(job, done, preview)
 
     def _finish_loop(self, job: Job, image: ImageState) -> None:
-        """Advance an image whose steps in a loop are done: to a further loop, or to the output workers."""
+        """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""
         job.end_stage(self.runner.stage_name(image))
         key = self.runner.advance(job.plan, image)
         if key is None:
@@ -325,7 +332,7 @@ class Scheduler:
             self._active_loops.append(key)
 
     def _close_empty_loops(self) -> None:
-        """Take loops without images out of the turns."""
+        """Remove loops without images from the rotation, and count the images of the others."""
         for unet in self._unets:
             count = sum(len(self.model.loop(*key).images) for key in self._active_loops if key[0] == unet)
             metrics.ACTIVE.labels(unet).set(count)
@@ -334,7 +341,7 @@ class Scheduler:
         )
 
     def _free(self, job: Job) -> None:
-        """Remove a job from the queue, the loops and the queues of further loops."""
+        """Remove a job from the queue and from all loops, together with its images between two loops."""
         if job in self._waiting:
             self._waiting.remove(job)
         if job.images:
@@ -352,10 +359,10 @@ class Scheduler:
         return {running.job for running in self._running.values()} | set(self._waiting) | between_loops
 
     def _fail(self, jobs: set[Job], error: Exception) -> None:
-        """Fail `jobs` with an error of work done for them, and all other jobs too if the device has failed."""
+        """Fail `jobs` with an error of their work. If the device has failed, fail all other jobs too."""
         before = self._failure
         if not isinstance(error, BrokenImage):
-            logger.error("A step of the worker failed.", exc_info=error)
+            logger.error("A step of the scheduler failed.", exc_info=error)
             self._check_device(error)
         failure = None if self._failure is None else Unavailable(self._failure)
         for job in jobs if failure is None else jobs | self._unfinished_jobs():
@@ -365,19 +372,19 @@ class Scheduler:
             self._on_device_failure()
 
     def _check_device(self, error: Exception) -> None:
-        """Find out whether a GPU still works: a CUDA error lasts until its process ends."""
-        broken: Exception = error
+        """Set `_failure` if the GPU has failed: a CUDA error lasts until its process ends."""
+        cause: Exception = error
         if self.model.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.model.device)
-            except Exception as found:
-                broken = found
-        if isinstance(broken, torch.AcceleratorError):
+            except Exception as device_error:
+                cause = device_error
+        if isinstance(cause, torch.AcceleratorError):
             with self._wakeup:
-                reason = str(broken).partition("\n")[0]
+                reason = str(cause).partition("\n")[0]
                 self._failure = f"The GPU has failed ({reason}); this server is being replaced."
 
-    # -- for the output workers ---------------------------------------------------------------------------------------
+    # -- callbacks of the output workers ------------------------------------------------------------------------------
 
     def _count_image(self) -> None:
         metrics.IMAGES.inc()
@@ -387,5 +394,5 @@ class Scheduler:
             self._seconds_per_image += 0.1 * (now - last - self._seconds_per_image)
 
     def _fail_from_worker(self, job: Job, error: Exception) -> None:
-        """Pass an error to the thread that owns the job."""
+        """Fail a job on the scheduler's thread, which owns it."""
         self.call(lambda: None if job.done else self._fail({job}, error))

@@ -1,7 +1,7 @@
-"""The names of components that tests go through."""
+"""Names of components that tests iterate over."""
 
-from model.pipeline.spec import SDXL, of_parts
+from model.pipeline.spec import SDXL, components_of
 
-BASE_COMPONENTS = tuple(spec.name for spec in of_parts(["base"]))
-REFINER_COMPONENTS = tuple(spec.name for spec in of_parts(["refiner"]))
+BASE_COMPONENTS = tuple(spec.name for spec in components_of(["base"]))
+REFINER_COMPONENTS = tuple(spec.name for spec in components_of(["refiner"]))
 CFG_VARIANTS = tuple(variant.name for spec in SDXL.values() for variant in spec.variants)
