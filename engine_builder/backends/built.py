@@ -1,7 +1,7 @@
-"""What the backends share: records of built engines and graphs in a store, progress reports, the result of a build.
+"""Records that all backends share: built engines and graphs in a store, progress reports, the result of a build.
 
-A record is found again by a key, which covers all that was compiled. It is reused only if every blob it names is
-intact. This module does not know what the blobs contain.
+The key of a record covers everything that was compiled. A record is reused only if every blob it names is intact. This
+module does not know what the blobs contain.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord
 
 ReportProgress = Callable[[str, str, int, int], None]
-"""Called with the component, the current activity, the number of finished steps and of all steps."""
+"""Called with the component, the current activity, the number of finished steps and the number of all steps."""
 ReportActivity = Callable[[str, str, int], None]
 """Called with the component, the current activity and the number of components that are finished."""
 

@@ -1,7 +1,7 @@
-"""Build a model: its engines and weights into a store, and a draft of the release.
+"""Build a model: write its engines and weights to a store, and draft a release.
 
-Each step ends in a blob or a record that is written atomically. So an interrupted build leaves the store consistent,
-and the next one continues where it stopped. Engine keys leave the weights out: a second model of the same architecture
+Each step ends with an atomic write of a blob or a record. So an interrupted build leaves the store consistent, and the
+next build continues where it stopped. Engine keys leave the weights out. So a second model of the same architecture
 compiles nothing, but the engines are checked again with its weights.
 """
 
@@ -22,7 +22,7 @@ from engine_builder.backends.aot_inductor.remaining_time import RemainingTime
 from engine_builder.backends.aot_inductor.tuning import use_tuning_cache
 from engine_builder.backends.built import ReportProgress
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.building.real_inputs import real_inputs
+from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.release_settings import (
     read_model_facts,
@@ -68,16 +68,16 @@ def build(
     """Write everything that the plan names to the store.
 
     `tuning`: folder for the compiler's measurements of the target's kernels; None: the compiler's own folder.
-    `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` estimates how long they still
-    compile, for a caller that shows it. Raises CheckpointError, SizesRefused, CompileError, InaccurateEngine, or
+    `processes`: number of engines to compile at once, see `compile_jobs`. `remaining` is updated while engines compile,
+    so that a caller can show the time left. Raises CheckpointError, SizesRefused, CompileError, InaccurateEngine, or
     BrokenImage if the model generates NaN.
     """
-    # 1. Check everything that can be checked before work begins.
+    # 1. Check everything that can be checked without work.
     check_model(plan.base, plan.refiner)
     plan.check_sizes()
     defaults = read_release_defaults(plan.base, plan.refiner)
     source = fingerprint(plan)
-    builder = _builder(plan, source)  # raises if a library is not installed
+    builder = _builder_entries(plan, source)  # raises if a library is not installed
     draft = _current_draft(plan, store, source)
     if draft is not None:
         return BuildResult(draft, (), tuple(engine.component for engine in draft.engines))
@@ -102,7 +102,7 @@ def build(
     facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
     schedulers = read_schedulers(plan.base, plan.refiner)
     sizes = {(height, width) for _, height, width in plan.sizes}
-    real = real_inputs(networks, facts, tokenizers, schedulers, store, plan.target.device, sizes)
+    real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.target.device, sizes)
 
     # 4. Build and check the engines.
     def report_engine(component: str, activity: str, finished: int) -> None:
@@ -110,11 +110,13 @@ def build(
 
     with use_tuning_cache(tuning) if tuning else nullcontext():
         if plan.tensorrt is None:
-            engines = build_engines(plan, networks, real, store, report_engine, processes, remaining or RemainingTime())
+            engines = build_engines(
+                plan, networks, real_inputs, store, report_engine, processes, remaining or RemainingTime()
+            )
         else:
             from engine_builder.backends.tensorrt.plan_store import build_plans
 
-            engines = build_plans(plan, plan.tensorrt, networks, weights, real, store, report_engine)
+            engines = build_plans(plan, plan.tensorrt, networks, weights, real_inputs, store, report_engine)
     # 5. Draft the release.
     report("release", "drafting", steps, steps)
     draft = Manifest(
@@ -150,7 +152,7 @@ def fingerprint(plan: BuildPlan) -> str:
 
 
 def preheat_version() -> str:
-    """Return the version in pyproject.toml. A plain checkout has no installed distribution to ask."""
+    """Return the version in pyproject.toml. A checkout that is not installed has no other record of it."""
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     return str(project["version"])
 
@@ -179,10 +181,10 @@ def _current_draft(plan: BuildPlan, store: WritableStore, source: str) -> Manife
         return None
     unets = [engine.bucket for engine in draft.engines if engine.component == UNET]
     planned = [compiler.static_bucket(*size) for size in plan.sizes]
-    same = draft.builder == _builder(plan, source) and set(draft.architectures) == set(plan.components)
-    same = same and all(engine.precision == plan.precision_of(engine.component) for engine in draft.engines)
-    same = same and len(unets) == (len(planned) or 1) and all(bucket in unets for bucket in planned)
-    if not same or (not planned and unets[0].batch.min == unets[0].batch.max):
+    matches = draft.builder == _builder_entries(plan, source) and set(draft.architectures) == set(plan.components)
+    matches = matches and all(engine.precision == plan.precision_of(engine.component) for engine in draft.engines)
+    matches = matches and len(unets) == (len(planned) or 1) and all(bucket in unets for bucket in planned)
+    if not matches or (not planned and unets[0].batch.min == unets[0].batch.max):
         return None
     try:
         for digest, blob in draft.blobs().items():
@@ -192,8 +194,11 @@ def _current_draft(plan: BuildPlan, store: WritableStore, source: str) -> Manife
     return draft
 
 
-def _builder(plan: BuildPlan, source: str) -> dict[str, str]:
-    """Return the versions, the source and the options of a build. Drafts that agree in them and in sizes are equal."""
+def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
+    """Return the manifest's `builder` entries: versions, source and options.
+
+    Drafts with equal entries and equal sizes are equal.
+    """
     versions = {"preheat": preheat_version(), "torch": importlib.metadata.version("torch")} | library_versions()
     versions |= {"form": str(NETWORK_VERSION), "recipe": str(compiler.COMPILER_VERSION)}
     options = {"tensorrt": json.dumps(asdict(plan.tensorrt), sort_keys=True)} if plan.tensorrt else {}

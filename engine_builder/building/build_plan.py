@@ -1,4 +1,4 @@
-"""What a build makes: the model, the target, precisions and buckets."""
+"""The plan of a build: the model, the target, precisions and buckets."""
 
 import math
 from collections.abc import Iterable
@@ -12,12 +12,12 @@ from engine_builder.networks.network import Network
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import find, of_parts, parts
+from model.pipeline.spec import components_of, find_component, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
 
-_TIMESTEPS_PER_CALL = 32  # batch of a GPU's time network; requests with more steps take several calls
+_TIMESTEPS_PER_CALL = 32  # batch of a GPU's time network; a request with more steps takes several calls
 
 Size = tuple[int, int, int]
 """Batch, height and width in pixels."""
@@ -28,9 +28,10 @@ class SizesRefused(PreheatError):
 
 
 def default_sizes(base: Checkpoint, target: Target) -> tuple[Size, ...]:
-    """Return the sizes of a build that names none.
+    """Return the sizes of a build without explicit sizes.
 
-    On a GPU: one image of the model's native size, without and with guidance. On a CPU: none, its engines are dynamic.
+    On a GPU: one image of the model's native size, without and with guidance. On a CPU: empty, because its engines are
+    dynamic.
     """
     if target.device != "cuda":
         return ()
@@ -42,8 +43,9 @@ def default_sizes(base: Checkpoint, target: Target) -> tuple[Size, ...]:
 class BuildPlan:
     """The model and its refiner, and the target, precisions and buckets to build them for.
 
-    `sizes` gives one engine for each size and component; without sizes engines are dynamic (CPU). `tensorrt` selects
-    TensorRT engines, for a target of their own, in place of AOTInductor's. `vae_precision` None: see `precision_of`.
+    `sizes`: one engine is compiled for each size and component; without sizes engines are dynamic (CPU). `tensorrt`:
+    options of TensorRT engines, whose target differs from AOTInductor's; None: AOTInductor engines. `vae_precision`
+    None: see `precision_of`.
     """
 
     model: str
@@ -61,7 +63,7 @@ class BuildPlan:
         sizes = self.variant_sizes
         return tuple(
             name
-            for spec in of_parts(parts(self.refiner is not None))
+            for spec in components_of(model_parts(self.refiner is not None))
             for name in (spec.name, *(variant.name for variant in spec.variants if sizes.get(variant.cfg)))
         )
 
@@ -69,24 +71,24 @@ class BuildPlan:
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
         """The sizes of the UNet's variants for guidance against zeros; empty if none are built.
 
-        Where batches of one and two are built, one image runs its halves concurrently: UNet and unconditional UNet.
-        Other even batches run both halves in one call. CUDA graphs use the variants, so CPU engines have none.
-        TensorRT has none either: each plan holds a copy of the weights.
+        If batches of one and two are built, one image runs its halves concurrently: UNet and unconditional UNet. Other
+        even batches run both halves in one call. Only CUDA graphs use variants, so CPU builds leave them out. TensorRT
+        builds leave them out because each plan holds a copy of the weights.
         """
         if self.target.device != "cuda" or self.tensorrt:
             return {}
         if not read_model_facts(self.base, None).force_zeros_for_empty_prompt:
             return {}
-        alone = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
+        single = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
         even = (size for size in self.sizes if size[0] % 2 == 0)
         return {
-            "uncond": alone,
-            "both": tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in alone),
+            "uncond": single,
+            "both": tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in single),
         }
 
     def checkpoint_of(self, component: str) -> Checkpoint:
         """Return the checkpoint that a component is read from."""
-        if find(component)[0].part == "base":
+        if find_component(component)[0].part == "base":
             return self.base
         assert self.refiner is not None
         return self.refiner
@@ -97,7 +99,7 @@ class BuildPlan:
         The VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
         `vae_precision` replaces that.
         """
-        if find(component)[0].precision_rule == "model":
+        if find_component(component)[0].precision_rule == "model":
             return self.precision
         if self.vae_precision is not None:
             return self.vae_precision
@@ -113,7 +115,7 @@ class BuildPlan:
 
         The batch is one or two texts, up to 32 timesteps, the planned batches of a UNet, or one image.
         """
-        spec, variant = find(network.component)
+        spec, variant = find_component(network.component)
         if not self.sizes:
             if spec.batch_unit == "timestep":
                 return [compiler.dynamic_bucket(None, MAX_STEPS)]

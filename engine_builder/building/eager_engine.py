@@ -1,4 +1,4 @@
-"""A PyTorch module behind the engine protocol. It imports no model library, and the server does not use it."""
+"""Run a PyTorch module as an engine. This module imports no model library, and the server does not use it."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ ANY_BUCKET = Bucket(batch=Span(min=1, max=2**16))  # of any height and width
 
 
 class EagerEngine:
-    """Runs `module(*inputs)` for any batch and size. Copies its inputs to `seen` while `recording`."""
+    """Runs `module(*inputs)` for any batch and size. While `recording`, copies all inputs to `recorded_inputs`."""
 
     concurrent = True
 
@@ -21,12 +21,12 @@ class EagerEngine:
         self.signature = signature
         self.bucket = ANY_BUCKET
         self.recording = recording
-        self.seen: list[dict[str, torch.Tensor]] = []
+        self.recorded_inputs: list[dict[str, torch.Tensor]] = []
         self._module = module
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         bind_shapes(self.signature, inputs, self.component)
         if self.recording:
-            self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
+            self.recorded_inputs.append({name: tensor.clone() for name, tensor in inputs.items()})
         outputs = self._module(*(inputs[spec.name] for spec in self.signature.inputs))
         return {spec.name: tensor for spec, tensor in zip(self.signature.outputs, outputs, strict=True)}

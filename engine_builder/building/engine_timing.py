@@ -1,4 +1,4 @@
-"""Measure how long one run of an engine takes. Deployments that ask for the fastest runtime choose by it."""
+"""Measure how long one run of an engine takes. A deployment with the runtime `fastest` selects engines by this time."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ def largest_inputs(signature: Signature, bucket: Bucket, device: str) -> dict[st
 def time_engine(
     engine: Engine, inputs: Mapping[str, torch.Tensor], warm_ups: int = WARM_UPS, runs: int = RUNS
 ) -> Benchmark:
-    """Return the median milliseconds of `runs` calls, until their outputs are complete. Warm-ups are not counted."""
+    """Return the median milliseconds of `runs` calls until their outputs are complete. Warm-ups are not counted."""
     on_gpu = next(iter(inputs.values())).is_cuda
     milliseconds = []
     with torch.inference_mode():

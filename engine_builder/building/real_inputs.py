@@ -1,4 +1,4 @@
-"""Record each network's inputs while a short image is generated, to compare engines with eager PyTorch on them."""
+"""Record each network's inputs while images are generated. Engines are compared with eager PyTorch on these inputs."""
 
 from collections.abc import Collection
 
@@ -12,20 +12,20 @@ from model.engines.engine import EngineSet
 from model.engines.shapes import bind_shapes
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import SDXL, find
+from model.pipeline.spec import SDXL, find_component
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
 from model.store.store import Store
 
 _PROMPT = "a large red circle on a blue background"
-_MAX_DEFAULT_SIDE = 512  # pixels; limits a CPU build of a full SDXL, which would otherwise take an hour
+_MAX_DEFAULT_SIDE = 512  # pixels; without this limit a CPU build of a full-size SDXL takes an hour
 
 Inputs = dict[str, torch.Tensor]
 """The inputs of one call of a network, by name."""
 
 
-def real_inputs(
+def record_real_inputs(
     networks: dict[str, Network],
     facts: ModelFacts,
     tokenizers: dict[str, TokenizerRecord],
@@ -36,7 +36,7 @@ def real_inputs(
 ) -> dict[str, list[Inputs]]:
     """Generate an image of each size in eager PyTorch, with the refiner, and return each component's inputs.
 
-    `sizes`: heights and widths in pixels; if empty, the native size or a smaller one. Raises BrokenImage if an image
+    `sizes`: (height, width) in pixels; if empty, the native size, or a smaller one. Raises BrokenImage if an image
     holds NaN or infinity.
     """
     eager = {
@@ -65,14 +65,14 @@ def real_inputs(
             defaults=read_defaults({}),
         )
         generate(model, [resolve(request, served)])
-    # Variants are not used with a negative prompt, which the request has: they get their component's inputs.
-    return {name: eager[find(name)[0].name].seen for name in networks}
+    # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
+    return {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
 
 
-def fit(real: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:
-    """Return the inputs of a bucket's size, with entries repeated or dropped to fit its batch."""
+def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:
+    """Return the inputs of the bucket's size, with batch entries repeated or dropped to fit its batch."""
     fitted = []
-    for inputs in real:
+    for inputs in real_inputs:
         sizes = bind_shapes(network.signature, inputs, network.component)
         batch, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
         if bucket.holds(bucket.batch.min, height, width):

@@ -1,6 +1,6 @@
-"""Compare an engine with eager PyTorch, on random inputs and on those of a real denoising run.
+"""Compare an engine with eager PyTorch, on random inputs and on inputs recorded in a denoising run.
 
-The reference runs PyTorch's own operations with the same weights, not the Triton kernels that a GPU's engines contain.
+The reference runs PyTorch's own operations with the same weights, not the Triton kernels in a GPU's engines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ from model.engines.engine import Engine
 from model.errors import PreheatError
 from model.store.manifest import Accuracy, Bucket
 
-# Largest relative error (norm of the difference over norm of the reference) by the type of matrix products.
+# Largest relative error (norm of the difference over norm of the reference), by the dtype of matrix products.
 _MAX_RELATIVE_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2}
 
 
@@ -36,16 +36,16 @@ def tolerance(network: Network, device: str) -> float:
     return _MAX_RELATIVE_ERROR["float16" if compute == "float32" and device == "cuda" and convolves else compute]
 
 
-def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch.Tensor]]) -> Accuracy:
-    """Compare on random inputs of a few small sizes of the bucket and on `real` inputs. Raises InaccurateEngine.
+def validate(network: Network, engine: Engine, real_inputs: Iterable[Mapping[str, torch.Tensor]]) -> Accuracy:
+    """Compare on random inputs of a few small sizes of the bucket, and on `real_inputs`. Raises InaccurateEngine.
 
-    NaN or infinity in the reference or an output is also inaccurate: NaN is never within a tolerance.
+    NaN or infinity in the reference or an output counts as inaccurate.
     """
     device = next(iter(network.tensors().values())).device.type
     allowed = tolerance(network, device)
-    cases = [*_random_cases(network, engine.bucket, device), *real]
+    cases = [*_random_cases(network, engine.bucket, device), *real_inputs]
     worst = total = relative = 0.0
-    count = 0
+    elements = 0
     for case in cases:
         with torch.inference_mode():
             with plain_operations():
@@ -55,15 +55,15 @@ def validate(network: Network, engine: Engine, real: Iterable[Mapping[str, torch
             difference = (output.double() - reference.double()).abs()
             norm = float(reference.double().norm())
             error = float(difference.norm()) / norm if norm else float(difference.norm())
-            if not error <= allowed:
+            if not error <= allowed:  # also for NaN
                 raise InaccurateEngine(
                     f"The {network.component} engine differs by {error:.2e} (relative, by norm) from eager PyTorch; "
                     f"{network.precision} allows {allowed:.0e}. It was not stored."
                 )
             worst, relative = max(worst, float(difference.max())), max(relative, error)
             total += float(difference.sum())
-            count += difference.numel()
-    return Accuracy(worst=worst, mean=total / count, relative=relative, cases=len(cases))
+            elements += difference.numel()
+    return Accuracy(worst=worst, mean=total / elements, relative=relative, cases=len(cases))
 
 
 def _random_cases(network: Network, bucket: Bucket, device: str) -> list[dict[str, torch.Tensor]]:

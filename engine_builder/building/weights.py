@@ -12,12 +12,12 @@ from model.errors import PreheatError
 from model.store.manifest import BLOB_LIMIT, WeightsRecord
 from model.weights.layout import to_stored
 
-_HEADER_BYTES = 2**20  # left in a blob for its safetensors header
-_LIMIT = BLOB_LIMIT - _HEADER_BYTES
+_HEADER_BYTES = 2**20  # reserved in a blob for its safetensors header
+_BLOB_BYTES = BLOB_LIMIT - _HEADER_BYTES  # of all tensors in a blob
 
 
-def write_weights(network: Network, store: WritableStore, limit: int = _LIMIT) -> WeightsRecord:
-    """Store all tensors of a network, at most `limit` bytes of them in a blob. Equal tensors have equal digests."""
+def write_weights(network: Network, store: WritableStore, limit: int = _BLOB_BYTES) -> WeightsRecord:
+    """Store all tensors of a network, at most `limit` bytes of them in one blob. Equal tensors give equal digests."""
     blobs = []
     for tensors in group_tensors(network.tensors(), limit):
         data = save({name: to_stored(tensor, network.layout).cpu() for name, tensor in tensors.items()})
@@ -27,8 +27,8 @@ def write_weights(network: Network, store: WritableStore, limit: int = _LIMIT) -
     )
 
 
-def group_tensors(tensors: dict[str, torch.Tensor], limit: int = _LIMIT) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield groups of at most `limit` bytes, in the order of names. Raises PreheatError for a larger tensor."""
+def group_tensors(tensors: dict[str, torch.Tensor], limit: int = _BLOB_BYTES) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield groups of at most `limit` bytes, in the order of names. Raises PreheatError if one tensor is larger."""
     group: dict[str, torch.Tensor] = {}
     size = 0
     for name in sorted(tensors):

@@ -114,7 +114,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     for engine in result.draft.engines:
         compiled = f"{engine.build_seconds:.0f} s" if engine.component in result.compiled else "reused"
         table.add_row(
-            engine.component, _bucket_remark(engine.bucket), engine.precision.name, f"{engine.blob.bytes // 1024:,}",
+            engine.component, bucket_label(engine.bucket), engine.precision.name, f"{engine.blob.bytes // 1024:,}",
             compiled, f"{engine.accuracy.relative:.1e}",
         )  # fmt: skip
     console.print(table)
@@ -137,14 +137,14 @@ def parse_plan(
         raise typer.BadParameter(f"{runtime!r} is not {' or '.join(_RUNTIMES)}", param_hint="--runtime")
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
-        from engine_builder.backends.tensorrt.options import parse_options, target_of
+        from engine_builder.backends.tensorrt.options import parse_options, plan_target
         from engine_builder.building.build_plan import BuildPlan, default_sizes
         from engine_builder.checkpoints.find import find_checkpoints
 
     options, target = None, build_target()
     if runtime == "tensorrt":
         options = parse_options(refit, compatibility, workspace, level)
-        target = target_of(target, options)
+        target = plan_target(target, options)
     default = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
@@ -171,7 +171,7 @@ def _parse_precision(text: str, backend: str, option: str) -> Precision:
     raise typer.BadParameter(f"{text!r} is not supported for {backend}; choose one of {names}", param_hint=option)
 
 
-def _bucket_remark(bucket: Bucket) -> str:
+def bucket_label(bucket: Bucket) -> str:
     """ "1024x1024@2"; "any@1-16" for an engine of any size; "@2" for one without a size."""
     batch, height, width = bucket.batch, bucket.height, bucket.width
     size = ""
@@ -221,7 +221,7 @@ def export_onnx(
     kind = "absolute" if chosen == FP32 else "relative"
     for one in exported:
         table.add_row(
-            one.component, "exported" if one.new else "reused", f"{one.built.graph.bytes / 1024:,.0f}",
+            one.component, "exported" if one.is_new else "reused", f"{one.built.graph.bytes / 1024:,.0f}",
             f"{one.built.export_seconds:.0f} s", f"{sum(blob.bytes for blob in one.weights.blobs) / 2**20:,.1f}",
             f"{one.error:.1e} ({kind})",
         )  # fmt: skip

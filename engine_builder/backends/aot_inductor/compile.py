@@ -24,11 +24,11 @@ from model.store.manifest import Bucket, Signature, Span
 
 # Part of every engine key. Raise it when the export or the compiler settings change the result for a network.
 COMPILER_VERSION = 8
-LARGEST_DYNAMIC_SIDE = 1024  # pixels, of CPU engines
-# x86-64 levels that CPU engines are compiled for -> compiler flag, SIMD bits. The newest that the machine has is used.
+LARGEST_DYNAMIC_SIDE = 1024  # pixels; limit of CPU engines
+# x86-64 level of CPU engines -> compiler flag, SIMD bits. A build uses the newest level that its machine supports.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
-_CPU_LOOP_THREADS = 8  # number of parts that a CPU engine's loops are split into, whatever runs them
-_MAX_PROGRAMS = 1024  # of one kernel that makes tensor descriptors: at least a GPU's number of multiprocessors
+_CPU_LOOP_THREADS = 8  # parts that a CPU engine's loops are split into, on any number of cores
+_MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
 
 
 class CompileError(PreheatError):
@@ -36,7 +36,7 @@ class CompileError(PreheatError):
 
 
 def build_target() -> Target:
-    """Return the target that this machine compiles for: its GPU, or the newest x86-64 level. Raises CompileError."""
+    """Return the target that this machine compiles for: its GPU, or its newest x86-64 level. Raises CompileError."""
     for target in detect_targets():
         if target.device == "cuda" or target.product in _CPU_LEVELS:
             return target
@@ -44,7 +44,10 @@ def build_target() -> Target:
 
 
 def dynamic_bucket(multiple: int | None, max_batch: int = 16, max_side: int = LARGEST_DYNAMIC_SIDE) -> Bucket:
-    """Return the bucket of a CPU engine: batches up to `max_batch`, sides up to `max_side` in steps of `multiple`."""
+    """Return the bucket of a CPU engine: batches up to `max_batch`, sides up to `max_side` in steps of `multiple`.
+
+    Without `multiple` it has no sides.
+    """
     batch = Span(min=1, max=max_batch)
     if multiple is None:
         return Bucket(batch=batch)
@@ -59,13 +62,13 @@ def static_bucket(batch: int, height: int | None, width: int | None) -> Bucket:
 
 
 def sizes_of(bucket: Bucket, end: Literal["min", "max"]) -> tuple[int, int, int]:
-    """Return a bucket's smallest or largest batch, height and width. Height and width are 0 if it has none."""
+    """Return a bucket's smallest or largest batch, height and width. Without height and width these are 0."""
     batch, height, width = (getattr(span, end) if span else 0 for span in (bucket.batch, bucket.height, bucket.width))
     return batch, height, width
 
 
 def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """("rows", 4, "height/8") and {"rows": 2, "height": 64} -> (2, 4, 8)."""
+    """Return a symbolic shape in numbers: ("rows", 4, "height/8") and {"rows": 2, "height": 64} -> (2, 4, 8)."""
     shape = []
     for dimension in dimensions:
         symbol, _, divisor = str(dimension).partition("/")
@@ -74,7 +77,7 @@ def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) ->
 
 
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
-    """Return the SHA-256 of everything that decides the compiled code. The weights do not."""
+    """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
     return digest_json(
         {
             "recipe": COMPILER_VERSION,
@@ -123,6 +126,7 @@ class CompiledNetwork:
     constants: dict[str, dict[str, Any]]
 
     def constants_json(self) -> bytes:
+        """Return the map as JSON with sorted keys."""
         return json.dumps(self.constants, sort_keys=True).encode()
 
 
@@ -144,7 +148,7 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
     example = trace_inputs(network, bucket, device)
-    with without_warnings(), _gpu_compiler() if device == "cuda" else nullcontext():
+    with without_warnings(), _gpu_compiler_settings() if device == "cuda" else nullcontext():
         exported = torch.export.export(
             network.module, tuple(example.values()), dynamic_shapes=dynamic_shapes(network, bucket), strict=False
         )
@@ -165,7 +169,10 @@ def write_identity(package: Path, identity: Identity) -> None:
 
 
 def trace_inputs(network: Network, bucket: Bucket, device: str) -> dict[str, torch.Tensor]:
-    """Return inputs to trace with. For a dynamic bucket sizes are unequal and uncommon, so that none is specialized."""
+    """Return inputs to trace with.
+
+    For a dynamic bucket they have unequal and uncommon sizes, so that the export specializes on none of them.
+    """
     if bucket.batch.min == bucket.batch.max:
         return example_inputs(network.signature, *sizes_of(bucket, "min"), device)
     step = network.multiple or 8
@@ -174,14 +181,14 @@ def trace_inputs(network: Network, bucket: Bucket, device: str) -> dict[str, tor
 
 
 def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
-    """Return torch.export's dynamic shapes of a bucket: input -> {dimension: Dim}. None for a static bucket."""
+    """Return torch.export's dynamic shapes of a bucket, input -> {dimension: Dim}, or None for a static bucket."""
     if bucket.batch.min == bucket.batch.max:
         return None
     dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.batch.max)}
     for side in ("height", "width"):
         span = getattr(bucket, side)
         if span is not None:
-            # The export accepts a latent's side only if it is written as a multiple of what the UNet halves.
+            # The export accepts a latent's side only if it is written as a multiple of the UNet's downsampling factor.
             low, high = span.min // span.multiple, span.max // span.multiple
             dims[side] = torch.export.Dim(f"_{side}", min=low, max=high)
 
@@ -200,12 +207,12 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.package_constants_on_disk_format": None,
-        # Otherwise constants of up to eight elements are compiled in, and another model's images are wrong.
+        # Otherwise constants of up to eight elements are compiled into the code, and another model's images are wrong.
         "always_keep_tensor_constants": True,
     }
     if target.device == "cpu":
         march, simdlen = _CPU_LEVELS[target.product]
-        # The level is known, so the compiler need not find out by compiling programs, which takes 7 s.
+        # The level is known. Otherwise the compiler finds it by compiling test programs, which takes 7 s.
         settings |= {"cpp.march": march, "cpp.simdlen": simdlen, "cpp.vec_isa_ok": True}
         # Otherwise the code depends on the number of threads of this process, and its buffers are sized for it.
         settings |= {"cpp.threads": _CPU_LOOP_THREADS, "cpp.dynamic_threads": True}
@@ -214,21 +221,24 @@ def _inductor_settings(target: Target) -> dict[str, Any]:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Suppress torch's internal deprecation warnings during export and compilation. Records no gradients."""
+    """Suppress warnings and the recording of gradients. torch's own export code emits deprecation warnings."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         yield
 
 
 @contextmanager
-def _gpu_compiler() -> Iterator[None]:
-    """Adapt the compiler to SDXL on a GPU. cuDNN's attention takes two thirds of the time of PyTorch's on an H200."""
+def _gpu_compiler_settings() -> Iterator[None]:
+    """Adapt the compiler to SDXL on a GPU.
+
+    cuDNN's attention comes first: on an H200 it takes two thirds of the time of PyTorch's.
+    """
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True), V.set_choices_handler(_Reductions()), _descriptor_memory():
+    with sdpa_kernel(order, set_priority=True), V.set_choices_handler(_LargerReductions()), _descriptor_memory():
         yield
 
 
-class _Reductions(InductorChoices):
+class _LargerReductions(InductorChoices):
     """Reduce up to 2,048 contiguous elements in one pass that keeps them in registers.
 
     The compiler's own limit is 1,024. SDXL's layer norms have 1,280 elements, which it would read three times.

@@ -1,7 +1,7 @@
 """Compile networks one after the other in this process, or several at once in worker processes.
 
-Compiling keeps one core busy most of the time, also for a GPU. A worker process loads the network that it compiles, so
-each one takes memory for a network, on the device too. Workers end with the build that started them, even if it was
+Compiling keeps one core busy most of the time, also for a GPU. Each worker process loads the network that it compiles,
+so it takes memory for one network, also on the device. Workers end with the build that started them, even if it was
 killed.
 """
 
@@ -26,7 +26,7 @@ from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.worker_process import end, follow_parent
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import find
+from model.pipeline.spec import find_component
 from model.store.manifest import Bucket
 from model.store.precision import Precision
 
@@ -35,7 +35,7 @@ _MAX_DEFAULT_PROCESSES = 4
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One engine to compile into the file `package`. `key` is the engine's."""
+    """One engine to compile into the file `package`. `key` is the engine key."""
 
     key: str
     checkpoint: Checkpoint
@@ -56,9 +56,9 @@ class CompileResult:
 
 
 def default_processes(target: Target) -> int:
-    """Return the number of a CPU's cores, at most four, or one on a GPU.
+    """Return the default number of worker processes: the number of CPU cores, at most four; one on a GPU.
 
-    On a GPU each process takes device memory, and the compiler's timings are slower while other processes work.
+    On a GPU each process takes device memory, and concurrent processes distort the compiler's timings.
     """
     if target.device != "cpu":
         return 1
@@ -75,7 +75,7 @@ def compile_jobs(
     when the generator is closed.
     """
     if processes > 1 and len(jobs) > 1:
-        longest_first = sorted(jobs, key=lambda job: find(job.component)[0].phase != "step")
+        longest_first = sorted(jobs, key=lambda job: find_component(job.component)[0].phase != "step")
         yield from _compile_in_processes(longest_first, processes, on_start)
         return
     for job in jobs:
@@ -101,16 +101,16 @@ def _compile_in_processes(
     def send_next(worker: Connection) -> None:
         running[worker] = job = waiting.popleft()
         on_start(job)
-        with suppress(ConnectionError):  # the process has ended: `_receive` raises it
+        with suppress(ConnectionError):  # the process has ended; `_receive` raises the error
             worker.send(job)
 
     try:
         for _ in range(processes):
-            ours, theirs = get_context("spawn").Pipe()
-            workers[ours] = get_context("spawn").Process(target=_run_worker, args=(theirs, threads))
-            workers[ours].start()
-            theirs.close()
-            send_next(ours)
+            builder_end, worker_end = get_context("spawn").Pipe()
+            workers[builder_end] = get_context("spawn").Process(target=_run_worker, args=(worker_end, threads))
+            workers[builder_end].start()
+            worker_end.close()
+            send_next(builder_end)
         while running:
             for worker in wait(list(running)):
                 assert isinstance(worker, Connection)

@@ -13,7 +13,7 @@ from engine_builder.backends.aot_inductor.remaining_time import RemainingTime, e
 from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
-from engine_builder.building.real_inputs import Inputs, fit
+from engine_builder.building.real_inputs import Inputs, fit_to_bucket
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
@@ -39,8 +39,8 @@ class _PlannedEngine:
     bucket: Bucket
     key: str
     device: str
-    real: list[Inputs]
-    """The component's inputs of a real denoising run."""
+    real_inputs: list[Inputs]
+    """The component's inputs, recorded in a denoising run."""
 
     @property
     def component(self) -> str:
@@ -65,13 +65,13 @@ class _PlannedEngine:
 
     def check(self, engine: AotInductorEngine) -> Accuracy:
         """Compare an engine with eager PyTorch. Raises InaccurateEngine."""
-        return validate(self.network, engine, fit(self.real, self.network, self.bucket))
+        return validate(self.network, engine, fit_to_bucket(self.real_inputs, self.network, self.bucket))
 
 
 def build_engines(
     plan: BuildPlan,
     networks: dict[str, Network],
-    real: dict[str, list[Inputs]],
+    real_inputs: dict[str, list[Inputs]],
     store: WritableStore,
     report: ReportActivity,
     processes: int,
@@ -79,16 +79,20 @@ def build_engines(
 ) -> BuiltEngines:
     """Build every component's engines, or reuse stored ones. Raises CompileError or InaccurateEngine.
 
-    `remaining` is told which engines are compiled, and when.
+    `real_inputs`: recorded inputs by component. `remaining` is updated when an engine starts and finishes compiling.
     """
     planned = [
         _PlannedEngine(
-            network, bucket, compiler.engine_key(network, plan.target, bucket), plan.target.device, real[component]
+            network,
+            bucket,
+            compiler.engine_key(network, plan.target, bucket),
+            plan.target.device,
+            real_inputs[component],
         )
         for component, network in networks.items()
         for bucket in plan.buckets_of(network)
     ]
-    # By key. The records are the checked ones: another build may overwrite those in the store meanwhile.
+    # Engine key -> checked record. Another build may overwrite the store's record meanwhile.
     built: dict[str, BuiltEngine] = {}
     accuracies: dict[tuple[str, str], Accuracy] = {}
 
@@ -98,15 +102,15 @@ def build_engines(
         unfinished = {other.component for other in planned if other.identity not in accuracies}
         report(engine.component, f"{activity}{number}{reason}", len(networks.keys() - unfinished))
 
-    # By key: components of one architecture share an engine. Each of them checks it with its own weights.
+    # Engine key -> engine to compile. Components of one architecture share it, and each checks it with its own weights.
     missing: dict[str, _PlannedEngine] = {}
     for engine in planned:
-        found = built.get(engine.key) or BuiltEngine.find(store, engine.key)
-        if found is not None:
-            built[engine.key] = found
+        stored = built.get(engine.key) or BuiltEngine.find(store, engine.key)
+        if stored is not None:
+            built[engine.key] = stored
             progress(engine, "checking")
             try:
-                accuracies[engine.identity] = engine.check(engine.open_stored(found, store))
+                accuracies[engine.identity] = engine.check(engine.open_stored(stored, store))
                 continue
             except (InaccurateEngine, EngineError) as error:
                 progress(engine, "recompiling", f": the stored engine failed its check. {error}")
@@ -120,17 +124,17 @@ def build_engines(
             for key, engine in missing.items()
         ]  # fmt: skip
 
-        def start(job: CompileJob) -> None:
-            remaining.started(job.key)
+        def report_start(job: CompileJob) -> None:
+            remaining.mark_started(job.key)
             progress(missing[job.key], "compiling")
 
         expected = {job.key: expected_seconds(job.component, plan.target.device) for job in jobs}
         remaining.plan(expected, min(processes, len(jobs)))
-        results = compile_jobs(jobs, networks, processes, start)
+        results = compile_jobs(jobs, networks, processes, report_start)
         with closing(results):
             for result in results:
                 engine = missing[result.job.key]
-                remaining.finished(engine.key)
+                remaining.mark_finished(engine.key)
                 progress(engine, "checking")
                 built[engine.key], accuracies[engine.identity] = _check_and_store(engine, result, store)
                 result.job.package.unlink()
@@ -141,7 +145,7 @@ def build_engines(
             progress(engine, "checking")
             accuracies[engine.identity] = engine.check(engine.open_stored(built[engine.key], store))
         if built[engine.key].benchmark is None and plan.target.device == "cuda":
-            built[engine.key] = _time(engine, built[engine.key], store)
+            built[engine.key] = _time_and_store(engine, built[engine.key], store)
         engines.records.append(
             EngineRecord(
                 component=engine.component,
@@ -162,7 +166,7 @@ def build_engines(
 def _check_and_store(
     planned: _PlannedEngine, result: CompileResult, store: WritableStore
 ) -> tuple[BuiltEngine, Accuracy]:
-    """Store a compiled engine, but only after it passed its check."""
+    """Check a compiled engine, and store it only if it is accurate. Raises InaccurateEngine."""
     constants, package = result.compiled.constants_json(), result.compiled.package
     accuracy = planned.check(planned.open(package.read_bytes(), constants))
     built = BuiltEngine(
@@ -175,10 +179,10 @@ def _check_and_store(
     return built, accuracy
 
 
-def _time(planned: _PlannedEngine, built: BuiltEngine, store: WritableStore) -> BuiltEngine:
-    """Measure an engine while nothing is compiling, and store the result.
+def _time_and_store(planned: _PlannedEngine, built: BuiltEngine, store: WritableStore) -> BuiltEngine:
+    """Time an engine while nothing is compiling, and store the result.
 
-    A GPU's release can also have another runtime's engines, and a deployment may choose the faster ones.
+    A GPU's release can also have another runtime's engines, and a deployment can select the fastest.
     """
     inputs = largest_inputs(planned.network.signature, planned.bucket, planned.device)
     timed = built.model_copy(update={"benchmark": time_engine(planned.open_stored(built, store), inputs)})

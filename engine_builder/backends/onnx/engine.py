@@ -1,6 +1,6 @@
-"""Run an ONNX graph behind the engine protocol, in ONNX Runtime on the CPU: the check of exported graphs.
+"""Run an ONNX graph as an engine, in ONNX Runtime on the CPU. Exported graphs are checked with it.
 
-It is not for serving: ONNX Runtime computes fp16 in fp32 and rounds between operators.
+Not for serving: ONNX Runtime computes fp16 in fp32 and rounds between operators.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from model.store.manifest import Signature
 
 
 class OnnxEngine:
-    """A graph with `weights` mapped into it, without a copy."""
+    """An engine of a graph. Its weights are mapped into the graph without a copy."""
 
     concurrent = True
 

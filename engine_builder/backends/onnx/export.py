@@ -1,10 +1,10 @@
 """Export a network to an ONNX graph without weights, and map each initializer to a tensor of the model.
 
-The network is exported from the meta device. So the exporter cannot fold, rename, transpose or drop a weight because of
-its values, and one graph serves every model of the architecture: an initializer has its tensor's name, dtype and shape.
-Weights are external data. In a store the graph is without them. `write_model` writes it next to safetensors files and
-points its initializers into those, as ONNX Runtime and TensorRT's parser read it. No type is converted, because
-TensorRT 11 is strongly typed.
+The network is exported from the meta device, so the exporter cannot fold, rename, transpose or drop a weight because of
+its values. An initializer keeps its tensor's name, dtype and shape, and one graph serves every model of the
+architecture. Weights are external data: a stored graph does not contain them. `write_model` writes a graph next to
+safetensors files, and its initializers refer to these. ONNX Runtime and TensorRT's parser read this form. No type is
+converted, because TensorRT 11 is strongly typed.
 """
 
 import copy
@@ -54,11 +54,12 @@ class OnnxGraph:
     constants: dict[str, dict[str, Any]]
 
     def constants_json(self) -> bytes:
+        """Return the map as JSON with sorted keys."""
         return json.dumps(self.constants, sort_keys=True).encode()
 
 
 def graph_key(network: Network) -> str:
-    """Return the SHA-256 of everything that decides the graph. The weights and the machine do not."""
+    """Return the SHA-256 of everything that decides the graph. The weights and the machine do not count."""
     return digest_json(
         {
             "recipe": EXPORT_VERSION,
@@ -115,11 +116,10 @@ def export_graph(network: Network) -> OnnxGraph:
 
 def _trace(network: Network, bucket: Bucket) -> ir.Model:
     example = {name: tensor.to("meta") for name, tensor in trace_inputs(network, bucket, "cpu").items()}
-    names = [[spec.name for spec in specs] for specs in (network.signature.inputs, network.signature.outputs)]
     try:
         with without_warnings(), _without_log("torch.onnx"):
             exported = torch.export.export(
-                on_meta(network.module),
+                _copy_without_data(network.module),
                 tuple(example.values()),
                 dynamic_shapes=dynamic_shapes(network, bucket),
                 strict=False,
@@ -128,8 +128,8 @@ def _trace(network: Network, bucket: Bucket) -> ir.Model:
                 exported,
                 dynamo=True,
                 external_data=True,
-                input_names=names[0],
-                output_names=names[1],
+                input_names=[spec.name for spec in network.signature.inputs],
+                output_names=[spec.name for spec in network.signature.outputs],
                 opset_version=OPSET,
                 optimize=False,  # done in _optimize, where it cannot change the weights
                 verbose=False,
@@ -144,15 +144,15 @@ def _trace(network: Network, bucket: Bucket) -> ir.Model:
     return program.model
 
 
-def on_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose parameters and buffers have shapes but no data."""
+def _copy_without_data(module: nn.Module) -> nn.Module:
+    """Return a copy of a module on the meta device: its parameters and buffers have shapes but no data."""
     tensors: list[torch.Tensor] = [*module.parameters(), *module.buffers()]
-    bare = {id(tensor): _bare(tensor) for tensor in tensors}
-    return copy.deepcopy(module, bare)
+    memo = {id(tensor): _empty_like(tensor) for tensor in tensors}
+    return copy.deepcopy(module, memo)
 
 
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # contiguous, also for channels_last
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # contiguous, also for a channels_last tensor
     return nn.Parameter(data, requires_grad=False) if isinstance(tensor, nn.Parameter) else data
 
 
@@ -181,18 +181,18 @@ def _optimize(program: ir.Model, weights: Sequence[ir.Value]) -> None:
 
 
 def _name_dimensions(values: Sequence[ir.Value], specs: Sequence[Any]) -> None:
-    """Name dynamic dimensions as the signature does: "rows", "height/8"."""
+    """Give dynamic dimensions the names of the signature: "rows", "height/8"."""
     for value, spec in zip(values, specs, strict=True):
         value.shape = ir.Shape(spec.shape)
 
 
 def _strip_metadata(program: ir.Model) -> None:
-    """Remove the exporter's notes: source files, stack traces, and symbols that no longer name a dimension."""
+    """Remove the exporter's metadata: source files, stack traces, and symbols that no longer name a dimension."""
     program.metadata_props.clear()
     program.graph.metadata_props.clear()
     program.producer_name, program.producer_version = "preheat", str(EXPORT_VERSION)
     program.graph.name = "graph"
-    borders = {id(value) for value in [*program.graph.inputs, *program.graph.outputs]}
+    boundary = {id(value) for value in [*program.graph.inputs, *program.graph.outputs]}
     for value in program.graph.initializers.values():
         value.metadata_props.clear()
     for value in program.graph.inputs:
@@ -202,52 +202,52 @@ def _strip_metadata(program: ir.Model) -> None:
         node.doc_string = None
         for value in node.outputs:
             value.metadata_props.clear()
-            if id(value) not in borders:
+            if id(value) not in boundary:
                 value.shape = value.type = None
 
 
 def check_graph(graph: OnnxGraph, signature: Signature) -> None:
-    """Check a graph against its signature and map: ONNX's checker, shape inference, names, types and shapes.
+    """Check a graph with ONNX's checker and shape inference, and compare it with its signature and map of constants.
 
     Raises CompileError.
     """
     model = onnx.load_from_string(graph.model)
     try:
-        bare = _weights_as_inputs(model)
-        onnx.checker.check_model(bare)
-        inferred = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
+        without_files = _weights_as_inputs(model)
+        onnx.checker.check_model(without_files)
+        inferred = onnx.shape_inference.infer_shapes(without_files, check_type=True, strict_mode=True, data_prop=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CompileError(f"The exported ONNX graph is invalid: {str(error)[:300]}") from error
     inputs = list(inferred.graph.input)[: len(model.graph.input)]
-    for found, specs in ((inputs, signature.inputs), (inferred.graph.output, signature.outputs)):
-        actual = [(value.name, _type_name(value.type.tensor_type.elem_type), _shape(value)) for value in found]
+    for values, specs in ((inputs, signature.inputs), (inferred.graph.output, signature.outputs)):
+        actual = [(value.name, _type_name(value.type.tensor_type.elem_type), _shape(value)) for value in values]
         expected = [(spec.name, spec.dtype, spec.shape) for spec in specs]
         if actual != expected:
             raise CompileError(f"The exported ONNX graph takes or returns {actual}, expected {expected}.")
     external = {init.name: init for init in model.graph.initializer if init.data_location == TensorProto.EXTERNAL}
     for name, constant in graph.constants.items():
-        found_dtype = _type_name(external[name].data_type) if name in external else None
-        if found_dtype != constant["dtype"] or list(external[name].dims) != constant["shape"]:
+        dtype = _type_name(external[name].data_type) if name in external else None
+        if dtype != constant["dtype"] or list(external[name].dims) != constant["shape"]:
             raise CompileError(f"The initializer {name} of the ONNX graph differs from the tensor of that name.")
     if external.keys() != graph.constants.keys():
         raise CompileError(
-            f"The ONNX graph has weights that the map lacks: {sorted(external.keys() - graph.constants)}."
+            f"The ONNX graph has weights that its map of constants lacks: {sorted(external.keys() - graph.constants)}."
         )
 
 
 def _weights_as_inputs(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the graph with its weights as inputs. Otherwise the checker looks for files of external data."""
-    bare = onnx.ModelProto()
-    bare.CopyFrom(model)
-    external = [init for init in bare.graph.initializer if init.data_location == TensorProto.EXTERNAL]
+    """Return the graph with its weights as inputs. Otherwise the checker looks for the files of external data."""
+    converted = onnx.ModelProto()
+    converted.CopyFrom(model)
+    external = [init for init in converted.graph.initializer if init.data_location == TensorProto.EXTERNAL]
     for init in external:
-        bare.graph.input.append(onnx.helper.make_tensor_value_info(init.name, init.data_type, list(init.dims)))
-        bare.graph.initializer.remove(init)
-    return bare
+        converted.graph.input.append(onnx.helper.make_tensor_value_info(init.name, init.data_type, list(init.dims)))
+        converted.graph.initializer.remove(init)
+    return converted
 
 
-def operators(graph: bytes) -> dict[str, int]:
-    """Count the operators of a graph."""
+def count_operators(graph: bytes) -> dict[str, int]:
+    """Return the number of nodes of each operator in a serialized graph."""
     counts: dict[str, int] = {}
     for node in onnx.load_from_string(graph).graph.node:
         name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
@@ -255,39 +255,39 @@ def operators(graph: bytes) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def literals(graph: bytes) -> dict[str, torch.Tensor]:
-    """Return the graph's own small constants by initializer. A stripped plan is refit with them, too."""
-    found = {}
+def read_literals(graph: bytes) -> dict[str, torch.Tensor]:
+    """Return the small constants inside a serialized graph, by initializer. A stripped plan is refit with them, too."""
+    tensors = {}
     for initializer in onnx.load_from_string(graph).graph.initializer:
         if initializer.data_location != TensorProto.EXTERNAL:
             array = onnx.numpy_helper.to_array(initializer)
-            found[initializer.name] = torch.from_numpy(array.copy())
-    return found
+            tensors[initializer.name] = torch.from_numpy(array.copy())
+    return tensors
 
 
 def write_model(graph: OnnxGraph, weights: Sequence[Path], path: Path, link: bool = False) -> Path:
-    """Write `path` (.onnx) and copy the safetensors files `weights` into a folder next to it.
+    """Write the graph to `path` (.onnx), and copy the safetensors files `weights` into a folder next to it.
 
-    `link` creates hard links if possible. Use it for a temporary folder that is only read: ONNX's checker refuses
-    links. Raises CompileError if no file has a tensor in the graph's shape and type.
+    `link`: make hard links instead of copies if possible. Use it for a temporary folder that is only read: ONNX's
+    checker refuses links. Raises CompileError if no file has a tensor in the graph's shape and type.
     """
     model = onnx.load_from_string(graph.model)
     folder = path.parent / WEIGHTS_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    places: dict[str, tuple[str, int, int]] = {}
+    locations: dict[str, tuple[str, int, int]] = {}
     for file in weights:
-        placed = folder / f"{file.name}.safetensors"
-        if not placed.exists():
-            _link(file, placed) if link else shutil.copyfile(file, placed)
+        copied = folder / f"{file.name}.safetensors"
+        if not copied.exists():
+            _link(file, copied) if link else shutil.copyfile(file, copied)
         with file.open("rb") as opened:
             extents = read_header(opened.read(HEADER_LIMIT), file.stat().st_size)
         for name, extent in extents.items():
-            places[name] = (f"{WEIGHTS_FOLDER}/{placed.name}", extent.start, extent.end - extent.start)
+            locations[name] = (f"{WEIGHTS_FOLDER}/{copied.name}", extent.start, extent.end - extent.start)
     for initializer in model.graph.initializer:
         if initializer.data_location != TensorProto.EXTERNAL:
             continue
         tensor = graph.constants[initializer.name]["tensor"]
-        location, offset, length = places.get(tensor, ("", 0, 0))
+        location, offset, length = locations.get(tensor, ("", 0, 0))
         expected = int(next(entry.value for entry in initializer.external_data if entry.key == "length"))
         if length != expected:
             raise CompileError(f"The weights lack {tensor}, or its shape or precision differs from the graph's.")
@@ -320,7 +320,7 @@ def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 @contextmanager
 def _without_log(name: str) -> Iterator[None]:
-    """Suppress a logger's warnings: the exporter warns about operators of torchvision, which is not used."""
+    """Suppress a logger's warnings. The exporter warns about operators of torchvision, which is not used."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
-"""ONNX graphs of a model in a store: exported once per architecture, checked with eager PyTorch, written to a folder.
+"""ONNX graphs in a store: exported once per architecture, checked against eager PyTorch, written to a folder.
 
-A stored graph is a blob without weights. Its weights are the release's own safetensors blobs, which AOTInductor engines
-and TensorRT plans use as well, so they are stored once.
+A stored graph is a blob without weights. Its weights are the release's safetensors blobs. AOTInductor engines and
+TensorRT plans use the same blobs, so weights are stored once.
 """
 
 import time
@@ -14,20 +14,20 @@ from safetensors.torch import save
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import BuiltRecord, ReportProgress, put_blob
-from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, literals, write_model
+from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, read_literals, write_model
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import SDXL, of_parts, parts
+from model.pipeline.spec import SDXL, components_of, model_parts
 from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
 from model.store.store import Store
 
-# Largest error of a graph in ONNX Runtime by the type of matrix products: absolute in fp32, relative (by norm) in fp16.
+# Largest error of a graph in ONNX Runtime, by the dtype of matrix products: fp32 absolute, fp16 relative (by norm).
 MAX_ERROR = {"float32": 1e-4, "float16": 1e-2}
 
 
@@ -44,13 +44,16 @@ class BuiltGraph(BuiltRecord):
 
 @dataclass(frozen=True)
 class ExportedComponent:
-    """One component's graph and weights in a store. `error`: its largest error, see MAX_ERROR."""
+    """One component's graph and weights in a store.
+
+    `error`: the largest error, see MAX_ERROR. `is_new`: the graph was exported by this call.
+    """
 
     component: str
     built: BuiltGraph
     weights: WeightsRecord
     error: float
-    new: bool
+    is_new: bool
 
 
 def export_model(
@@ -65,7 +68,7 @@ def export_model(
     Raises CheckpointError, CompileError or InaccurateEngine.
     """
     check_model(base, refiner)
-    names = [spec.name for spec in of_parts(parts(refiner is not None))]
+    names = [spec.name for spec in components_of(model_parts(refiner is not None))]
     exported = []
     reader = ModuleReader()
     for done, name in enumerate(names):
@@ -74,23 +77,23 @@ def export_model(
         network = load_network(checkpoint, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)
-        found = BuiltGraph.find(store, graph_key(network))
-        report(name, "checking" if found else "exporting", done, len(names))
+        stored = BuiltGraph.find(store, graph_key(network))
+        report(name, "checking" if stored else "exporting", done, len(names))
         started = time.perf_counter()
-        graph = read_graph(store, found) if found else export_graph(network)
+        graph = read_graph(store, stored) if stored else export_graph(network)
         seconds = time.perf_counter() - started
-        error = check_graph_runs(network, graph)
-        built = found or _write_graph(store, network, graph, seconds)
-        exported.append(ExportedComponent(name, built, weights, error, new=found is None))
+        error = validate_graph(network, graph)
+        built = stored or _write_graph(store, network, graph, seconds)
+        exported.append(ExportedComponent(name, built, weights, error, is_new=stored is None))
     report("graphs", "done", len(names), len(names))
     return exported
 
 
-def graph_of(network: Network, store: WritableStore) -> tuple[BuiltGraph, OnnxGraph]:
+def load_or_export_graph(network: Network, store: WritableStore) -> tuple[BuiltGraph, OnnxGraph]:
     """Return a network's graph from the store, or export and store it. Raises CompileError."""
-    found = BuiltGraph.find(store, graph_key(network))
-    if found is not None:
-        return found, read_graph(store, found)
+    stored = BuiltGraph.find(store, graph_key(network))
+    if stored is not None:
+        return stored, read_graph(store, stored)
     started = time.perf_counter()
     graph = export_graph(network)
     return _write_graph(store, network, graph, time.perf_counter() - started), graph
@@ -100,7 +103,7 @@ def _write_graph(store: WritableStore, network: Network, graph: OnnxGraph, secon
     built = BuiltGraph(
         graph=put_blob(store, graph.model),
         constants=put_blob(store, graph.constants_json()),
-        literals=put_blob(store, save(literals(graph.model))),
+        literals=put_blob(store, save(read_literals(graph.model))),
         export_seconds=round(seconds, 1),
     )
     built.write(store, graph_key(network))
@@ -113,7 +116,7 @@ def read_graph(store: Store, built: BuiltGraph) -> OnnxGraph:
     return OnnxGraph(model, {name: entry.model_dump(mode="json") for name, entry in parse_constants(constants).items()})
 
 
-def check_graph_runs(network: Network, graph: OnnxGraph) -> float:
+def validate_graph(network: Network, graph: OnnxGraph) -> float:
     """Compare a graph in ONNX Runtime with eager PyTorch on random inputs of three shapes. Returns the largest error.
 
     Raises InaccurateEngine.
@@ -122,21 +125,21 @@ def check_graph_runs(network: Network, graph: OnnxGraph) -> float:
 
     engine = OnnxEngine(network.component, graph, network.signature, network.tensors())
     step = network.multiple or 8
-    worst = 0.0
+    largest_error = 0.0
     for seed, (batch, height, width) in enumerate(((1, 64, 64), (2, 64, 64 + 2 * step), (3, 64 + 3 * step, 64)), 1):
-        case = example_inputs(network.signature, batch, height, width, "cpu", seed)
+        inputs = example_inputs(network.signature, batch, height, width, "cpu", seed)
         with torch.inference_mode():
-            expected = network.module(*case.values())
-        for reference, output in zip(expected, engine.run(case).values(), strict=True):
-            worst = max(worst, _error(reference, output, network.precision))
+            expected = network.module(*inputs.values())
+        for reference, output in zip(expected, engine.run(inputs).values(), strict=True):
+            largest_error = max(largest_error, _error(reference, output, network.precision))
     limit = MAX_ERROR[network.precision.compute]
-    if not worst <= limit:
+    if not largest_error <= limit:
         raise InaccurateEngine(
-            f"The ONNX graph of {network.component} differs by {worst:.2e} from eager PyTorch; {network.precision} "
-            f"allows {limit:.0e}. It was not stored.",
+            f"The ONNX graph of {network.component} differs by {largest_error:.2e} from eager PyTorch; "
+            f"{network.precision} allows {limit:.0e}. It was not stored.",
             "Export with another --precision.",
         )
-    return worst
+    return largest_error
 
 
 def _error(reference: torch.Tensor, output: torch.Tensor, precision: Precision) -> float:
@@ -148,13 +151,14 @@ def _error(reference: torch.Tensor, output: torch.Tensor, precision: Precision) 
 
 
 def write_folder(store: Store, exported: list[ExportedComponent], folder: Path) -> list[Path]:
-    """Write `folder`/<component>.onnx, and the weights they share to `folder`/weights.
+    """Write each graph to `folder`/<component>.onnx, and the weights that they share to `folder`/weights.
 
     Raises CompileError or StoreError.
     """
     written = []
     folder.mkdir(parents=True, exist_ok=True)
-    for one in exported:
-        weights = [store.get(blob.sha256, blob.bytes) for blob in one.weights.blobs]
-        written.append(write_model(read_graph(store, one.built), weights, folder / f"{one.component}.onnx"))
+    for component in exported:
+        weights = [store.get(blob.sha256, blob.bytes) for blob in component.weights.blobs]
+        graph = read_graph(store, component.built)
+        written.append(write_model(graph, weights, folder / f"{component.component}.onnx"))
     return written

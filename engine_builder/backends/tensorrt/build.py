@@ -1,8 +1,8 @@
 """Build a stripped TensorRT plan from an ONNX graph, on the GPU that it is for. Not tested on TensorRT yet; see
 docs/tensorrt.md.
 
-A build takes minutes, so everything that can be refused is refused before: no TensorRT, no GPU, nodes that the parser
-does not take, too little memory. TensorRT is called directly, not through Polygraphy, so that mypy checks the calls.
+A build takes minutes. So TensorRT, the GPU and the graph's nodes are checked before it. TensorRT is called directly,
+not through Polygraphy, so that mypy checks the calls.
 """
 
 import time
@@ -42,9 +42,10 @@ def build_plan(
     timing_cache: bytes = b"",
     report: Callable[[str], None] = lambda _: None,
 ) -> SerializedPlan:
-    """Build `model` (.onnx, with its weights in files next to it), with one optimization profile per `profiles` entry.
+    """Build the plan of `model` (.onnx, its weights in files next to it) with the given optimization profiles.
 
-    `workspace`: bytes of GPU memory for kernels. `timing_cache`: an earlier build's, for the same target, or empty.
+    `workspace`: bytes of GPU memory for kernels. `timing_cache`: that of an earlier build for the same target, or
+    empty.
     Raises TensorRTUnavailable, or CompileError with TensorRT's reason.
     """
     api.require()
@@ -53,7 +54,7 @@ def build_plan(
     log = api.make_logger()
     builder = trt.Builder(log)
     if unsupported := _unsupported_nodes(builder, log, model):
-        raise CompileError(f"TensorRT does not take these nodes of {component}'s ONNX graph: {unsupported}.")
+        raise CompileError(f"TensorRT does not support these nodes of {component}'s ONNX graph: {unsupported}.")
     network = builder.create_network(api.network_flags())
     parser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(model)):
@@ -74,9 +75,9 @@ def build_plan(
         for name, span in profile.items():
             shapes.set_shape(name, span.smallest, span.tuned, span.largest)
         if config.add_optimization_profile(shapes) < 0:
-            raise CompileError(f"TensorRT does not take the shapes {profile} of {component} ({api.last_error(log)}).")
+            raise CompileError(f"TensorRT refused the shapes {profile} of {component} ({api.last_error(log)}).")
     cache = config.create_timing_cache(timing_cache)
-    if not config.set_timing_cache(cache, False):  # the cache is of another version or GPU
+    if not config.set_timing_cache(cache, False):  # the cache belongs to another version or GPU
         cache = config.create_timing_cache(b"")
         config.set_timing_cache(cache, False)
     progress = PhaseProgress(report)
@@ -95,7 +96,7 @@ def build_plan(
 
 
 def _unsupported_nodes(builder: "tensorrt.Builder", log: "tensorrt.ILogger", model: Path) -> str:
-    """Return a readable list of the nodes that this TensorRT's parser refuses, or ""."""
+    """Describe the nodes that the installed TensorRT's parser refuses. Empty if it supports all of them."""
     import onnx
     import tensorrt as trt
 
@@ -113,7 +114,7 @@ def _unsupported_nodes(builder: "tensorrt.Builder", log: "tensorrt.ILogger", mod
         if not parser.is_subgraph_supported(part)
         for index in parser.get_subgraph_nodes(part)
     ]
-    # A refused subgraph may hold supported nodes. So list the nodes with an error, if there are any.
+    # A refused subgraph may hold supported nodes. So list only nodes with an error, if any has one.
     listed = [index for index in refused if index in reasons] or refused
     unsupported = [(nodes[i].op_type, nodes[i].name, reasons.get(i, "not supported")) for i in listed]
     return describe_unsupported(unsupported) or _parser_errors(parser)

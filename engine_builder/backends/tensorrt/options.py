@@ -1,4 +1,4 @@
-"""The options of a TensorRT build, and what each choice costs. Imports neither TensorRT nor ONNX."""
+"""The options of a TensorRT build, and the cost of each choice. Imports neither TensorRT nor ONNX."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class InvalidOption(PreheatError):
 class PlanOptions:
     """The options of a TensorRT build; part of every plan key.
 
-    `workspace`: bytes of GPU memory that a kernel may use; None: half of what the weights leave. `level`: TensorRT's
-    builder_optimization_level, 0 (fast) to 5 (thorough).
+    `workspace`: bytes of GPU memory that a kernel may use; None: half of the memory that the weights leave free.
+    `level`: TensorRT's builder_optimization_level, 0 (fast) to 5 (thorough).
     """
 
     refit: Refit = "identical"
@@ -45,7 +45,7 @@ class PlanOptions:
 
 
 def parse_options(refit: str, compatibility: str, workspace: float | None, level: int) -> PlanOptions:
-    """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and what they cost."""
+    """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and their costs."""
     if workspace is not None and not 0 < workspace < 1024:
         raise InvalidOption(f"A workspace of {workspace} GiB is not valid.", "Give more than 0, or omit --workspace.")
     return PlanOptions(
@@ -64,6 +64,6 @@ def _parse_choice(choices: Mapping[Choice, str], value: str, option: str) -> Cho
     raise InvalidOption(f"{option} {value[:40]!r} is not one of its choices.", f"Choose one ({costs}).")
 
 
-def target_of(gpu: Target, options: PlanOptions) -> Target:
-    """Return the target of plans built on this machine. `gpu` is AOTInductor's. Raises TensorRTUnavailable."""
+def plan_target(gpu: Target, options: PlanOptions) -> Target:
+    """Return the target of plans built on this machine. `gpu`: its AOTInductor target. Raises TensorRTUnavailable."""
     return tensorrt_target(gpu, api.version_tag(api.require(gpu.device)), options.compatibility)

@@ -16,8 +16,8 @@ from model.store.precision import Precision
 # Part of every plan key. Raise it when these settings change the result of a build.
 PLAN_VERSION = 1
 
-# Copies of the weights that a build holds at its peak, according to the documentation of parser and builder. On the
-# host: the file's and the network's. On the GPU: the network's, and the engine's while it is timed. Not measured.
+# Copies of the weights that a build holds at its peak, estimated from the documentation of parser and builder, not
+# measured. On the host: the files and the network. On the GPU: the network, and the engine while it is timed.
 _HOST_COPIES, _GPU_COPIES = 3, 2
 _MIN_WORKSPACE_BYTES = 256 * 2**20
 
@@ -29,7 +29,7 @@ class NotEnoughMemory(PreheatError):
 
 
 @dataclass(frozen=True)
-class Range:
+class ShapeRange:
     """The shapes of one input in one profile: smallest, the one that kernels are tuned for, largest."""
 
     smallest: Shape
@@ -37,27 +37,27 @@ class Range:
     largest: Shape
 
 
-Profile = dict[str, Range]
+Profile = dict[str, ShapeRange]
 """One optimization profile: the range of every input, by name."""
 
 
-def profiles(signature: Signature, buckets: Sequence[Bucket]) -> list[Profile]:
+def optimization_profiles(signature: Signature, buckets: Sequence[Bucket]) -> list[Profile]:
     """Return a profile for each bucket, in order. A dynamic bucket's kernels are tuned for its largest shape.
 
-    Every profile names every input, although they share sizes. An exported graph can have two symbols for the batch, as
-    it had for `time_ids`. TensorRT refuses a dynamic input that no profile names.
+    Every profile names every input, although they share sizes. An exported graph can have two symbols for the batch:
+    `time_ids` had one of its own. TensorRT refuses a dynamic input that no profile names.
     """
     symbols = ("rows", "height", "width")
-    made = []
+    profiles = []
     for bucket in buckets:
         low = dict(zip(symbols, sizes_of(bucket, "min"), strict=True))
         high = dict(zip(symbols, sizes_of(bucket, "max"), strict=True))
         profile = {}
         for spec in signature.inputs:
             largest = concrete_shape(spec.shape, high)
-            profile[spec.name] = Range(concrete_shape(spec.shape, low), largest, largest)
-        made.append(profile)
-    return made
+            profile[spec.name] = ShapeRange(concrete_shape(spec.shape, low), largest, largest)
+        profiles.append(profile)
+    return profiles
 
 
 def builder_flags(refit: Refit, precision: Precision) -> dict[str, bool]:
@@ -81,7 +81,7 @@ def plan_key(
     options: PlanOptions,
     weights: WeightsRecord,
 ) -> str:
-    """Return the SHA-256 of everything that decides a plan; of the weights only if the refit is identical.
+    """Return the SHA-256 of everything that decides a plan. The weights count only if the refit is identical.
 
     `version` is TensorRT's full version.
     """
@@ -107,25 +107,25 @@ def profile_key(plan: str, profile: int) -> str:
 
 
 def workspace_limit(options: PlanOptions, weight_bytes: int, free_gpu: int) -> int:
-    """Return the bytes of GPU memory for kernels' workspace: the chosen number, else half of what the weights leave."""
+    """Return the bytes of GPU memory for kernels: the chosen number, else half of what the weights leave free."""
     if options.workspace is not None:
         return options.workspace
     return max((free_gpu - _GPU_COPIES * weight_bytes) // 2, _MIN_WORKSPACE_BYTES)
 
 
 def check_build_memory(component: str, weight_bytes: int, workspace: int, free_gpu: int, free_host: int) -> None:
-    """Refuse a build that cannot fit before it begins. It would fail after minutes, or end the process.
+    """Raise NotEnoughMemory for a build that cannot fit. It would fail after minutes, or end the process.
 
-    All sizes in bytes. Raises NotEnoughMemory.
+    All sizes are in bytes.
     """
     for kind, needed, free, remedy in (
-        ("GPU memory", _GPU_COPIES * weight_bytes + workspace, free_gpu, "End what else uses the GPU, give a smaller "
-         "--workspace, or build on a larger GPU with --compatibility."),
+        ("GPU memory", _GPU_COPIES * weight_bytes + workspace, free_gpu, "End other programs on the GPU, give a "
+         "smaller --workspace, or build on a larger GPU with --compatibility."),
         ("memory", _HOST_COPIES * weight_bytes, free_host, "End other processes, or use a machine with more memory."),
     ):  # fmt: skip
         if needed > free:
             raise NotEnoughMemory(
-                f"Building {component} takes about {needed / 2**30:.1f} GiB of {kind} and {free / 2**30:.1f} GiB are "
+                f"Building {component} takes about {needed / 2**30:.1f} GiB of {kind}, and {free / 2**30:.1f} GiB are "
                 "free.",
                 remedy,
             )
@@ -140,5 +140,5 @@ def describe_unsupported(nodes: Iterable[tuple[str, str, str]], limit: int = 20)
         f"{operator} x{len(names)} (first: {names[0]}): {reason}"
         for (operator, reason), names in sorted(groups.items(), key=lambda item: -len(item[1]))
     ]
-    more = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
-    return "; ".join(lines[:limit] + more)
+    omitted = [f"and {len(lines) - limit} more kinds"] if len(lines) > limit else []
+    return "; ".join(lines[:limit] + omitted)

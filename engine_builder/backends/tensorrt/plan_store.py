@@ -12,19 +12,19 @@ from safetensors.torch import load, save_file
 
 from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
 from engine_builder.backends.onnx.export import OnnxGraph, write_model
-from engine_builder.backends.onnx.graph_store import BuiltGraph, graph_of
+from engine_builder.backends.onnx.graph_store import BuiltGraph, load_or_export_graph
 from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import (
     check_build_memory,
+    optimization_profiles,
     plan_key,
     profile_key,
-    profiles,
     workspace_limit,
 )
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
-from engine_builder.building.real_inputs import Inputs, fit
+from engine_builder.building.real_inputs import Inputs, fit_to_bucket
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.building.weights import group_tensors
 from engine_builder.networks.network import Network
@@ -38,7 +38,7 @@ from model.store.manifest import TensorRTPlan as PlanEntry
 
 
 class BuiltPlan(BuiltRecord):
-    """A component's plan, stored in the record "engines/<plan key>". Lists have one entry per profile."""
+    """A component's plan, stored in the record "engines/<plan key>". The lists have one entry per profile."""
 
     plan: Blob
     constants: Blob
@@ -52,7 +52,7 @@ class BuiltPlan(BuiltRecord):
 
 @dataclass(frozen=True)
 class _ComponentPlan:
-    """One component, with what its plan is built and checked with."""
+    """One component, and everything that its plan is built and checked with."""
 
     network: Network
     target: Target
@@ -60,7 +60,7 @@ class _ComponentPlan:
     options: PlanOptions
     version: str
     weights: WeightsRecord
-    real: list[Inputs]
+    real_inputs: list[Inputs]
     store: WritableStore
 
     def build(self, graph: OnnxGraph, report: Callable[[str], None]) -> SerializedPlan:
@@ -80,7 +80,7 @@ class _ComponentPlan:
             built = build_plan(
                 network.component,
                 model,
-                profiles(network.signature, self.buckets),
+                optimization_profiles(network.signature, self.buckets),
                 network.precision,
                 self.options,
                 workspace,
@@ -110,7 +110,9 @@ class _ComponentPlan:
         )
         workspace = Workspace(device)
         engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(self.buckets)]
-        return engines, [validate(network, engine, fit(self.real, network, engine.bucket)) for engine in engines]
+        return engines, [
+            validate(network, engine, fit_to_bucket(self.real_inputs, network, engine.bucket)) for engine in engines
+        ]
 
 
 def build_plans(
@@ -118,20 +120,28 @@ def build_plans(
     options: PlanOptions,
     networks: dict[str, Network],
     weights: Sequence[WeightsRecord],
-    real: dict[str, list[Inputs]],
+    real_inputs: dict[str, list[Inputs]],
     store: WritableStore,
     report: ReportActivity,
 ) -> BuiltEngines:
-    """Build one plan per component, with a profile per bucket, or reuse stored ones. `weights` are the components'.
+    """Build one plan per component, with a profile per bucket, or reuse stored ones.
 
-    Every engine is compared with eager PyTorch on this model's weights. A stored plan that fails is built again.
-    Raises TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is stored.
+    `weights`: a record per component, in their order. `real_inputs`: recorded inputs by component. Every engine is
+    compared with eager PyTorch on this model's weights. A stored plan that fails is built again. Raises
+    TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is stored.
     """
     engines = BuiltEngines()
     version = api.require()
     for finished, (component, network) in enumerate(networks.items()):
         planned = _ComponentPlan(
-            network, plan.target, plan.buckets_of(network), options, version, weights[finished], real[component], store
+            network,
+            plan.target,
+            plan.buckets_of(network),
+            options,
+            version,
+            weights[finished],
+            real_inputs[component],
+            store,
         )
 
         def progress(activity: str, component: str = component, finished: int = finished) -> None:
@@ -144,13 +154,13 @@ def build_plans(
 
 
 def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> tuple[list[EngineRecord], bool]:
-    """Return the engines of one component, and whether their plan was built now."""
+    """Return the engines of one component, and True if this call built their plan."""
     network, store, buckets = planned.network, planned.store, planned.buckets
     key = plan_key(network, planned.target, planned.version, buckets, planned.options, planned.weights)
     built = BuiltPlan.find(store, key)
     accuracies: list[Accuracy] = []
     if built is not None:
-        stored, graph = graph_of(network, store)
+        stored, graph = load_or_export_graph(network, store)
         report("refitting and checking")
         try:
             data = store.get(built.plan.sha256, built.plan.bytes).read_bytes()
@@ -161,7 +171,7 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
     is_new = built is None
     if built is None:
         report("exporting to ONNX")
-        stored, graph = graph_of(network, store)
+        stored, graph = load_or_export_graph(network, store)
         serialized = planned.build(graph, report)
         report("refitting and checking")
         engines, accuracies = planned.check(serialized.data, stored, graph)
@@ -211,7 +221,7 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
 
 
 def read_timing_cache(store: WritableStore, target: Target) -> bytes:
-    """Return the kernel times that earlier builds for a target measured; empty if missing or damaged.
+    """Return the kernel times that earlier builds for a target measured. Empty if they are missing or damaged.
 
     The cache is stored by target: another GPU's times would select slow kernels.
     """
@@ -224,7 +234,7 @@ def read_timing_cache(store: WritableStore, target: Target) -> bytes:
 
 
 def write_timing_cache(store: WritableStore, target: Target, data: bytes) -> None:
-    """Store a build's timing cache, which includes the one it read. Of two concurrent builds the last one's remains."""
+    """Store a build's timing cache, which includes the one that it read. The last of two concurrent builds wins."""
     store.write_record("timing", target.key, put_blob(store, data).model_dump_json().encode())
 
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 
 class PhaseProgress:
-    """Follows phases, nested and with steps each. TensorRT reports them from its own threads, one call at a time.
+    """Tracks nested phases, which have steps. TensorRT reports them from its own threads, one call at a time.
 
-    `report` gets lines such as "building: Tactic search 43%". What it raises (an interrupt, say) cannot pass through
-    TensorRT, so it is stored in `error` and the build is stopped.
+    `report` receives lines such as "building: Tactic search 43%". An exception of `report`, for example an interrupt,
+    cannot pass through TensorRT. So it is stored in `error`, and the build is stopped.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class PhaseProgress:
         self._parents.pop(phase, None)
 
     def _report(self, phase: str, done: int) -> None:
-        """Report the outermost phase and the one inside it. Others change too fast to read."""
+        """Report only the outermost phase and the phases directly inside it. Deeper ones change too fast to read."""
         parent = self._parents.get(phase)
         if parent is not None and self._parents.get(parent) is not None:
             return
