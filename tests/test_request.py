@@ -354,7 +354,7 @@ def test_a_size_outside_the_range_is_refused_with_the_rule(size: tuple[int, int]
 
 def test_lcm_takes_fifty_steps_and_no_more() -> None:
     assert resolve(request(scheduler="LCMScheduler", num_inference_steps=50), SERVED).scheduler == "LCM"
-    with pytest.raises(RequestRefused, match="num_inference_steps: 51 is too many for LCM; give 1 to 50"):
+    with pytest.raises(RequestRefused, match="num_inference_steps: 51 is too many for LCM. Set 1 to 50"):
         resolve(request(scheduler="LCM", num_inference_steps=51), SERVED)
     assert resolve(request(scheduler="DDIM", num_inference_steps=100), SERVED).num_inference_steps == 100
 

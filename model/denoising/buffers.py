@@ -9,8 +9,8 @@ from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
 
-SAMPLE = "sample"  # the input of a step's networks that the loop makes: the scaled latents
-COND, BATCH = "cond ", "batch "  # prefixes of the buffers of a conditioning input: by slot, and in batch order
+SAMPLE = "sample"  # the input of a step's networks that the loop computes: the scaled latents
+COND, BATCH = "cond ", "batch "  # prefixes of a conditioning input's buffers: by slot, and in batch order
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class BufferShape:
 
 
 def conditioning_inputs(networks: Sequence[Signature]) -> dict[str, TensorSpec]:
-    """The inputs of a step's networks, in the order in which they run, that neither an earlier network nor the loop
-    makes. The loop makes `sample`, the scaled latents."""
-    found: dict[str, TensorSpec] = {}
-    made = {SAMPLE}
+    """Return the inputs of a step's networks that neither an earlier network nor the loop computes.
+
+    `networks` are in the order in which they run. The loop computes `sample`.
+    """
+    conditioning: dict[str, TensorSpec] = {}
+    computed = {SAMPLE}
     for network in networks:
-        found |= {spec.name: spec for spec in network.inputs if spec.name not in made}
-        made |= {spec.name for spec in network.outputs}
-    return found
+        conditioning |= {spec.name: spec for spec in network.inputs if spec.name not in computed}
+        computed |= {spec.name for spec in network.outputs}
+    return conditioning
 
 
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
@@ -46,14 +48,14 @@ def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
 def buffer_shapes(
     networks: Sequence[Signature], by_step: Collection[str], height: int, width: int, batches: Sequence[int]
 ) -> dict[str, BufferShape]:
-    """The buffers of a loop at `height` x `width` pixels, by name.
+    """Return the buffers of a loop at `height` x `width` pixels, by name.
 
-    `networks`: what runs in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`. `batches`: the
-    batch sizes of the UNet's engines.
+    `networks`: the networks that run in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`.
+    `batches`: the batch sizes of the UNet's engines.
 
     Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
-    batch has entries. There are two conditioning slots at least where an engine of batch 1 exists: it then runs twice
-    for a guided image. Conditioning for all steps is held a second time, in batch order.
+    batch has entries. If an engine of batch 1 exists, there are at least two conditioning slots, because it runs twice
+    for a guided image. Conditioning for all steps is stored a second time, in batch order.
     """
     slots, cond_slots = max(batches), max(*batches, 2 if 1 in batches else 1)
     [sample] = [spec for spec in networks[-1].inputs if spec.name == SAMPLE]

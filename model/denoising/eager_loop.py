@@ -16,7 +16,10 @@ from model.store.manifest import TensorSpec
 
 @dataclass
 class _Tensors:
-    """An active image. x, previous: [1, channels, height/8, width/8]; coefficients [steps, 7], on the host."""
+    """The tensors of an active image. `coefficients` are on the host.
+
+    x, previous: float32 [1, channels, height/8, width/8]; coefficients: [steps, 7].
+    """
 
     x: torch.Tensor
     previous: torch.Tensor
@@ -27,7 +30,7 @@ class EagerLoop:
     """Implements `model.denoising.loop.Loop`."""
 
     def __init__(self, networks: StepNetworks, height: int, width: int) -> None:
-        """`height` and `width` in pixels. Raises EngineError where no engine of the UNet serves them."""
+        """`height` and `width` in pixels. Raises EngineError if no engine of the UNet serves them."""
         self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
         self._networks = networks
@@ -49,14 +52,14 @@ class EagerLoop:
         images, states = self.images, [self._tensors[image] for image in self.images]
         x = torch.cat([state.x for state in states])  # float32 [images, channels, height/8, width/8]
         previous = torch.cat([state.previous for state in states])
-        rows = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
-        coefficients = torch.from_numpy(np.stack(rows)).to(x.device)  # [images, 7]
+        now = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
+        coefficients = torch.from_numpy(np.stack(now)).to(x.device)  # [images, 7]
         c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
         eps = self._predict_noise(c_in * x)
         advance(x, previous, eps, draw_noise(images, x), update)
         finished = []
-        for image, state, *now in zip(images, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
-            state.x, state.previous = now
+        for image, state, *tensors in zip(images, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
+            state.x, state.previous = tensors
             image.step += 1
             if image.step == image.schedule.steps:
                 image.latents = state.x
@@ -69,33 +72,33 @@ class EagerLoop:
         return self._tensors[image].previous.clone()
 
     def _predict_noise(self, model_input: torch.Tensor) -> torch.Tensor:
-        """The UNet's guided prediction for each image, float32. The batch starts with the unconditional halves."""
+        """Return the guided prediction for each image, float32. The UNet's batch has the unconditional halves first."""
         guided = [index for index, image in enumerate(self.images) if image.guided]
         order = torch.tensor([*guided, *range(len(self.images))], device=model_input.device)
         halves = [(self.images[index].uncond, self.images[index].step) for index in guided]
         halves += [(image.cond, image.step) for image in self.images]
-        entries = [(text, step) for text, step in halves if text is not None]
-        known = {SAMPLE: model_input[order]}
+        entries = [(conditioning, step) for conditioning, step in halves if conditioning is not None]
+        tensors = {SAMPLE: model_input[order]}
         for engines in (*self._networks.before, self._networks.unet):
             inputs = {
-                spec.name: known[spec.name].to(DTYPES[spec.dtype])
-                if spec.name in known
-                else torch.stack([self._entry(spec, text, step, model_input.device) for text, step in entries])
+                spec.name: tensors[spec.name].to(DTYPES[spec.dtype])
+                if spec.name in tensors
+                else torch.stack([self._entry(spec, *entry, model_input.device) for entry in entries])
                 for spec in engines.signature.inputs
             }
-            known |= engines.run(inputs, self._height, self._width)
-        eps = known["noise"].float()
+            tensors |= engines.run(inputs, self._height, self._width)
+        eps = tensors["noise"].float()
         uncond, cond = eps[: len(guided)], eps[len(guided) :]
         if guided:
             cond = cond.clone()
-            at = torch.tensor(guided, device=eps.device)
+            index_of_guided = torch.tensor(guided, device=eps.device)
             scales = [float(self.images[index].guidance[self.images[index].step]) for index in guided]
             scale = torch.tensor(scales, device=eps.device).reshape(-1, 1, 1, 1)
-            cond[at] = guide(uncond, cond[at], scale)
+            cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale)
         return cond
 
-    def _entry(self, spec: TensorSpec, text: Conditioning, step: int, device: torch.device) -> torch.Tensor:
-        """One batch entry of a conditioning input."""
-        if spec.name not in text.inputs:
+    def _entry(self, spec: TensorSpec, conditioning: Conditioning, step: int, device: torch.device) -> torch.Tensor:
+        """Return one batch entry of a conditioning input."""
+        if spec.name not in conditioning.inputs:
             return torch.zeros(entry_shape(spec, self._height, self._width), dtype=DTYPES[spec.dtype], device=device)
-        return text.inputs[spec.name][step if spec.name in self._networks.by_step else 0]
+        return conditioning.inputs[spec.name][step if spec.name in self._networks.by_step else 0]

@@ -1,9 +1,10 @@
 """The denoising loop as CUDA graphs: one step of a bucket is captured once and replayed for every step of every image.
 
-A step is the networks before the UNet, the UNet, guidance, sampler update and step counters. All that differs between
-images (latents, text, times, sampler coefficients, guidance, which images there are) is data in buffers that the graph
-reads. So any sampler, step count and guidance scale, and any joining and leaving of images, runs without a new capture.
-The host queues replays up to two steps ahead of the device, which never waits for it. The arithmetic is that of
+A step runs the networks before the UNet, the UNet, guidance, the sampler update and the step counters. Everything that
+differs between images (latents, text, times, sampler coefficients, guidance) is data in buffers that the graph reads.
+Which images are active is data too. So no sampler, step count, guidance scale or change of images needs a new capture.
+
+The host queues replays up to two steps ahead, so the device does not wait for it. The arithmetic is that of
 `model.denoising.eager_loop`.
 """
 
@@ -26,15 +27,17 @@ from model.engines.shapes import DTYPES
 from model.validation import MAX_STEPS
 
 MAX_STEPS_IN_FLIGHT = 2  # queued beyond the one that the device runs
-_LARGE_STEP_PIXELS = 4 * 2**20  # from here on cuBLAS's products are as fast without a workspace (see `capture`)
+_LARGE_STEP_PIXELS = 4 * 2**20  # from this size on cuBLAS's products are as fast without a workspace (see `capture`)
 
 
 class GraphLoop:
-    """Runs one UNet at one size. Each image owns a latent slot, and a conditioning slot for each of its one or two
-    texts. Implements `model.denoising.loop.Loop`."""
+    """Runs one UNet at one size. Implements `model.denoising.loop.Loop`.
+
+    Each image owns a latent slot, and a conditioning slot for each of its one or two texts.
+    """
 
     def __init__(self, networks: StepNetworks, height: int, width: int, device: torch.device) -> None:
-        """`height` and `width` in pixels. Raises EngineError where no engine of the UNet serves them."""
+        """`height` and `width` in pixels. Raises EngineError if no engine of the UNet serves them."""
         calls, split_calls = _calls(networks.unet, height, width)
         self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
@@ -54,12 +57,12 @@ class GraphLoop:
             self._model_input = buffers["model_input"]
             self._coefficients, self._steps_done = buffers["coefficients"], buffers["steps"]
             self._slot_indices = buffers["slot_indices"].copy_(torch.arange(len(self._latents)))
-            # By conditioning slot, and in batch order, which changes when images join or leave and not at each step.
+            # By conditioning slot, and in batch order. The order changes only when images join or leave.
             self._cond = {name.removeprefix(COND): buffers[name] for name in buffers if name.startswith(COND)}
             self._batch = {name.removeprefix(BATCH): buffers[name] for name in buffers if name.startswith(BATCH)}
             slots = len(self._latents)
-            # Batch entry -> conditioning slot and latent slot. Latent slot -> the batch entries that predict its noise:
-            # the unconditional ones of all slots first, the same as the conditional ones for unguided images.
+            # Batch entry -> conditioning slot and latent slot. Latent slot -> the batch entries that predict its noise,
+            # the unconditional entries of all slots first. For an unguided image both are the same entry.
             self._mapping = buffers["mapping"]
             cond_slots = len(self._mapping) // 2 - slots
             self._batch_cond_slots, self._batch_slots, self._predictions = torch.split(
@@ -68,14 +71,14 @@ class GraphLoop:
             # Captured now, so that no request waits for a capture or finds the memory full.
             self._replays = {batch: self._replay_of(*calls[batch]) for batch in sorted(calls)}
             self._split_replays = {batch: self._replay_of(*engines) for batch, engines in split_calls.items()}
-            # Two engines of batch 1 run concurrently for a single image, even where an engine of batch 2 exists.
-            alone = 2 * calls.get(1, [])
-            concurrent = alone and calls[2] != alone and alone[0].concurrent
-            self._single_image_replay = self._replay_of(*alone) if concurrent else None
+            # Two engines of batch 1 run concurrently for a single image, even if an engine of batch 2 exists.
+            pair = 2 * calls.get(1, [])
+            is_faster = pair and calls[2] != pair and pair[0].concurrent
+            self._single_image_replay = self._replay_of(*pair) if is_faster else None
         self._mapped: list[int] = []
         self._in_flight: deque[torch.cuda.Event] = deque()
-        staged = partial(torch.zeros, self._latents.shape, pin_memory=device.type == "cuda")
-        self._staging = [staged() for _ in range(MAX_STEPS_IN_FLIGHT + 2)]
+        host_noise = partial(torch.zeros, self._latents.shape, pin_memory=device.type == "cuda")
+        self._host_noise = [host_noise() for _ in range(MAX_STEPS_IN_FLIGHT + 2)]
         self._steps_queued = 0
 
     @torch.inference_mode()
@@ -89,22 +92,22 @@ class GraphLoop:
         guidance = np.ones((MAX_STEPS, 1), np.float32)
         if image.uncond is not None:
             guidance[:steps, 0] = image.guidance[:steps]
-        rows = torch.from_numpy(np.hstack([coefficients, guidance]))
-        self._coefficients[slot].copy_(to_device(rows, self._device))
+        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 8]
+        self._coefficients[slot].copy_(to_device(steps_data, self._device))
         self._steps_done[slot].zero_()
         self._latents[slot].copy_(image.latents[0])
         self._previous[slot].zero_()
         texts = [text for text in (image.uncond, image.cond) if text is not None]
         for cond_slot, text in zip(cond_slots, texts[-image.unet_batch :], strict=True):
             for name, buffer in self._cond.items():
-                given = text.inputs.get(name)
-                if given is None:
+                tensor = text.inputs.get(name)
+                if tensor is None:
                     buffer[cond_slot].zero_()
                 elif name in self._networks.by_step:
-                    buffer[cond_slot, :steps].copy_(given[:steps])
+                    buffer[cond_slot, :steps].copy_(tensor[:steps])
                 else:
-                    buffer[cond_slot].copy_(given[0])
-        # Tens of megabytes that an image would otherwise hold for as long as it runs.
+                    buffer[cond_slot].copy_(tensor[0])
+        # The buffers hold a copy now. Otherwise the image would hold tens of megabytes for as long as it runs.
         image.cond = Conditioning()
         image.uncond = image.uncond and Conditioning(is_zero=image.uncond.is_zero)
         self._slots[image], self._cond_slots[image] = slot, cond_slots
@@ -138,15 +141,18 @@ class GraphLoop:
         return self._previous[slot : slot + 1].clone()
 
     def _active_cond_slots(self, image: ImageState) -> list[int]:
-        """The conditioning slots that its next step reads. After guidance has ended, the unconditional one is free."""
+        """Return the conditioning slots that an image's next step reads.
+
+        After guidance has ended these are only the conditional one.
+        """
         return self._cond_slots[image][-image.unet_batch :]
 
     def _map_images(self) -> Callable[[], None]:
-        """Upload which images there are. Returns the step of the smallest bucket that holds them."""
+        """Upload the mapping of the active images. Returns the step of the smallest bucket that holds them."""
         needed = unet_batch(self.images)
         bucket = next(batch for batch in self._replays if batch >= needed)
-        against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
-        if against_zeros and bucket in self._split_replays:
+        guided_against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
+        if guided_against_zeros and bucket in self._split_replays:
             self._map_split_cfg(bucket)
             return self._split_replays[bucket]
         cond_slots: list[int] = []
@@ -163,8 +169,10 @@ class GraphLoop:
         return single or self._replays[bucket]
 
     def _map_split_cfg(self, bucket: int) -> None:
-        """Map images for the CFG variants: half of the batch is conditional entries, the rest unconditional ones. Each
-        image has the same position in both halves."""
+        """Map images for the CFG variants.
+
+        The first half of the batch is conditional, the second unconditional. Each image has the same position in both.
+        """
         half = bucket // 2
         slots = [self._slots[image] for image in self.images]
         cond_slots = [self._cond_slots[image][-1] for image in self.images]
@@ -179,8 +187,10 @@ class GraphLoop:
     def _upload_mapping(
         self, bucket: int, cond_slots: list[int], slots: list[int], cond: list[int], uncond: list[int]
     ) -> None:
-        """Upload the conditioning slot and latent slot of each batch entry, the batch entries of each slot, and the
-        conditioning of the bucket's entries. Does nothing if nothing changed."""
+        """Upload the slots of each batch entry, the batch entries of each slot, and the entries' conditioning.
+
+        Does nothing if nothing changed.
+        """
         padding = len(self._batch_cond_slots) - len(cond_slots)
         mapped = [*cond_slots, *cond_slots[-1:] * padding, *slots, *slots[-1:] * padding, *uncond, *cond]
         if mapped != self._mapped:
@@ -191,15 +201,15 @@ class GraphLoop:
                     buffer[entry].copy_(self._cond[name][cond_slot])
 
     def _stage_noise(self) -> None:
-        """Draw on the host, and upload, the noise that the next step's samplers add."""
+        """Draw the noise that the next step's samplers add on the host, and upload it."""
         drawing = [image for image in self.images if image.schedule.draws_noise[image.step]]
         if drawing:
-            # The device no longer reads this one: see _limit_steps_in_flight.
-            staged = self._staging[self._steps_queued % len(self._staging)]
+            # The device has finished with this buffer: see _limit_steps_in_flight.
+            host_noise = self._host_noise[self._steps_queued % len(self._host_noise)]
             for image in drawing:
-                staged[self._slots[image]] = draw_noise([image], staged[:1])[0]
-            drawn = 1 + max(self._slots[image] for image in drawing)
-            self._noise[:drawn].copy_(staged[:drawn], non_blocking=True)
+                host_noise[self._slots[image]] = draw_noise([image], host_noise[:1])[0]
+            end = 1 + max(self._slots[image] for image in drawing)
+            self._noise[:end].copy_(host_noise[:end], non_blocking=True)
 
     def _limit_steps_in_flight(self) -> None:
         """Wait until the device is at most MAX_STEPS_IN_FLIGHT steps behind."""
@@ -220,15 +230,17 @@ class GraphLoop:
         return capture(work, workspace=len(engines) == 1 and batch * self._height * self._width < _LARGE_STEP_PIXELS)
 
     def _step(self, engines: Sequence[Engine]) -> None:
-        """One step of every slot at its own counter. The batch is divided between `engines`, in order. The results of
-        free slots are never read."""
+        """Run one step of every slot at its own counter. The batch is divided between `engines`, in order.
+
+        The results of free slots are never read.
+        """
         now = self._coefficients[self._slot_indices, self._steps_done]  # [slots, 8]
         c_in, *update, scale = now.T.reshape(now.shape[1], -1, 1, 1, 1)
         model_input = torch.mul(c_in, self._latents, out=self._model_input)
         sizes = [engine.bucket.batch.max for engine in engines]
         ends = list(accumulate(sizes, initial=0))
         inputs = [self._inputs(slice(*part), model_input) for part in pairwise(ends)]
-        runs = [partial(engine.run, given) for engine, given in zip(engines, inputs, strict=True)]
+        runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
         results = run_concurrently(runs) if all(engine.concurrent for engine in engines) else [run() for run in runs]
         predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
@@ -237,20 +249,26 @@ class GraphLoop:
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
 
     def _inputs(self, entries: slice, model_input: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The UNet's inputs for these entries of the batch. Runs the networks before it."""
+        """Run the networks before the UNet, and return the UNet's inputs for these entries of the batch."""
         slots, cond_slots = self._batch_slots[entries], self._batch_cond_slots[entries]
-        known = {SAMPLE: model_input[slots]} | {name: buffer[entries] for name, buffer in self._batch.items()}
+        tensors = {SAMPLE: model_input[slots]} | {name: buffer[entries] for name, buffer in self._batch.items()}
         steps = self._steps_done[slots]
-        known |= {name: buffer[cond_slots, steps] for name, buffer in self._cond.items() if name not in known}
+        tensors |= {name: buffer[cond_slots, steps] for name, buffer in self._cond.items() if name not in tensors}
+
+        def inputs_of(network: EngineSet) -> dict[str, torch.Tensor]:
+            return {spec.name: tensors[spec.name].to(DTYPES[spec.dtype]) for spec in network.signature.inputs}
+
         for network in self._networks.before:
-            given = {spec.name: known[spec.name].to(DTYPES[spec.dtype]) for spec in network.signature.inputs}
-            known |= network.run(given, self._height, self._width)
-        return {spec.name: known[spec.name].to(DTYPES[spec.dtype]) for spec in self._networks.unet.signature.inputs}
+            tensors |= network.run(inputs_of(network), self._height, self._width)
+        return inputs_of(self._networks.unet)
 
 
 def _calls(unet: EngineSet, height: int, width: int) -> tuple[dict[int, list[Engine]], dict[int, list[Engine]]]:
-    """Batch of a step -> the engines that run it together: for any images, and for images that are all guided against
-    zeros (see `GraphLoop._map_split_cfg`). Two engines of batch 1 each run one CFG half of a single guided image."""
+    """Return the engines that run a step together, by its batch: for any images, and for the CFG variants.
+
+    The variants serve images that are all guided against zeros (see `GraphLoop._map_split_cfg`). Two engines of batch 1
+    each run one half of a single guided image.
+    """
     calls = {engine.bucket.batch.max: [engine] for engine in unet.serving(height, width)}
     split = {engine.bucket.batch.max: [engine] for engine in unet.of_size(height, width, "both")}
     if 1 in calls:

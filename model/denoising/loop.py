@@ -22,8 +22,10 @@ _NO_LATENTS = torch.empty(0)
 
 @dataclass(frozen=True)
 class StepNetworks:
-    """The engines that run in each step: `before`, in order, then `unet`. The outputs of one are inputs of the next by
-    name. `by_step`: the names of the inputs that differ by step."""
+    """The engines that run in each step: `before`, in order, then `unet`.
+
+    The outputs of one are inputs of the next by name. `by_step`: the names of the inputs that differ by step.
+    """
 
     unet: EngineSet
     by_step: Collection[str]
@@ -37,9 +39,11 @@ class StepNetworks:
 
 @dataclass
 class Conditioning:
-    """Inputs of a step's networks by name, in their dtypes: [1, ...] for all steps, or [steps, ...] for those that
-    differ by step. A missing input is zeros. `is_zero`: there is no text, not even an empty one, and its inputs are
-    zeros."""
+    """Inputs of a step's networks by name, in their dtypes.
+
+    An input is [1, ...] for all steps, or [steps, ...] if it differs by step. A missing input is zeros. `is_zero`: the
+    inputs are zeros because there is no text, not even an empty one.
+    """
 
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
     is_zero: bool = False
@@ -49,14 +53,15 @@ class Conditioning:
 class ImageState:
     """One image from its request to its pixels: the only lasting record of it.
 
-    index: its number among the images of its request.
-    generator: has the image's seed. It is drawn from as diffusers does: the initial latents, then each step's noise.
-    stage: how many of the runner's stages it has begun.
-    latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, they are its start.
-    schedule, step: the steps of the loop that the image is in or waits for, and how many of them are finished.
+    index: its position among the images of its request.
+    generator: CPU generator with the image's seed. Initial latents and then each step's noise are drawn from it, as in
+        diffusers.
+    stage: the number of the runner's stages that it has begun.
+    latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are its initial latents.
+    schedule, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     guidance: float32 [steps], 1 from the first unguided step on.
-    cond, uncond: what conditions the UNet; `uncond` is None where no step is guided.
-    pixels: the decoded image, once it is queued.
+    cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
+    pixels: the decoded image, once decoding is queued.
     """
 
     index: int
@@ -95,8 +100,10 @@ class Loop(Protocol):
     """The active images, in order of joining."""
 
     def add(self, image: ImageState) -> None:
-        """Add an image at step 0 that has steps and for which there is room (`has_room`). The loop copies its state and
-        may take its conditioning from it."""
+        """Add an image at step 0, with at least one step, for which the loop has room (`has_room`).
+
+        The loop copies the image's state, and may clear its conditioning.
+        """
 
     def remove(self, image: ImageState) -> None:
         """Drop an image before the next step. Other images are unaffected."""
@@ -109,16 +116,20 @@ class Loop(Protocol):
         """
 
     def latents(self, image: ImageState) -> torch.Tensor:
-        """A copy of the image's denoised estimate [1, channels, height/8, width/8], for previews; zeros before its
-        first step."""
+        """Return a copy of the image's denoised estimate [1, channels, height/8, width/8], for previews.
+
+        Before its first step these are zeros.
+        """
 
 
 def unet_batch(images: Sequence[ImageState]) -> int:
-    """The UNet batch of the next step of these images."""
+    """Return the UNet batch of the next step of these images."""
     return sum(image.unet_batch for image in images)
 
 
 def has_room(loop: Loop, needed: int) -> bool:
-    """True if an image that takes `needed` batch entries may join. An empty loop takes any image: one that needs more
-    than the largest batch runs its steps in several calls."""
+    """True if an image that takes `needed` batch entries may join.
+
+    An empty loop takes any image: one that needs more than the largest batch runs each step in several calls.
+    """
     return not loop.images or unet_batch(loop.images) + needed <= loop.capacity

@@ -44,8 +44,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 class NoiseSchedule:
     """The noise that a model was trained with, and the spacing of inference steps. Fields are named as in diffusers.
 
-    An instance is always valid: the constructor raises ManifestError naming the field. `original_inference_steps` and
-    `timestep_scaling` are used by LCM only.
+    An instance is always valid: the constructor raises ManifestError naming the field. Only LCM uses
+    `original_inference_steps` and `timestep_scaling`.
     """
 
     num_train_timesteps: int
@@ -71,64 +71,64 @@ class NoiseSchedule:
         count = self.num_train_timesteps
         ranges: dict[str, tuple[float, float]] = {
             "num_train_timesteps": (MAX_STEPS + 1, 100_000),
-            # (n - 1) * (count // n) + offset, the first of n timesteps with leading spacing, must stay below count
+            # The first of n timesteps with leading spacing, (n - 1) * (count // n) + offset, must be below count.
             "steps_offset": (0, count // MAX_STEPS - 1),
             "original_inference_steps": (1, count),
             "timestep_scaling": (1e-3, 1e3),
             "beta_start": (1e-8, 0.5),
             "beta_end": (self.beta_start, 0.5),
         }
-        for name, (least, most) in ranges.items():
+        for name, (minimum, maximum) in ranges.items():
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise ManifestError(f"noise schedule: {name} is {value}, not {least} to {most}.")
+            if not minimum <= value <= maximum:
+                raise ManifestError(f"noise schedule: {name} is {value}, not {minimum} to {maximum}.")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "NoiseSchedule":
         """Read a diffusers scheduler_config.json of any known class. As in diffusers, unknown keys are ignored.
 
-        Raises ManifestError naming the key of a setting that is not linear or not served, or of a missing one on whose
-        default the classes disagree.
+        Raises ManifestError naming the key of a setting that is not supported, or of a missing one on whose default the
+        classes disagree.
         """
         for key in REQUIRED:
             if key not in config:
                 raise ManifestError(f"scheduler_config.json lacks {key}.", "Add it: the samplers' defaults differ.")
         supported = dict(SUPPORTED)
         if config.get("_class_name") == "DPMSolverMultistepScheduler":
-            # For this class they choose among the public samplers; see configured_sampler.
+            # For this class these settings choose among the public samplers; see configured_sampler.
             supported["use_karras_sigmas"] = (False, None, True)
             supported["algorithm_type"] = ("dpmsolver++", "sde-dpmsolver++")
         for key, values in supported.items():
             if key in config and config[key] not in values:
                 served = " or ".join(map(repr, values))
                 raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.", "")
-        given: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
-        given |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
-        return cls(**given)
+        settings: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
+        settings |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON can hold them, for a release's manifest."""
+        """Return the fields as JSON values, for a release's manifest."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "NoiseSchedule":
-        """The inverse of `to_dict`. Raises ManifestError for a missing or unknown field, or a value out of range."""
-        wrong = set(values) ^ {field.name for field in fields(cls)}
-        if wrong:
-            raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, wrong)))}.")
+        """Invert `to_dict`. Raises ManifestError for a missing or unknown field, or a value out of range."""
+        mismatched = set(values) ^ {field.name for field in fields(cls)}
+        if mismatched:
+            raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, mismatched)))}.")
         return cls(**values)
 
     def alphas_cumprod(self) -> Floats:
-        """The signal's share of the variance at each training timestep, [num_train_timesteps].
+        """Return the signal's share of the variance at each training timestep, float64 [num_train_timesteps].
 
-        Ho et al. 2020 (DDPM), section 2: the running product of 1 - beta. "scaled_linear" is linear in sqrt(beta), as
-        in latent diffusion. Rounded where torch.linspace and torch.cumprod round in float32: this changes the last
-        sigmas by 1 part in 40,000, and Karras timesteps are rounded to integers.
+        It is the running product of 1 - beta: Ho et al. 2020 (DDPM), section 2. "scaled_linear" is linear in
+        sqrt(beta), as in latent diffusion. Values are rounded where torch.linspace and torch.cumprod round in float32.
+        This changes the last sigmas by 1 part in 40,000, which matters where Karras timesteps are rounded to integers.
         """
         scaled, count = self.beta_schedule == "scaled_linear", self.num_train_timesteps
         start, end = (np.float32(b**0.5 if scaled else b) for b in (self.beta_start, self.beta_end))
-        pace, index = float((end - start) / np.float32(count - 1)), np.arange(count)
-        up, down = float(start) + pace * index, float(end) - pace * index[::-1]
-        line = np.where(index < count // 2, up, down).astype(np.float32)
+        stride, index = float((end - start) / np.float32(count - 1)), np.arange(count)
+        from_start, from_end = float(start) + stride * index, float(end) - stride * index[::-1]
+        line = np.where(index < count // 2, from_start, from_end).astype(np.float32)
         alphas = (np.float32(1) - (line * line if scaled else line)).astype(np.float64)
         return np.cumprod(alphas).astype(np.float32).astype(np.float64)

@@ -23,22 +23,22 @@ DPM_VARIANTS = {
 
 
 def sampler_name(name: str) -> str:
-    """The public name of a sampler, given that name or a diffusers class name. Raises RequestRefused."""
+    """Return the public name of a sampler, from that name or from a diffusers class name. Raises RequestRefused."""
     if name not in SAMPLERS and name not in DIFFUSERS_CLASSES:
         raise RequestRefused("scheduler", f"{name!r} is not one of {', '.join((*SAMPLERS, *DIFFUSERS_CLASSES))}.")
     return DIFFUSERS_CLASSES.get(name, name)
 
 
 def check_steps(steps: int, sampler: str) -> None:
-    """Raises RequestRefused for more steps than the sampler (public name) serves."""
+    """Raise RequestRefused for more steps than the sampler (public name) serves."""
     if sampler == "LCM" and steps > MAX_STEPS_LCM:
         raise RequestRefused(
-            "num_inference_steps", f"{steps} is too many for LCM; give 1 to {MAX_STEPS_LCM}, or another scheduler."
+            "num_inference_steps", f"{steps} is too many for LCM. Set 1 to {MAX_STEPS_LCM}, or another scheduler."
         )
 
 
 def configured_sampler(config: Mapping[str, Any]) -> str:
-    """The public name of the sampler that a scheduler_config.json names: a release's default. Raises ManifestError."""
+    """Return the public name of the sampler in a scheduler_config.json, a release's default. Raises ManifestError."""
     name = str(config.get("_class_name"))
     if name not in DIFFUSERS_CLASSES:
         raise ManifestError(

@@ -5,16 +5,16 @@ Every sampler served here is linear in its inputs. With `eps` the UNet's predict
     denoised = a * x + b * eps
     next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous denoised + noise_coef * noise
 
-so a step is seven numbers (`COEFFICIENTS`), and a denoising loop knows no sampler by name.
+so a step is seven numbers (`COEFFICIENTS`), and a denoising loop names no sampler.
 
-The UNet timesteps and the draws of noise equal those of diffusers 0.42.1 (a scheduler made by `from_config` from the
-same scheduler_config.json), and the latents except for rounding. The noise schedule is rounded to float32 where
-diffusers rounds it; all derived numbers are float64 until `pad_schedules` writes float32.
+The UNet timesteps and the draws of noise equal those of diffusers 0.42.1, with a scheduler that `from_config` makes
+from the same scheduler_config.json. The latents are equal except for rounding. The noise schedule is rounded to float32
+where diffusers rounds it; all derived numbers are float64 until `pad_schedules` writes float32.
 
 One deviation: with trailing spacing some step counts (61 of 1,000) give diffusers one step too many, at timestep -1,
 because of rounding in `numpy.arange`. Here a schedule of n steps has n entries.
 
-This module knows nothing of tensors, devices, guidance or generators.
+This module uses no tensors, devices, guidance or generators.
 """
 
 import math
@@ -35,13 +35,13 @@ COEFFICIENTS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
 
 @dataclass(frozen=True, eq=False)
 class SamplerSchedule:
-    """The steps of one sampler. The arrays are read-only; a schedule without steps is false.
+    """The steps of one sampler. The arrays are read-only. A schedule without steps is false.
 
     timesteps: float64 [steps], the UNet's input; each is exact in float32.
     coefficients: float64 [steps, 7], in the order of COEFFICIENTS.
     init_sigma: the initial latents are init_sigma * N(0, 1).
-    draws_noise: bool [steps], true if the step draws from the generator. It may be true where the noise coefficient is
-        0: the draw must still be taken, so that later draws equal those of diffusers.
+    draws_noise: bool [steps], true if the step draws noise from the generator. It may be true where the noise
+        coefficient is 0: that draw is still needed, so that later draws equal those of diffusers.
     """
 
     sampler: str
@@ -63,13 +63,16 @@ class SamplerSchedule:
         return self.steps
 
 
-@lru_cache(maxsize=256)  # requests use the same few, and the GPU waits while one is made
+@lru_cache(maxsize=256)  # requests use the same few schedules
 def sampler_schedule(sampler: str, steps: int, noise_schedule: NoiseSchedule) -> SamplerSchedule:
-    """The schedule of a sampler, by any name that `sampler_name` takes. Raises RequestRefused for too many steps."""
+    """Return the schedule of a sampler, by any name that `sampler_name` accepts.
+
+    Raises RequestRefused for too many steps.
+    """
     name = sampler_name(sampler)
-    most = min(MAX_STEPS_LCM, noise_schedule.original_inference_steps) if name == "LCM" else MAX_STEPS
-    if not 1 <= steps <= most:
-        raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {most}, the range of {name}.")
+    max_steps = min(MAX_STEPS_LCM, noise_schedule.original_inference_steps) if name == "LCM" else MAX_STEPS
+    if not 1 <= steps <= max_steps:
+        raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {max_steps}, the range of {name}.")
     build = {"Euler": _euler, "Euler a": _euler, "DDIM": _ddim, "LCM": _lcm}.get(name, _dpm)
     return build(name, steps, noise_schedule)
 
@@ -86,21 +89,21 @@ def split_schedule(
     Run one after the other, with one generator, the two give the result of the two pipelines. Steps keep the sigmas
     and the noise of the whole schedule: a base that stops early ends on an ordinary step, where LCM draws noise. The
     refiner has no history: its first entry has coefficient 0 for the previous denoised estimate, so DPM++ is first
-    order there. (The buffer of that estimate must still hold finite numbers.)
+    order there. The buffer of that estimate must still hold finite numbers.
 
-    Either part may be empty: the base where the fraction is near 0, the refiner where it is near 1 or there are few
-    steps. diffusers treats the fractions 0 and 1 as no hand-over; here they are the ends of the rule.
+    Either part may be empty: the base if the fraction is near 0, the refiner if it is near 1 or there are few steps.
+    diffusers ignores the fractions 0 and 1; here they follow the rule.
     """
     if not 0 <= denoising_frac <= 1:
         raise RequestRefused("denoising_frac", f"{denoising_frac} is not 0 to 1.")
-    whole = noise_schedule.num_train_timesteps
-    count = int(np.count_nonzero(schedule.timesteps >= round(whole - denoising_frac * whole)))
+    training_steps = noise_schedule.num_train_timesteps
+    base_steps = int(np.count_nonzero(schedule.timesteps >= round(training_steps - denoising_frac * training_steps)))
     coefficients = schedule.coefficients.copy()
-    if 0 < count < schedule.steps:
-        # m0 + (m0 - m1) / 2r without m1 is m0: add the two coefficients
+    if 0 < base_steps < schedule.steps:
+        # Without m1, m0 + (m0 - m1) / 2r becomes m0: the two coefficients are added.
         denoised, prev = COEFFICIENTS.index("denoised"), COEFFICIENTS.index("prev")
-        coefficients[count, denoised] += coefficients[count, prev]
-        coefficients[count, prev] = 0.0
+        coefficients[base_steps, denoised] += coefficients[base_steps, prev]
+        coefficients[base_steps, prev] = 0.0
     base, refiner = (
         replace(
             schedule,
@@ -108,7 +111,7 @@ def split_schedule(
             coefficients=coefficients[part],
             draws_noise=schedule.draws_noise[part],
         )
-        for part in (slice(None, count), slice(count, None))
+        for part in (slice(None, base_steps), slice(base_steps, None))
     )
     return base, refiner
 
@@ -116,26 +119,27 @@ def split_schedule(
 def pad_schedules(
     schedules: Sequence[SamplerSchedule], max_steps: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Schedules as the device holds them: timesteps [images, max_steps] and coefficients [images, max_steps, 7].
+    """Return schedules in the device's form: timesteps [images, max_steps], coefficients [images, max_steps, 7].
 
-    A padded step has timestep 0 and is the identity: denoised = x and next x = x, for finite eps and buffers.
-    Raises RequestRefused for a schedule of more than `max_steps`.
+    A padded step has timestep 0 and is the identity: denoised = x and next x = x, for finite eps and buffers. Raises
+    RequestRefused for a schedule of more than `max_steps`.
     """
     timesteps = np.zeros((len(schedules), max_steps), dtype=np.float32)
     coefficients = np.zeros((len(schedules), max_steps, len(COEFFICIENTS)), dtype=np.float32)
     coefficients[:] = [1.0 if name in ("c_in", "a", "x") else 0.0 for name in COEFFICIENTS]
-    for image, one in enumerate(schedules):
-        if one.steps > max_steps:
-            raise RequestRefused("num_inference_steps", f"{one.steps} is more than the {max_steps} served.")
-        timesteps[image, : one.steps] = one.timesteps
-        coefficients[image, : one.steps] = one.coefficients
+    for index, schedule in enumerate(schedules):
+        steps = schedule.steps
+        if steps > max_steps:
+            raise RequestRefused("num_inference_steps", f"{steps} is more than the {max_steps} served.")
+        timesteps[index, :steps] = schedule.timesteps
+        coefficients[index, :steps] = schedule.coefficients
     return timesteps, coefficients
 
 
-def _spaced(schedule: NoiseSchedule, steps: int, points: int) -> Floats:
-    """Timesteps, descending: Lin et al. 2023 (arXiv 2305.08891), table 2.
+def _spaced_timesteps(schedule: NoiseSchedule, steps: int, points: int) -> Floats:
+    """Return the timesteps, descending: Lin et al. 2023 (arXiv 2305.08891), table 2.
 
-    Leading and linspace divide the range into `points`: DPM++ uses one more than its steps and drops the last.
+    Leading and linspace spacing divide the range into `points`. DPM++ uses one more than its steps and drops the last.
     """
     count = schedule.num_train_timesteps
     if schedule.timestep_spacing == "leading":
@@ -148,13 +152,13 @@ def _spaced(schedule: NoiseSchedule, steps: int, points: int) -> Floats:
 
 
 def _sigmas(schedule: NoiseSchedule) -> Floats:
-    """Ratio of noise to signal at each training timestep, as in Karras et al. 2022 (EDM): x0 + sigma * noise."""
+    """Return the ratio of noise to signal at each training timestep: Karras et al. 2022 (EDM), x0 + sigma * noise."""
     alphas = schedule.alphas_cumprod()
     return np.sqrt((1 - alphas) / alphas)
 
 
 def _coefficients(steps: int, **columns: Floats | float) -> Floats:
-    """[steps, 7] from columns by name; the others are 0."""
+    """Return coefficients [steps, 7] from columns by name. Other columns are 0."""
     result = np.zeros((steps, len(COEFFICIENTS)))
     for name, values in columns.items():
         result[:, COEFFICIENTS.index(name)] = values
@@ -164,13 +168,13 @@ def _coefficients(steps: int, **columns: Floats | float) -> Floats:
 def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """Euler: Karras et al. 2022 (EDM), algorithm 1 without its correction; ancestral: k-diffusion.
 
-    x is x0 + sigma * noise; x + (sigma' - sigma) * (x - denoised) / sigma is a mean of x and denoised. Ancestral goes
-    down to sigma'^2 / sigma, and noise brings it back up to sigma' (Song et al. 2020, DDIM, equation 16 with eta = 1).
-    It draws noise at the last step too, with coefficient 0.
+    x is x0 + sigma * noise. A step, x + (sigma' - sigma) * (x - denoised) / sigma, is a mean of x and denoised. An
+    ancestral step goes down to sigma'^2 / sigma. Noise then raises it to sigma': Song et al. 2020 (DDIM), equation 16
+    with eta = 1. The last step draws noise too, with coefficient 0.
     """
-    timesteps = _spaced(schedule, steps, steps).astype(np.float32).astype(np.float64)
-    every = _sigmas(schedule)
-    start = np.interp(timesteps, np.arange(len(every)), every)
+    timesteps = _spaced_timesteps(schedule, steps, steps).astype(np.float32).astype(np.float64)
+    sigmas = _sigmas(schedule)
+    start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
     end = np.append(start[1:], 0.0)
     ancestral = name == "Euler a"
     down = end**2 / start if ancestral else end
@@ -193,19 +197,19 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     A step goes back by a fixed stride, as in diffusers, even where the next entry's timestep is different.
     """
     alphas = schedule.alphas_cumprod()
-    timesteps = _spaced(schedule, steps, steps).round()
+    timesteps = _spaced_timesteps(schedule, steps, steps).round()
     now = timesteps.astype(np.int64)
     back = now - schedule.num_train_timesteps // steps
     alpha = alphas[now]
     alpha_back = np.where(back >= 0, alphas[back], 1.0 if schedule.set_alpha_to_one else alphas[0])
-    kept = np.sqrt((1 - alpha_back) / (1 - alpha))
+    noise_ratio = np.sqrt((1 - alpha_back) / (1 - alpha))
     coefficients = _coefficients(
         steps,
         c_in=1.0,
         a=1 / np.sqrt(alpha),
         b=-np.sqrt((1 - alpha) / alpha),
-        x=kept,
-        denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * kept,
+        x=noise_ratio,
+        denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * noise_ratio,
     )
     return SamplerSchedule(name, timesteps, coefficients, 1.0, np.zeros(steps, dtype=np.bool_))
 
@@ -214,33 +218,33 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """DPM-Solver++ (2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2, and its SDE-DPM-Solver++ (2M).
 
     h is the step in log(alpha / sigma). exp(-h) is `shrink`, a ratio of EDM's sigmas, which is finite at the last step
-    too. r is the previous h over this one. The data prediction is m0 + (m0 - m1) / 2r (midpoint), and m0 in the first
+    too. r is the previous h over this one. The data prediction is m0 + (m0 - m1) / 2r (midpoint). It is m0 in the first
     step, which has no m1, and in the last, whose h is infinite. The SDE draws noise at every step, with coefficient 0
-    at the last. Karras sigmas: EDM, equation 5, rho = 7, over the whole training range, whatever the spacing. Their
-    timesteps are rounded, the sigmas are not.
+    at the last. Karras sigmas are those of EDM, equation 5, with rho = 7. They cover the whole training range for any
+    spacing. Their timesteps are rounded, the sigmas are not.
     """
-    every = _sigmas(schedule)
+    sigmas = _sigmas(schedule)
     if name == "DPM++ 2M":
-        timesteps = _spaced(schedule, steps, steps + 1).round()
-        start = np.interp(timesteps, np.arange(len(every)), every)
+        timesteps = _spaced_timesteps(schedule, steps, steps + 1).round()
+        start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
     else:
-        high, low = every[-1] ** (1 / 7), every[0] ** (1 / 7)
+        high, low = sigmas[-1] ** (1 / 7), sigmas[0] ** (1 / 7)
         start = (high + np.linspace(0, 1, steps) * (low - high)) ** 7
-        timesteps = np.interp(np.log(start), np.log(every), np.arange(len(every))).round()
+        timesteps = np.interp(np.log(start), np.log(sigmas), np.arange(len(sigmas))).round()
     end = np.append(start[1:], 0.0)
     alpha, alpha_end, shrink = 1 / np.sqrt(start**2 + 1), 1 / np.sqrt(end**2 + 1), end / start
     sde = name == "DPM++ 2M SDE Karras"
     decay = shrink**2 if sde else shrink
-    m0, h, half = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
-    half[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
+    m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
+    correction[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
     coefficients = _coefficients(
         steps,
         c_in=1.0,
         a=1 / alpha,
         b=-start,
         x=decay * alpha_end / alpha,
-        denoised=m0 + half,
-        prev=-half,
+        denoised=m0 + correction,
+        prev=-correction,
         noise=end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
     )
     return SamplerSchedule(name, timesteps, coefficients, 1.0, np.full(steps, sde))
@@ -249,12 +253,13 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
 def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """Multistep latent consistency sampling: Luo et al. 2023 (arXiv 2310.04378), algorithm 3.
 
-    c_skip and c_out as in diffusers. Steps are picked from those of the distillation, whatever the spacing and its
-    offset. Each step predicts the denoised image and adds noise for the next one; the last adds and draws none.
+    c_skip and c_out are those of diffusers. Steps are chosen from those of the distillation, for any spacing and
+    offset. Each step predicts the denoised image and adds noise for the next one. The last step neither draws nor adds
+    noise.
     """
     alphas, original, sigma_data = schedule.alphas_cumprod(), schedule.original_inference_steps, 0.5
-    picked = np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
-    now = (original - picked) * (schedule.num_train_timesteps // original) - 1
+    chosen = np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
+    now = (original - chosen) * (schedule.num_train_timesteps // original) - 1
     alpha, alpha_next = alphas[now], np.append(alphas[now[1:]], 1.0)
     scaled = now * schedule.timestep_scaling
     c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)

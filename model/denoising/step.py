@@ -8,16 +8,19 @@ from model.denoising.loop import ImageState
 
 
 def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """uncond + scale * (cond - uncond): Ho and Salimans, "Classifier-free diffusion guidance", 2022, in diffusers'
-    form."""
+    """Return uncond + scale * (cond - uncond), the form of diffusers.
+
+    Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022.
+    """
     return torch.addcmul(uncond, scale, cond - uncond)
 
 
 def advance(
     x: torch.Tensor, previous: torch.Tensor, eps: torch.Tensor, noise: torch.Tensor, update: Sequence[torch.Tensor]
 ) -> None:
-    """Take one sampler step (`model.denoising.samplers`) in place: `previous` becomes the denoised estimate, `x` the
-    next latents.
+    """Take one sampler step (`model.denoising.samplers`) in place.
+
+    `previous` becomes the denoised estimate, `x` the next latents:
 
         denoised = a * x + b * eps
         next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
@@ -25,12 +28,12 @@ def advance(
     All are float32 [images, channels, height/8, width/8]. `update`: `COEFFICIENTS` without the first, each
     [images, 1, 1, 1].
     """
-    # Written in place: in a graph a copy is a node that takes longer than these sums.
+    # In place, because a copy would be one more node of the graph, which takes longer than these sums.
     a, b, x_coef, denoised_coef, prev_coef, noise_coef = update
-    moved = prev_coef * previous
+    mean = prev_coef * previous
     torch.mul(a, x, out=previous).addcmul_(b, eps)
-    moved.addcmul_(x_coef, x).addcmul_(denoised_coef, previous)
-    torch.addcmul(moved, noise_coef, noise, out=x)
+    mean.addcmul_(x_coef, x).addcmul_(denoised_coef, previous)
+    torch.addcmul(mean, noise_coef, noise, out=x)
 
 
 def draw_noise(images: Sequence[ImageState], like: torch.Tensor) -> torch.Tensor:
