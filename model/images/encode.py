@@ -25,9 +25,9 @@ def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert the VAE decoder's output to pixels, and check each image for NaN and infinity, which clamping would hide.
 
     `decoded`: float [images, 3, height, width], nominally in [-1, 1], on any device; values outside are clamped.
-    Returns uint8 [images, height, width, 3] (RGB) and bool [images], true for finite images. Both stay on the device
-    and are not waited for. Scales in `decoded`'s own dtype and rounds half to even, as diffusers'
-    `VaeImageProcessor.postprocess` does, so pixels are identical.
+    Returns uint8 [images, height, width, 3] (RGB) and bool [images], true for finite images. Both stay on the device,
+    and the host does not wait for them. Values are scaled in the dtype of `decoded` and rounded half to even, as in
+    diffusers' `VaeImageProcessor.postprocess`, so pixels are identical.
     """
     # NaN survives minimum and maximum, so two numbers an image suffice; isfinite of every value is far slower.
     flat = decoded.flatten(1)
@@ -38,7 +38,7 @@ def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def broken_image(indices: Sequence[int], images: int) -> BrokenImage:
-    """The error for images `indices` of the `images` of a request that hold NaN or infinity."""
+    """Return the error for images with NaN or infinity: the `indices` of them among the `images` of a request."""
     return BrokenImage(f"image {', '.join(map(str, indices))} of {images} (counted from 0) has NaN or infinite values.")
 
 
@@ -54,8 +54,8 @@ def encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
 
 
 def _encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
-    # A memory file of the system instead of io.BytesIO: Pillow releases the interpreter lock while it writes to a file
-    # descriptor, and holds it for a whole JPEG otherwise.
+    # A file in memory, and not io.BytesIO: Pillow releases the interpreter lock while it writes to a file descriptor.
+    # Otherwise it holds the lock for a whole JPEG.
     with open(os.memfd_create("image"), "w+b", buffering=0) as file:
         # A new Image each time: two threads that save one Image mix up their options.
         Image.fromarray(pixels).save(file, format=format.upper(), **_options(format, quality))
@@ -64,12 +64,12 @@ def _encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
 
 
 def encode_base64(pixels: Pixels, format: ImageFormat, quality: int) -> str:
-    """`encode`, as standard base64 text without line breaks or a `data:` prefix."""
+    """Encode one image like `encode`, as standard base64 text without line breaks or a `data:` prefix."""
     return base64.b64encode(encode(pixels, format, quality)).decode("ascii")
 
 
 def _options(format: ImageFormat, quality: int) -> dict[str, Any]:
-    """Pillow's options, chosen for speed: a few per cent of the bytes are not worth a longer wait."""
+    """Return Pillow's options, chosen for speed: a few per cent of the bytes are not worth a longer wait."""
     if format == "png":
         # Level 6 takes 3.5 times as long as level 1 and saves 5 % on a photo-like image.
         return {"compress_level": 1}

@@ -20,12 +20,12 @@ _START_OF_FRAME, _START_OF_SCAN = 0xC0, 0xDA
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, _MAX_STRIPS - 1), "preheat-strip")
 
 
 def encode_in_strips(pixels: npt.NDArray[np.uint8], encode: Callable[[npt.NDArray[np.uint8]], bytes]) -> bytes:
-    """Return `encode(pixels)` of an image [height, width, 3], computed by as many threads as pay.
+    """Return `encode(pixels)` of an image [height, width, 3], computed by several threads if it is large.
 
     `encode` makes a baseline JPEG with colour at half resolution (4:2:0) and releases the interpreter lock.
     """
@@ -36,13 +36,13 @@ def encode_in_strips(pixels: npt.NDArray[np.uint8], encode: Callable[[npt.NDArra
         return encode(pixels)
     step = -(-blocks // count)  # rows of blocks in a strip
     cuts = range(0, height, step * _BLOCK_SIDE)
-    others = [_threads().submit(encode, pixels[at : at + step * _BLOCK_SIDE]) for at in cuts[1:]]
+    others = [_thread_pool().submit(encode, pixels[at : at + step * _BLOCK_SIDE]) for at in cuts[1:]]
     first = encode(pixels[: cuts[1]])
-    return join([first, *(other.result() for other in others)], height, step * -(-width // _BLOCK_SIDE))
+    return join_strips([first, *(other.result() for other in others)], height, step * -(-width // _BLOCK_SIDE))
 
 
-def join(strips: Sequence[bytes], height: int, interval: int) -> bytes:
-    """Join baseline JPEGs of an image's strips, from its top, into one of `height` pixels.
+def join_strips(strips: Sequence[bytes], height: int, interval: int) -> bytes:
+    """Join the baseline JPEGs of an image's strips, top first, into one JPEG of `height` pixels.
 
     Each strip but the last has `interval` blocks. All were encoded with the same settings and without restarts.
     """
@@ -50,22 +50,22 @@ def join(strips: Sequence[bytes], height: int, interval: int) -> bytes:
     frame = _find_segment(header, _START_OF_FRAME)
     header[frame + 5 : frame + 7] = height.to_bytes(2)
     scan = _find_segment(header, _START_OF_SCAN)
-    header[scan:scan] = b"\xff\xdd\x00\x04" + interval.to_bytes(2)
+    header[scan:scan] = b"\xff\xdd\x00\x04" + interval.to_bytes(2)  # DRI: the restart interval
     parts = [bytes(header), first]
     for number, strip in enumerate(strips[1:]):
-        parts += [bytes([0xFF, 0xD0 + number % 8]), _split(strip)[1]]
-    return b"".join([*parts, b"\xff\xd9"])
+        parts += [bytes([0xFF, 0xD0 + number % 8]), _split(strip)[1]]  # RST0 to RST7
+    return b"".join([*parts, b"\xff\xd9"])  # EOI: the end of the image
 
 
 def _split(file: bytes) -> tuple[bytearray, bytes]:
-    """The header up to the entropy-coded data, and that data."""
+    """Return the header up to the entropy-coded data, and that data."""
     scan = _find_segment(file, _START_OF_SCAN)
     end = scan + 2 + int.from_bytes(file[scan + 2 : scan + 4])
     return bytearray(file[:end]), file[end:-2]
 
 
 def _find_segment(file: bytes | bytearray, kind: int) -> int:
-    """Offset of the first segment of a kind, which must exist."""
+    """Return the offset of the first segment of a kind, which must exist."""
     at = 2
     while file[at + 1] != kind:
         at += 2 + int.from_bytes(file[at + 2 : at + 4])

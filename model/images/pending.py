@@ -20,7 +20,7 @@ class PendingImage:
             self._done = torch.cuda.current_stream(levels.device).record_event()
 
     def wait(self) -> Pixels | None:
-        """uint8 [height, width, 3]; None if the image holds NaN or infinity."""
+        """Return uint8 [height, width, 3], or None if the image holds NaN or infinity."""
         if self._done is not None:
             self._done.synchronize()
         if not bool(self._finite):

@@ -82,7 +82,7 @@ class Prefetch:
         self._process.send_request(settings, options, targets)
         manifest = self._process.manifest()
         if manifest is not None and isinstance(store, S3Store):
-            store.offer(settings.release, manifest)
+            store.preset_manifest(settings.release, manifest)
         self._opened.set()
         self._process.wait()
 

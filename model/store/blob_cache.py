@@ -6,13 +6,13 @@ users/<random>          the digests that one process has pinned; locked for as l
 lock                    held while space is made or a blob is pinned
 
 One process fetches a blob and holds the lock of its partial file; the others wait for it. All locks are flock(2) locks,
-which end with the process. So a killed process leaves nothing locked, and the next one continues from its parts.
+which end with the process. So a killed process leaves nothing locked, and the next one keeps the complete parts.
 
 When space is needed, the least recently used blobs are deleted first, but no blob that a live process has pinned. A
 load pins each blob before it looks for it, and unpins it when it closes its store. Mapped blobs may be deleted after
 that, because the file system keeps the bytes of a mapped file.
 
-Nothing is flushed to the disk: the next reader's check finds what a power failure damaged, and fetches it again.
+Nothing is flushed to the disk. Every reader verifies a blob, and fetches it again if a power failure damaged it.
 """
 
 import errno
@@ -34,15 +34,15 @@ from model.store.sink import Sink
 
 _STALE_SECONDS = 24 * 3600  # age at which an unused partial blob is deleted whenever space is made
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-# Mode of files that are locked: whoever may open one, if only to read, could hold its lock and block every load.
-_PRIVATE = 0o600
-_READABLE = 0o644  # mode of complete blobs
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# A link, a pipe, a file or a folder where something else belongs.
-_WRONG_TYPE = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO}
+# Mode of files that are locked. Another user who could open one, even to read, could hold its lock and block all loads.
+_LOCKED_FILE_MODE = 0o600
+_BLOB_MODE = 0o644  # of complete blobs
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# An entry is a link, a pipe, a file or a folder where the cache has another kind of entry.
+_WRONG_TYPE_ERRNOS = {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EINVAL, errno.ENXIO}
 
 
-class Partial:
+class PartialBlob:
     """An unfinished blob, locked for one fetcher: `parts` of `part_bytes` each, the last of which may be shorter."""
 
     def __init__(self, handle: int, size: int, part_bytes: int) -> None:
@@ -61,13 +61,14 @@ class Partial:
         return [part for part in range(self.parts) if done[part : part + 1] != b"\1"]
 
     def write(self, at: int, data: bytes) -> None:
+        """Write all of `data` at offset `at`."""
         view = memoryview(data)
         while view:
             count = os.pwrite(self.handle, view, at)
             view, at = view[count:], at + count
 
     def read(self, at: int, into: memoryview) -> None:
-        """Fill `into` with the bytes from offset `at` on, which must be complete."""
+        """Fill `into` with the bytes from offset `at` on, whose parts must be complete."""
         while into and (count := os.preadv(self.handle, [into], at)):
             into, at = into[count:], at + count
 
@@ -98,9 +99,9 @@ class BlobCache(LocalStore):
             for folder in (self._blobs, self._partials, self._users):
                 folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
-                # Created and locked at once, so that no other process takes it for the file of a dead one.
+                # Created and locked at once, so that no other process deletes it as the file of a dead process.
                 path = self._users / uuid.uuid4().hex
-                self._user = os.open(path, _CREATE | os.O_EXCL | os.O_APPEND, _PRIVATE)
+                self._user = os.open(path, _CREATE | os.O_EXCL | os.O_APPEND, _LOCKED_FILE_MODE)
                 fcntl.flock(self._user, fcntl.LOCK_EX)
         self._release = weakref.finalize(self, _unregister, self._user, path)
 
@@ -119,7 +120,7 @@ class BlobCache(LocalStore):
                     os.write(self._user, f"{digest}\n".encode())
                 self._pinned.add(digest)
 
-    def fetch_blob(self, digest: str, size: int, part_bytes: int, fill: Callable[[Partial], None]) -> Path:
+    def fetch_blob(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> Path:
         """Return the verified file of a blob. `fill` fetches the missing parts, in one process at a time.
 
         `fill` verifies the SHA-256 and raises CorruptBlob.
@@ -132,7 +133,7 @@ class BlobCache(LocalStore):
                     continue  # another process may have fetched it
                 fill(partial)
                 os.ftruncate(partial.handle, size)
-                os.fchmod(partial.handle, _READABLE)
+                os.fchmod(partial.handle, _BLOB_MODE)
                 os.replace(self._partials / digest, target)
                 self._touched.add(digest)
                 # `fill` has hashed the bytes of this very file.
@@ -141,7 +142,7 @@ class BlobCache(LocalStore):
         return path
 
     def stream_cached(self, digest: str, size: int, sink: Sink) -> bool:
-        """Stream a cached blob in one pass. Returns False if it is missing, or damaged and therefore deleted."""
+        """Stream a cached blob in one pass. Returns False if it was missing, or damaged and therefore deleted."""
         self.pin(digest)
         if self.has(digest):
             with self._deleting_damaged(digest):
@@ -160,15 +161,15 @@ class BlobCache(LocalStore):
     def _deleting_damaged(self, digest: str) -> Iterator[None]:
         """Record the use of a blob. On CorruptBlob, delete the file unless another process has already replaced it."""
         self._touch(digest)
-        found = self._identity(digest)
+        before = self._file_identity(digest)
         try:
             yield
         except CorruptBlob:
             with self._as_store_error():
-                if found is not None and self._identity(digest) == found:
+                if before is not None and self._file_identity(digest) == before:
                     self._blob_path(digest).unlink(missing_ok=True)
 
-    def _identity(self, digest: str) -> tuple[int, int] | None:
+    def _file_identity(self, digest: str) -> tuple[int, int] | None:
         """Return inode and write time of a blob's file. An inode number alone may be reused."""
         try:
             status = self._blob_path(digest).stat()
@@ -189,7 +190,7 @@ class BlobCache(LocalStore):
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
     @contextmanager
-    def _partial(self, digest: str, size: int, part_bytes: int) -> Iterator[Partial | None]:
+    def _partial(self, digest: str, size: int, part_bytes: int) -> Iterator[PartialBlob | None]:
         """Wait for the lock of a blob's partial file and yield the file at its full length.
 
         Yields None if another process finished or evicted it meanwhile.
@@ -206,13 +207,13 @@ class BlobCache(LocalStore):
                 path.unlink()
                 yield None
                 return
-            partial = Partial(handle, size, part_bytes)
+            partial = PartialBlob(handle, size, part_bytes)
             try:
                 self._reserve(partial)
                 yield partial
             except BaseException as error:
-                # A full disk must not keep partial blobs. Otherwise a file with at least one complete part is kept.
-                full = isinstance(error, OSError) and error.errno in _DISK_FULL
+                # On a full disk no partial blob is kept. Otherwise a file with at least one complete part is kept.
+                full = isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
                 if full or isinstance(error, CorruptBlob) or len(partial.missing()) == partial.parts:
                     path.unlink()
                 raise
@@ -221,7 +222,7 @@ class BlobCache(LocalStore):
 
     # -- space ---------------------------------------------------------------------------------------------------
 
-    def _reserve(self, partial: Partial) -> None:
+    def _reserve(self, partial: PartialBlob) -> None:
         """Extend a partial file to its full length, evicting other blobs. Raises StoreError for lack of space."""
         length = partial.size + partial.parts
         if os.fstat(partial.handle).st_size == length:
@@ -241,7 +242,7 @@ class BlobCache(LocalStore):
         try:
             _allocate(partial.handle, length)
         except OSError as error:
-            if error.errno not in _DISK_FULL:
+            if error.errno not in _DISK_FULL_ERRNOS:
                 raise
             with self._locked():
                 if not self._evict(max(1, length - shutil.disk_usage(self.root).free)):
@@ -250,14 +251,14 @@ class BlobCache(LocalStore):
 
     def _contents(self) -> list[tuple[Path, int, float]]:
         """Return path, bytes and time of last use of all complete and partial blobs."""
-        found = []
+        entries = []
         for folder in (self._partials, self._blobs):
             for path in folder.iterdir():
                 with suppress(FileNotFoundError):
                     status = path.stat()
-                    # The later time, for files that were only written and for disks without access times.
-                    found.append((path, status.st_size, max(status.st_atime, status.st_mtime)))
-        return found
+                    # The later of both times, for files that were only written and for disks without access times.
+                    entries.append((path, status.st_size, max(status.st_atime, status.st_mtime)))
+        return entries
 
     def _evict(self, needed: int) -> int:
         """Delete unpinned blobs, least recently used first, until `needed` bytes are free. Returns the bytes freed.
@@ -300,20 +301,20 @@ class BlobCache(LocalStore):
         try:
             yield
         except OSError as error:
-            other = "name another folder (PREHEAT_CACHE_DIR, cache_dir in config.yaml, --cache-dir)."
-            if error.errno in _DISK_FULL:
+            or_other = "or name another folder (PREHEAT_CACHE_DIR, cache_dir in config.yaml, --cache-dir)."
+            if error.errno in _DISK_FULL_ERRNOS:
                 raise StoreError(
-                    f"The cache {self.root} is full ({error.strerror}).", f"Free space on that disk, or {other}"
+                    f"The cache {self.root} is full ({error.strerror}).", f"Free space on that disk, {or_other}"
                 ) from error
             entry = Path(str(error.filename2 or error.filename))
-            if error.errno in _WRONG_TYPE and self.root in entry.parents:
+            if error.errno in _WRONG_TYPE_ERRNOS and self.root in entry.parents:
                 raise StoreError(
                     f"The cache {self.root} cannot be used, because of {entry} in it: {error.strerror}.",
-                    f"Remove that entry, or {other}",
+                    f"Remove that entry, {or_other}",
                 ) from error
             raise StoreError(
                 f"The cache {self.root} cannot be used: {error.strerror or error}.",
-                f"Make it a writable folder, or {other}",
+                f"Make it a writable folder, {or_other}",
             ) from error
 
 
@@ -335,17 +336,17 @@ def _check_owner(root: Path) -> None:
 
 def _open_regular(path: Path, flags: int = _CREATE) -> int:
     """Open a file of the cache for writing. Raises OSError for a link, which could lead anywhere, and for a pipe."""
-    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _PRIVATE)
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, _LOCKED_FILE_MODE)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
-    with suppress(OSError):  # of an earlier version, which left it readable
-        os.fchmod(handle, _PRIVATE)
+    with suppress(OSError):  # earlier versions left it readable
+        os.fchmod(handle, _LOCKED_FILE_MODE)
     return handle
 
 
 def _same_inode(handle: int, path: Path) -> bool:
-    """True if the open file still has that name."""
+    """True if the open file is still the file at `path`."""
     try:
         named = path.stat()
     except FileNotFoundError:
@@ -355,7 +356,10 @@ def _same_inode(handle: int, path: Path) -> bool:
 
 
 def _unlink_unlocked(path: Path) -> bool:
-    """Delete a file that no process has locked. Its lock is held meanwhile, so a waiting process sees the deletion."""
+    """Delete a file that no process has locked, and return True if it was deleted.
+
+    The lock is held meanwhile, so a process that waits for it sees the deletion.
+    """
     handle = _open_regular(path, os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ def is_digest(text: str) -> bool:
 
 
 def is_release_name(name: str) -> bool:
-    """True for "model/version"; False for other files among the releases."""
+    """True for "model/version". Other files may lie among the releases."""
     try:
         split_name(name)
     except ManifestError:
@@ -43,9 +43,9 @@ def release_not_found(name: str, url: str, names: list[str]) -> ReleaseNotFound:
     publish = f"`preheat publish {name} --store {url}`"
     if not names:
         return ReleaseNotFound(f"Release {name} was not found in {url}, which has no release.", f"Run {publish}.")
-    more = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
     return ReleaseNotFound(
-        f"Release {name} was not found in {url}. Available: {', '.join(names[:_MAX_LISTED])}{more}.",
+        f"Release {name} was not found in {url}. Available: {', '.join(names[:_MAX_LISTED])}{unlisted}.",
         f"Name one of them, or run {publish}.",
     )
 

@@ -30,7 +30,7 @@ CHUNK_BYTES = 4 * 2**20  # read at a time while hashing
 
 
 class FileMissing(PreheatError):
-    """A file does not exist. Stores catch it and name what is missing."""
+    """A file does not exist. Stores catch this error and name the missing blob or release."""
 
 
 class LocalStore:
@@ -62,47 +62,47 @@ class LocalStore:
     def get(self, digest: str, size: int) -> Path:
         path = self._blob_path(digest)
         with self._opened_blob(digest, size) as file:
-            found = fingerprint(digest, os.fstat(file.fileno()))
-            if found not in self._verified:
+            current = fingerprint(digest, os.fstat(file.fileno()))
+            if current not in self._verified:
                 if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise blob_damaged(digest, self.url, "its bytes have changed")
-                self._verified.add(found)
+                self._verified.add(current)
         return path
 
     def read(self, digest: str, into: memoryview) -> None:
-        """Always hashes, because blobs that are read into memory are small."""
-        self._stream(digest, len(into), BufferSink(into, CHUNK_BYTES), trusting=False)
+        """Like `Store.read`. Always hashes, because blobs that are read into memory are small."""
+        self._stream(digest, len(into), BufferSink(into, CHUNK_BYTES), trust_verified=False)
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
-        """Hashes only what this process has not verified."""
-        self._stream(digest, size, sink, trusting=True)
+        """Like `Store.stream`. Hashes only a blob that this process has not verified."""
+        self._stream(digest, size, sink, trust_verified=True)
 
-    def _stream(self, digest: str, size: int, sink: Sink, trusting: bool) -> None:
+    def _stream(self, digest: str, size: int, sink: Sink, trust_verified: bool) -> None:
         with self._opened_blob(digest, size) as file:
-            found = fingerprint(digest, os.fstat(file.fileno()))
-            known, at = trusting and found in self._verified, 0
-            hasher = hashlib.sha256()
+            before = fingerprint(digest, os.fstat(file.fileno()))
+            verified = trust_verified and before in self._verified
+            hasher, at = hashlib.sha256(), 0
             while at < size:
                 buffer = sink.buffer()[: size - at]
                 count = _fill(file, buffer)
-                if not known:
+                if not verified:
                     hasher.update(buffer[:count])
                 if count < len(buffer):
                     raise blob_damaged(digest, self.url, f"it ends after {at + count} of {size} bytes")
                 sink.filled(at, buffer)
                 at += count
-            if known:
-                if fingerprint(digest, os.fstat(file.fileno())) != found:
-                    # The file's times or its bytes changed meanwhile. Another process's use changes the times, too.
-                    self._stream(digest, size, sink, trusting=False)
+            if verified:
+                if fingerprint(digest, os.fstat(file.fileno())) != before:
+                    # The file's times changed, and perhaps its bytes. A use by another process changes the times too.
+                    self._stream(digest, size, sink, trust_verified=False)
                 return
         if hasher.hexdigest() != digest:
             raise blob_damaged(digest, self.url, "its bytes have changed")
-        self._verified.add(found)
+        self._verified.add(before)
 
     @contextmanager
     def _opened_blob(self, digest: str, size: int) -> Iterator[BufferedReader]:
-        """Open a blob's file of `size` bytes. Raises CorruptBlob, or StoreError where it cannot be read."""
+        """Open a blob's file of `size` bytes. Raises CorruptBlob, or StoreError if it cannot be read."""
         try:
             with self._reading(f"Blob {digest[:12]}"), open_regular_file(self._blob_path(digest)) as file:
                 actual = os.fstat(file.fileno()).st_size
@@ -113,7 +113,7 @@ class LocalStore:
             raise blob_missing(digest, self.url) from error
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
-        """Ask the system to read the blobs into memory. Blobs are used in place, so nothing is copied."""
+        """Start reading the blobs into the page cache. Blobs are used in place, so nothing is copied."""
         for blob in blobs:
             with suppress(PreheatError, OSError), open_regular_file(self._blob_path(blob.sha256)) as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -158,7 +158,7 @@ def open_regular_file(path: Path) -> BufferedReader:
 
 
 def fingerprint(digest: str, status: os.stat_result) -> tuple[str, int, int, int, int, int]:
-    """Return what identifies an unchanged file of a blob: digest, inode, size and times."""
+    """Return a blob's digest and its file's device, inode, size and times, which are equal until the file changes."""
     return digest, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

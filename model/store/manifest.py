@@ -25,7 +25,7 @@ ENGINE_LIMIT = 4 * 2**30  # bytes, the limit of every blob; the kernels of one c
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
 PACKAGE_LIMIT = 256 * 2**20  # bytes, of an AOTInductor engine; it is read into memory whole
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes, of blobs that are read into memory whole: tokenizers and maps of constants
-_SIGNED_AS = b"preheat release\n"  # a prefix, so that a signature of a release is valid for nothing else
+_SIGNED_PREFIX = b"preheat release\n"  # so that a signature of a release is valid for nothing else
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -48,8 +48,10 @@ class Blob(_Record):
 
 
 class TensorSpec(_Record):
-    """One tensor at a component's border. `shape` holds sizes and symbols: "rows" is the batch, "height/8" a latent's
-    side in pixels."""
+    """One input or output of a component.
+
+    `shape` holds sizes and symbols: "rows" is the batch, and "height/8" an eighth of the height in pixels.
+    """
 
     name: Name
     dtype: Dtype
@@ -63,7 +65,7 @@ class Signature(_Record):
     outputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _sound(self) -> "Signature":
+    def _check_tensors(self) -> "Signature":
         for specs in (self.inputs, self.outputs):
             if len({spec.name for spec in specs}) < len(specs):
                 raise ValueError("two tensors have the same name")
@@ -86,7 +88,7 @@ class Span(_Record):
     multiple: Size = 1
 
     @model_validator(mode="after")
-    def _ordered(self) -> "Span":
+    def _check_bounds(self) -> "Span":
         if self.min > self.max or self.min % self.multiple or self.max % self.multiple:
             raise ValueError(f"{self.min} to {self.max} in steps of {self.multiple} is not a valid span")
         return self
@@ -134,12 +136,11 @@ class Benchmark(_Record):
 
 
 class TensorRTPlan(_Record):
-    """What a stripped TensorRT plan needs in addition to its weights. The engines of a component share one plan and
-    have one profile each.
+    """The entries of an engine that is one profile of a stripped TensorRT plan. A component's engines share one plan.
 
     `literals` is a safetensors blob of the graph's own small constants, `onnx` the graph that was compiled. `refit`
     states which weights the plan takes: "identical" only those whose blobs are `weights`, "any" those of every model
-    of the architecture. `workspace_bytes` is the device memory that running this profile takes.
+    of the architecture. `workspace_bytes` is the device memory that a run of this profile takes.
     """
 
     profile: Annotated[int, Field(ge=0, le=1023)]
@@ -150,7 +151,7 @@ class TensorRTPlan(_Record):
     workspace_bytes: Annotated[int, Field(ge=0, le=2**40)]
 
     @model_validator(mode="after")
-    def _sound(self) -> "TensorRTPlan":
+    def _check_blobs(self) -> "TensorRTPlan":
         if (self.refit == "identical") != bool(self.weights):
             raise ValueError("a plan names blobs of weights if, and only if, it takes identical weights")
         if self.literals.bytes > SMALL_BLOB_LIMIT:
@@ -183,12 +184,12 @@ class EngineRecord(_Record):
 
     @model_serializer(mode="wrap")
     def _omit_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit later, empty entries, so that older versions can read the record."""
-        written: dict[str, Any] = write(self)
-        return {key: value for key, value in written.items() if value is not None or key not in _LATER_ENTRIES}
+        """Omit empty entries that older versions do not know, so that they can read the record."""
+        entries: dict[str, Any] = write(self)
+        return {key: value for key, value in entries.items() if value is not None or key not in _ADDED_ENTRIES}
 
     @model_validator(mode="after")
-    def _sound(self) -> "EngineRecord":
+    def _check_runtime(self) -> "EngineRecord":
         if self.tensorrt is not None and self.runtime != "tensorrt":
             raise ValueError("only a TensorRT engine has a plan")
         if self.runtime == "aot_inductor" and self.blob.bytes > PACKAGE_LIMIT:
@@ -197,15 +198,15 @@ class EngineRecord(_Record):
             raise ValueError(f"the map of constants has more than {SMALL_BLOB_LIMIT} bytes")
         sized = {"height", "width"} <= _symbols(self.signature.inputs)
         if (self.bucket.height is not None) != sized or (self.bucket.width is not None) != sized:
-            raise ValueError("the bucket and the signature disagree on whether there is a height and width")
+            raise ValueError("the bucket and the signature do not agree on height and width")
         return self
 
 
-_LATER_ENTRIES = ("benchmark", "tensorrt")
+_ADDED_ENTRIES = ("benchmark", "tensorrt")  # since the first version of the schema
 
 
 class Constant(_Record):
-    """The tensor of the weights that a constant of the compiled code stands for."""
+    """The tensor of the weights that a constant of the compiled code is mapped to."""
 
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
     dtype: Dtype
@@ -226,7 +227,7 @@ class WeightsRecord(_Record):
         return tuple(blob.sha256 for blob in self.blobs)
 
     @model_validator(mode="after")
-    def _cut(self) -> "WeightsRecord":
+    def _check_blobs(self) -> "WeightsRecord":
         if any(blob.bytes > BLOB_LIMIT for blob in self.blobs):
             raise ValueError(f"a blob of weights has more than {BLOB_LIMIT} bytes")
         if len(set(self.identity)) < len(self.blobs):
@@ -244,7 +245,7 @@ class TokenizerRecord(_Record):
     eos_token_id: TokenId
 
     @model_validator(mode="after")
-    def _small(self) -> "TokenizerRecord":
+    def _check_blob(self) -> "TokenizerRecord":
         if self.blob.bytes > SMALL_BLOB_LIMIT:
             raise ValueError(f"the tokenizer has more than {SMALL_BLOB_LIMIT} bytes")
         return self
@@ -269,7 +270,7 @@ class ModelFacts(_Record):
     refiner: RefinerFacts | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> "ModelFacts":
+    def _check_native_size(self) -> "ModelFacts":
         if self.native_height % self.vae_scale_factor or self.native_width % self.vae_scale_factor:
             raise ValueError("the native size is not a multiple of the VAE's scale")
         return self
@@ -283,7 +284,11 @@ class ReleaseSignature(_Record):
 
 
 class Manifest(_Record):
-    """One release."""
+    """One release.
+
+    `defaults`: the request defaults that it changes. `schedulers`: the configs of diffusers' schedulers.
+    `architectures`: every network of the release -> digest of its architecture.
+    """
 
     schema_version: Literal[1] = 1
     model: Name
@@ -301,7 +306,7 @@ class Manifest(_Record):
     signature: ReleaseSignature | None = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> "Manifest":
+    def _check_consistency(self) -> "Manifest":
         used = {engine.component for engine in self.engines} | {weights.component for weights in self.weights}
         if unknown := used - self.architectures.keys():
             raise ValueError(f"{min(unknown)} has no architecture")
@@ -311,14 +316,14 @@ class Manifest(_Record):
         for blob in self._named_blobs():
             if sizes.setdefault(blob.sha256, blob.bytes) != blob.bytes:
                 raise ValueError(f"blob {blob.sha256[:12]} has two sizes")
-        refined = any(component.startswith("refiner_") for component in self.architectures)
-        if refined and self.settings.refiner is None:
+        has_networks = any(component.startswith("refiner_") for component in self.architectures)
+        if has_networks and self.settings.refiner is None:
             raise ValueError("the release has networks of a refiner but not its settings")
         return self
 
     @property
     def name(self) -> str:
-        """ "model/version", the name that people type."""
+        """The release's name, "model/version"."""
         return f"{self.model}/{self.version}"
 
     @property
@@ -332,32 +337,33 @@ class Manifest(_Record):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The target keys that this release has engines for, sorted."""
+        """The keys of the targets that this release has engines for, sorted."""
         return tuple(sorted({engine.target for engine in self.engines}))
 
     def blobs(self) -> dict[str, Blob]:
-        """Every blob the release names, by digest."""
+        """Return every blob that the release names, by digest."""
         return {blob.sha256: blob for blob in self._named_blobs()}
 
     def _named_blobs(self) -> list[Blob]:
-        found = [e.blob for e in self.engines] + [e.constants for e in self.engines]
-        found += [blob for e in self.engines if e.tensorrt for blob in (e.tensorrt.literals, e.tensorrt.onnx)]
-        found += [blob for w in self.weights for blob in w.blobs]
-        return found + [t.blob for t in self.tokenizers.values()]
+        blobs = [e.blob for e in self.engines] + [e.constants for e in self.engines]
+        blobs += [blob for e in self.engines if e.tensorrt for blob in (e.tensorrt.literals, e.tensorrt.onnx)]
+        blobs += [blob for w in self.weights for blob in w.blobs]
+        return blobs + [t.blob for t in self.tokenizers.values()]
 
     def to_json(self) -> bytes:
+        """Return the manifest as the bytes of its file."""
         # An unsigned release stays readable for versions that did not know signatures.
         unsigned = {"signature"} if self.signature is None else None
         return json.dumps(self.model_dump(mode="json", exclude=unsigned), indent=1, sort_keys=True).encode()
 
     def signed_bytes(self) -> bytes:
-        """The bytes that are signed: the canonical JSON of a parsed manifest, without the signature.
+        """Return the bytes to sign: the canonical JSON of a parsed manifest, without the signature.
 
-        Only entries of the file itself count, so that a version with more optional entries finds the same bytes.
+        Entries that the file lacks are omitted, so a version with more optional entries returns the same bytes.
         """
         entries = self.model_dump(mode="json", exclude={"signature"}, exclude_unset=True)
         canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"), allow_nan=False)
-        return _SIGNED_AS + canonical.encode()
+        return _SIGNED_PREFIX + canonical.encode()
 
 
 def _refuse_duplicates(what: str, identities: list[tuple[str, ...]]) -> None:

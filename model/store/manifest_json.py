@@ -1,4 +1,4 @@
-"""Untrusted JSON -> a manifest, a map of constants, or the parts of a release's name.
+"""Parse untrusted text: manifests, maps of constants, and names of releases.
 
 Releases outlive programs, so parsing is strict: unknown and repeated keys are refused, types are JSON's own, and a
 manifest of a newer schema is refused with an error of its own.
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from model.errors import ManifestError
 from model.store.manifest import MANIFEST_LIMIT, SCHEMA_VERSION, Constant, Manifest
 
-_MAX_SHOWN = 120  # characters of untrusted text that a message repeats
+_MAX_SHOWN_CHARACTERS = 120  # of untrusted text that a message repeats
 _CONSTANTS = TypeAdapter(dict[str, Constant])
 _PUBLISH = "Publish the release again (`preheat publish`)."
 
@@ -29,7 +29,7 @@ def parse_constants(data: bytes) -> dict[str, Constant]:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """ "model/version" -> its two parts. Raises ManifestError for any other name, which could leave the store."""
+    """Return the parts of "model/version". Raises ManifestError for other names, which could leave the store."""
     parts = name.split("/")
     if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", part) for part in parts):
         raise ManifestError(
@@ -49,7 +49,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         raise ManifestError(f"The manifest of {name} has more than {MANIFEST_LIMIT} bytes.", _PUBLISH)
     try:
         raw = json.loads(
-            data, object_pairs_hook=_refuse_repeats, parse_constant=_refuse_constant, parse_float=_finite_float
+            data, object_pairs_hook=refuse_repeated_keys, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"The manifest of {name} is not JSON ({_printable(str(error))}).", _PUBLISH) from error
@@ -76,12 +76,15 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     return manifest
 
 
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse repeated keys: parsers disagree on which one counts, so a check may not see what is used."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object (`object_pairs_hook` of json.loads). Raises ValueError for a repeated key.
+
+    Parsers disagree on which of the values counts, so a check may see another value than the one in use.
+    """
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError("a key is repeated")
-    return found
+    return entries
 
 
 def _refuse_constant(literal: str) -> NoReturn:
@@ -89,7 +92,7 @@ def _refuse_constant(literal: str) -> NoReturn:
 
 
 def _finite_float(literal: str) -> float:
-    """Refuse a number beyond a float's range, which would be written as a constant that JSON lacks."""
+    """Refuse a number beyond a float's range, because JSON has no constant to write it."""
     value = float(literal)
     if math.isinf(value):
         raise ValueError(f"{literal[:20]} exceeds the range of a number")
@@ -106,4 +109,4 @@ def _problem(error: ValidationError) -> str:
 def _printable(text: str) -> str:
     """Return untrusted text in a form that fits one line of a log."""
     printable = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-    return printable if len(printable) <= _MAX_SHOWN else printable[:_MAX_SHOWN] + "..."
+    return printable if len(printable) <= _MAX_SHOWN_CHARACTERS else printable[:_MAX_SHOWN_CHARACTERS] + "..."

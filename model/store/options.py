@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Report = Callable[[int], None]
-"""Receives the number of bytes moved since the last call; negative where they must be moved again."""
+"""Receives the number of bytes moved since the last call. It is negative for bytes that must be moved again."""
 
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options of an s3:// store; a local store uses none. For None, boto3 asks its own files or the machine's role."""
+    """Options of an s3:// store. A local store uses none. For None, boto3 reads its own files or the machine's role."""
 
     cache_dir: Path | None = None
     """Folder of fetched blobs; None: XDG_CACHE_HOME/preheat."""
@@ -37,5 +37,5 @@ class StoreOptions:
         """The folder of fetched blobs."""
         if self.cache_dir is not None:
             return self.cache_dir
-        home = os.environ.get("XDG_CACHE_HOME")
-        return (Path(home) if home else Path.home() / ".cache") / "preheat"
+        cache_home = os.environ.get("XDG_CACHE_HOME")
+        return (Path(cache_home) if cache_home else Path.home() / ".cache") / "preheat"

@@ -1,4 +1,4 @@
-"""The number types of an engine. A manifest holds their short name; code asks for the type it needs."""
+"""The number types of an engine. A manifest holds their short name, and code reads the type that it needs."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 @dataclass(frozen=True)
 class Precision:
     """`storage`: the type of the weights in the store and on the device. `compute`: the operands of matrix products.
-    `io`: the tensors at a component's border."""
+    `io`: a component's inputs and outputs."""
 
     name: PrecisionName
     storage: StorageDtype
@@ -26,7 +26,7 @@ class Precision:
 
     @classmethod
     def named(cls, name: Any) -> "Precision":
-        """Raises ValueError for an unknown name."""
+        """Return the precision of that name. Raises ValueError for an unknown name."""
         if not isinstance(name, str) or name not in PRECISIONS:
             raise ValueError(f"the precision is one of {', '.join(PRECISIONS)}")
         return PRECISIONS[name]
@@ -38,12 +38,11 @@ class Precision:
 FP32 = Precision("fp32", "float32", "float32", "float32")
 FP16 = Precision("fp16", "float16", "float16", "float16")
 BF16 = Precision("bf16", "bfloat16", "bfloat16", "bfloat16")
-# Quantized engines keep half precision at their borders, so that they exchange tensors with the fp16 components.
+# Quantized engines keep half precision for inputs and outputs, so that they exchange tensors with the fp16 components.
 FP8 = Precision("fp8", "float8_e4m3fn", "float8_e4m3fn", "float16")
 INT8 = Precision("int8", "int8", "int8", "float16")
-PRECISIONS: dict[str, Precision] = {one.name: one for one in (FP32, FP16, BF16, FP8, INT8)}
-# Where a release has a component in several precisions, the first of these is served. Those that change images are
-# last.
+PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, FP16, BF16, FP8, INT8)}
+# If a release has a component in several precisions, the first of these is served. Those that change images are last.
 SERVED_FIRST = (FP16, BF16, FP32, FP8, INT8)
 
 PrecisionField = Annotated[

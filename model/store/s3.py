@@ -1,8 +1,8 @@
 """Read a store in a bucket of any S3-compatible service, over a network that may fail. Implements `Store`.
 
 Blobs are fetched in parallel ranges into the cache folder (model/store/blob_cache.py). They are hashed there in order
-while later ranges arrive, and nothing is used before its SHA-256 is verified. The requests are in
-model/store/s3_bucket.py, which is imported at the first one: a process that finds everything in the cache sends none.
+while later ranges arrive, and nothing is used before its SHA-256 is verified. Requests are sent by
+model/store/s3_bucket.py. It is imported at the first request, which a complete cache never needs.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from model.errors import StoreError
-from model.store.blob_cache import BlobCache, Partial
+from model.store.blob_cache import BlobCache, PartialBlob
 from model.store.keys import RELEASES, blob_damaged, is_release_name, release_key, release_not_found
 from model.store.manifest import Blob, Manifest
 from model.store.manifest_json import parse_manifest
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 PART_BYTES = 16 * 2**20  # of one range: large compared with a request's latency, small enough to share connections
 CONNECTIONS = 16
-_BLOBS_AT_ONCE = 8
-_CHUNK_BYTES = 2**20  # hashed at a time
+_CONCURRENT_BLOBS = 8
+_CHUNK_BYTES = 2**20  # that are hashed at a time
 
 
 class S3Store:
@@ -41,7 +41,7 @@ class S3Store:
         self._cache = BlobCache(options.cache_folder, options.cache_bytes)
         self._connected: Bucket | None = None
         self._connecting = Lock()
-        self._offered: dict[str, bytes] = {}
+        self._preset_manifests: dict[str, bytes] = {}
 
     @property
     def _bucket(self) -> "Bucket":
@@ -57,7 +57,7 @@ class S3Store:
         return Bucket(self.bucket, self._prefix, self.url, self._options, CONNECTIONS)
 
     def close(self) -> None:
-        """Close the connections and release the pinned blobs. Otherwise both happen at garbage collection."""
+        """Close the connections and unpin the blobs. Otherwise garbage collection does both."""
         if self._connected is not None:
             self._connected.close()
         self._cache.close()
@@ -73,10 +73,10 @@ class S3Store:
         self._cache.read(digest, into)
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
-        """A missing blob goes to the cache and to the sink in one pass, and is hashed only once."""
+        """Like `Store.stream`. A missing blob goes to the cache and to the sink in one pass, and is hashed once."""
         fetched = False
 
-        def fill(partial: Partial) -> None:
+        def fill(partial: PartialBlob) -> None:
             nonlocal fetched
             fetched = True
             self._fill(digest, partial, sink)
@@ -87,12 +87,12 @@ class S3Store:
                 self._cache.stream(digest, size, sink)
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
-        """Fetch blobs into the cache in parallel. Raises the error of the first that fails."""
-        with ThreadPoolExecutor(_BLOBS_AT_ONCE, thread_name_prefix="preheat-fetch") as pool:
+        """Fetch blobs into the cache in parallel. Raises the error of the first blob that fails."""
+        with ThreadPoolExecutor(_CONCURRENT_BLOBS, thread_name_prefix="preheat-fetch") as pool:
             for _ in pool.map(lambda blob: self.get(blob.sha256, blob.bytes), blobs):
                 pass
 
-    def _fill(self, digest: str, partial: Partial, sink: Sink) -> None:
+    def _fill(self, digest: str, partial: PartialBlob, sink: Sink) -> None:
         """Fetch the missing parts of a blob and verify it. After a wrong digest all parts are fetched once more."""
         for last in (False, True):
             if self._fetch_parts(digest, partial, sink) == digest:
@@ -102,7 +102,7 @@ class S3Store:
             if last:
                 raise blob_damaged(digest, self.url, "its bytes have changed")
 
-    def _fetch_parts(self, digest: str, partial: Partial, sink: Sink) -> str:
+    def _fetch_parts(self, digest: str, partial: PartialBlob, sink: Sink) -> str:
         """Fetch the missing parts and pass all bytes to `sink` in order. Returns their SHA-256."""
         missing = partial.missing()
         self._options.report(partial.size - sum(end - at for at, end in map(partial.span, missing)))
@@ -129,7 +129,7 @@ class S3Store:
                 raise
         return hasher.hexdigest()
 
-    def _fetch_part(self, digest: str, partial: Partial, part: int) -> None:
+    def _fetch_part(self, digest: str, partial: PartialBlob, part: int) -> None:
         at, end = partial.span(part)
 
         def write(data: bytes) -> None:
@@ -144,12 +144,12 @@ class S3Store:
     # -- releases ------------------------------------------------------------------------------------------------
 
     def read_release(self, name: str) -> Manifest:
-        offered = self._offered.pop(name, None)
-        return parse_manifest(self.read_manifest(name) if offered is None else offered, name)
+        preset = self._preset_manifests.pop(name, None)
+        return parse_manifest(self.read_manifest(name) if preset is None else preset, name)
 
-    def offer(self, name: str, manifest: bytes) -> None:
+    def preset_manifest(self, name: str, manifest: bytes) -> None:
         """Let the next `read_release` parse this manifest, which another process has just read."""
-        self._offered[name] = manifest
+        self._preset_manifests[name] = manifest
 
     def read_manifest(self, name: str) -> bytes:
         """Return a release's manifest without parsing it. Raises ReleaseNotFound or StoreError."""
@@ -159,17 +159,19 @@ class S3Store:
         return data
 
     def releases(self) -> list[str]:
-        keys = (key.removesuffix(".json") for key, _, _ in self._bucket.listed(f"{RELEASES}/") if key.endswith(".json"))
-        return sorted(name for key in keys if is_release_name(name := key.removeprefix(f"{RELEASES}/")))
+        folder = f"{RELEASES}/"
+        keys = (key for key, _, _ in self._bucket.list_objects(folder) if key.endswith(".json"))
+        names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
+        return sorted(name for name in names if is_release_name(name))
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """ "s3://bucket/a/prefix" -> bucket and prefix. Raises StoreError."""
+    """Return bucket and prefix of "s3://bucket/a/prefix". Raises StoreError."""
     parts = urlsplit(url)
     prefix = parts.path.strip("/")
-    valid = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", parts.netloc) and not (parts.query or parts.fragment)
+    valid_bucket = re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", parts.netloc)
     names = prefix.split("/") if prefix else []
-    plain = all(re.fullmatch(r"[A-Za-z0-9!_.*'()-]+", name) and name not in (".", "..") for name in names)
-    if parts.scheme != "s3" or not valid or not plain:
+    valid_prefix = all(re.fullmatch(r"[A-Za-z0-9!_.*'()-]+", name) and name not in (".", "..") for name in names)
+    if parts.scheme != "s3" or not valid_bucket or not valid_prefix or parts.query or parts.fragment:
         raise StoreError(f"{url!r} is not the URL of a bucket.", "Give s3://bucket or s3://bucket/prefix.")
     return parts.netloc, prefix

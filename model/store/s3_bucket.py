@@ -32,7 +32,7 @@ _BODY_ERRORS = (BotoCoreError, HTTPError)  # while a body is read; failed reques
 
 
 class Bucket:
-    """The objects of a bucket whose keys begin with a prefix. All keys given here are without that prefix.
+    """The objects of a bucket whose keys begin with a prefix. Keys in calls are without that prefix.
 
     Serves up to `connections` threads. The constructor raises StoreError if no client can be made.
     """
@@ -50,11 +50,11 @@ class Bucket:
         self._slots = BoundedSemaphore(connections)
 
     def fetch_range(self, digest: str, at: int, end: int, size: int, write: Callable[[bytes], None]) -> None:
-        """Pass the bytes `at` to `end` of a blob to `write`, in order and each once, also if the body breaks off.
+        """Pass the bytes `at` to `end` of a blob to `write`, in order and each once, even if the body breaks off.
 
         Raises CorruptBlob or StoreError.
         """
-        broken: Exception | None = None
+        cause: Exception | None = None
         for _ in self._attempts():
             try:
                 with self._slots:
@@ -64,19 +64,19 @@ class Bucket:
                 if at == end:
                     return
             except _BODY_ERRORS as error:
-                broken = error
+                cause = error
         raise StoreError(
             f"Blob {digest[:12]} from {self._url} breaks off at byte {at} of {size}, also after several tries. The "
             "bytes received are kept.",
             "Check the network, then start again.",
-        ) from broken
+        ) from cause
 
     def _body(self, digest: str, at: int, end: int, size: int) -> Iterator[bytes]:
         """Yield bytes `at` to `end` of a blob, or fewer if the body breaks off. Raises _BODY_ERRORS."""
         with self._requesting(f"Blob {digest[:12]}"):
-            wanted = {"Range": f"bytes={at}-{end - 1}"} if size else {}
+            header = {"Range": f"bytes={at}-{end - 1}"} if size else {}
             try:
-                answer = self.client.get_object(Bucket=self.name, Key=self._key(blob_key(digest)), **wanted)
+                answer = self.client.get_object(Bucket=self.name, Key=self._key(blob_key(digest)), **header)
             except ClientError as error:
                 if is_missing(error):
                     raise blob_missing(digest, self._url) from error
@@ -93,7 +93,7 @@ class Bucket:
 
     def read_small(self, key: str, what: str) -> bytes | None:
         """Return an object, or None if it is missing. Of a larger object only MANIFEST_LIMIT + 1 bytes are read."""
-        broken: Exception | None = None
+        cause: Exception | None = None
         for _ in self._attempts():
             with self._requesting(what):
                 try:
@@ -110,13 +110,13 @@ class Bucket:
                 if len(data) > MANIFEST_LIMIT or (len(data) == size and fits_etag(data, answer)):
                     return data
             except _BODY_ERRORS as error:
-                broken = error
+                cause = error
         raise StoreError(
             f"{what} from {self._url} arrives damaged, also after several tries.",
             "Check the network, then start again.",
-        ) from broken
+        ) from cause
 
-    def listed(self, folder: str) -> Iterator[tuple[str, int, float]]:
+    def list_objects(self, folder: str) -> Iterator[tuple[str, int, float]]:
         """Yield key, bytes and time of change (seconds since 1970) of all objects whose key begins with `folder`."""
         skip = len(self._key(folder)) - len(folder)
         with self._requesting(f"The list of {folder}"):
@@ -130,7 +130,7 @@ class Bucket:
         """Yield 0, 1, ... and pause before each retry."""
         for attempt in range(self._options.attempts):
             if attempt:
-                # Longer each time, and of random length, so that clients that failed together retry apart.
+                # Longer each time, and of random length, so that clients do not retry all at the same time.
                 pause = min(_LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
                 time.sleep(pause * random.uniform(0.5, 1))
             yield attempt
@@ -147,7 +147,7 @@ class Bucket:
 
 
 def fits_etag(data: bytes, answer: Mapping[str, Any]) -> bool:
-    """False if the ETag is an MD5 of other bytes. With KMS or customer keys an ETag is not an MD5, so True."""
+    """Return False if the ETag is an MD5 of other bytes. With KMS or customer keys an ETag is not an MD5."""
     etag = str(answer["ETag"]).strip('"').lower()
     if "SSECustomerAlgorithm" in answer or answer.get("ServerSideEncryption", "AES256") != "AES256":
         return True

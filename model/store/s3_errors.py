@@ -19,7 +19,7 @@ _SET_CREDENTIALS = (
 )
 _CORRUPTED_BODY = {"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest", "IncompleteBody", "RequestTimeout"}
 # S3's error codes and HTTP statuses, what failed, how to fix it.
-_ANSWERS: tuple[tuple[set[str | int], str, str], ...] = (
+_SERVICE_ERRORS: tuple[tuple[set[str | int], str, str], ...] = (
     ({"NoSuchBucket"},
      "The bucket of {url} does not exist at {endpoint}.", "Create it, or fix the store's URL."),
     ({"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidSecurity", "UnrecognizedClientException"},
@@ -34,7 +34,7 @@ _ANSWERS: tuple[tuple[set[str | int], str, str], ...] = (
     ({"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"},
      "The bucket of {url} is in another region ({code}).", "Set AWS_REGION or `region` in the config."),
     ({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", 429, 503},
-     "{url} is too busy, also after several tries ({code}).", "Start again later, or ask for a higher rate."),
+     "{url} is too busy, also after several tries ({code}).", "Start again later, or request a higher rate limit."),
     ({"NotImplemented", 501},
      "{endpoint} does not support what a store needs ({what}: {code}).", "Use a service with conditional PutObject."),
 )  # fmt: skip
@@ -78,7 +78,7 @@ def store_error(error: Exception, what: str, url: str, endpoint: str) -> StoreEr
             return StoreError(fact, "Fix `profile` or AWS_PROFILE.")
         case SSLError():
             fact = f"{where} cannot be trusted: {error}."
-            return StoreError(fact, "Check the endpoint's certificate, and that it speaks https.")
+            return StoreError(fact, "Check the endpoint's certificate, and that it supports https.")
         case EndpointConnectionError() | ConnectionError() | HTTPClientError():
             fact = f"{where} cannot be reached ({type(error).__name__})."
             return StoreError(fact, "Check the endpoint (AWS_ENDPOINT_URL, `endpoint` in the config) and the network.")
@@ -88,7 +88,7 @@ def store_error(error: Exception, what: str, url: str, endpoint: str) -> StoreEr
 
 def _service_error(error: ClientError, what: str, url: str, endpoint: str) -> StoreError:
     code, status = code_of(error), status_of(error)
-    for codes, fact, remedy in _ANSWERS:
+    for codes, fact, remedy in _SERVICE_ERRORS:
         if code in codes or status in codes:
             return StoreError(fact.format(what=what, url=url, endpoint=endpoint, code=code), remedy)
     if status >= 500:

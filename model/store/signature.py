@@ -37,7 +37,7 @@ class PublicKey:
         raw = base64.b64decode(text.removeprefix(_PREFIX))
         if _has_small_order(raw):
             raise ConfigError(
-                f"{text!r} is a point of small order. Anybody can make signatures that match it.",
+                f"{text!r} is a point of small order. Anyone can make signatures that match it.",
                 "Make a key with `preheat keygen`, and give the line that it prints.",
             )
         return cls(raw)

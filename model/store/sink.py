@@ -12,18 +12,18 @@ class Sink(Protocol):
     def filled(self, at: int, data: memoryview) -> None:
         """Accept `data`, the start of that buffer: the blob's bytes from offset `at` on.
 
-        Offset 0 comes again where the first copy was damaged and is fetched once more.
+        If the first copy was damaged, the blob is fetched once more and begins again at offset 0.
         """
 
 
 class BufferSink:
-    """Fills one buffer of the blob's size, at most `chunk` bytes at a time so that hashing keeps up with reading."""
+    """Fills one buffer of the blob's size, at most `chunk_bytes` at a time, so that hashing keeps up with reading."""
 
-    def __init__(self, into: memoryview, chunk: int) -> None:
-        self._into, self._chunk, self._at = into, chunk, 0
+    def __init__(self, into: memoryview, chunk_bytes: int) -> None:
+        self._into, self._chunk_bytes, self._at = into, chunk_bytes, 0
 
     def buffer(self) -> memoryview:
-        return self._into[self._at : self._at + self._chunk]
+        return self._into[self._at : self._at + self._chunk_bytes]
 
     def filled(self, at: int, data: memoryview) -> None:
         self._at = at + len(data)
@@ -32,8 +32,8 @@ class BufferSink:
 class DiscardSink:
     """Discards all bytes, for callers that only want them verified."""
 
-    def __init__(self, chunk: int) -> None:
-        self._buffer = memoryview(bytearray(chunk))
+    def __init__(self, chunk_bytes: int) -> None:
+        self._buffer = memoryview(bytearray(chunk_bytes))
 
     def buffer(self) -> memoryview:
         return self._buffer

@@ -12,12 +12,12 @@ from threading import Event, Thread
 import pytest
 
 from model.errors import CorruptBlob, ManifestError, StoreError
-from model.store.blob_cache import BlobCache, Partial
+from model.store.blob_cache import BlobCache, PartialBlob
 from model.store.local import LocalStore
 from tests.store.processes import finish, own_mounts, python
 
 PART = 1000
-Fill = Callable[[Partial], None]
+Fill = Callable[[PartialBlob], None]
 
 
 def blob_of(letter: str, size: int = 10_000) -> tuple[str, bytes]:
@@ -28,7 +28,7 @@ def blob_of(letter: str, size: int = 10_000) -> tuple[str, bytes]:
 def filling(data: bytes, parts: list[int] | None = None) -> Fill:
     """Write the missing parts, and append their numbers to `parts`."""
 
-    def fill(partial: Partial) -> None:
+    def fill(partial: PartialBlob) -> None:
         for part in partial.missing():
             at, end = partial.span(part)
             partial.write(at, data[at:end])
@@ -42,7 +42,7 @@ def filling(data: bytes, parts: list[int] | None = None) -> Fill:
 def breaking(data: bytes, after: int, error: Exception) -> Fill:
     """Write some parts, then raise `error`."""
 
-    def fill(partial: Partial) -> None:
+    def fill(partial: PartialBlob) -> None:
         for part in partial.missing()[:after]:
             at, end = partial.span(part)
             partial.write(at, data[at:end])
@@ -52,7 +52,7 @@ def breaking(data: bytes, after: int, error: Exception) -> Fill:
     return fill
 
 
-def never(partial: Partial) -> None:
+def never(partial: PartialBlob) -> None:
     raise AssertionError("the blob is cached")
 
 
@@ -155,7 +155,7 @@ def test_one_thread_fetches_and_others_wait(root: Path) -> None:
     begun, may_end = Event(), Event()
     filled: list[int] = []
 
-    def slowly(partial: Partial) -> None:
+    def slowly(partial: PartialBlob) -> None:
         begun.set()
         assert may_end.wait(60)
         filling(data)(partial)
@@ -180,7 +180,7 @@ def test_waiting_process_deletes_partial_before_it_hashes(root: Path, monkeypatc
     digest, data = blob_of("a")
     begun, may_end = Event(), Event()
 
-    def slowly(partial: Partial) -> None:
+    def slowly(partial: PartialBlob) -> None:
         begun.set()
         assert may_end.wait(60)
         filling(data)(partial)
@@ -254,7 +254,7 @@ def _fetch_many(root: Path, letters: str, limit: int, log: Path) -> None:
         digest, data = blob_of(letter)
         cache = BlobCache(root, limit)
 
-        def fill(partial: Partial, letter: str = letter, data: bytes = data) -> None:
+        def fill(partial: PartialBlob, letter: str = letter, data: bytes = data) -> None:
             with log.open("a") as file:
                 file.write(letter)
             filling(data)(partial)
@@ -365,7 +365,7 @@ def test_unused_partial_blob_is_evicted(root: Path) -> None:
 def test_partial_blob_in_use_stays(root: Path) -> None:
     digest, data = blob_of("a")
 
-    def fill(partial: Partial) -> None:
+    def fill(partial: PartialBlob) -> None:
         with pytest.raises(StoreError, match="does not fit"):
             fetch(BlobCache(root, 15_000), "b")
         filling(data)(partial)
