@@ -1,7 +1,7 @@
 """Blobs of weights -> tensors on the device, one copy of each for all engines and components that name it.
 
-They are streamed (model/weights/stream.py), on the CPU too: the bytes that were verified are the bytes that are used. A
-file that changes after the load, or shrinks, cannot harm the server, as it would if its pages were mapped.
+They are streamed (model/weights/stream.py), on the CPU too: the verified bytes are the bytes that are used. Files are
+not mapped, so a file that changes or shrinks after the load cannot harm the server.
 """
 
 import threading
@@ -21,8 +21,8 @@ from model.weights.stream import Tensors, stream_weights
 class WeightsCache:
     """Holds the loaded tensors by the digests of their blobs, so equal weights are loaded once.
 
-    Use it in a `with` statement. If an error leaves that statement, streaming stops before it ends, so that the next
-    load finds the device's memory free.
+    Use it in a `with` statement. If an error leaves the statement, streaming is stopped first, so that the device's
+    memory is free for the next load.
     """
 
     def __init__(self, store: Store, device: torch.device) -> None:
@@ -57,14 +57,14 @@ class WeightsCache:
         """Return the tensors of a component by name. Raises CorruptBlob or StoreError."""
         if record.identity not in self._loaded:
             tensors: Tensors = {}
-            for blob_tensors in self._blobs(record):
+            for blob_tensors in self._tensors_by_blob(record):
                 if repeated := tensors.keys() & blob_tensors.keys():
                     raise CorruptBlob(f"The weights of {record.component} have {min(repeated)} in two blobs.")
                 tensors |= blob_tensors
             self._loaded[record.identity] = tensors
         return self._loaded[record.identity]
 
-    def _blobs(self, record: WeightsRecord) -> list[Tensors]:
+    def _tensors_by_blob(self, record: WeightsRecord) -> list[Tensors]:
         streaming = self._streaming
         streamed = streaming.result() if streaming else stream_weights(self._store, record.blobs, self._device)
         return [streamed[blob.sha256] for blob in record.blobs]

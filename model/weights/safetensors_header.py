@@ -2,7 +2,7 @@
 
 The format (huggingface.co/docs/safetensors, "Format"): 8 bytes of header length (little endian), the header (JSON: name
 -> dtype, shape, data_offsets), then the bytes of all tensors without gaps. The `safetensors` library is not used,
-because a blob that streams to the device has a header long before it is complete.
+because the header of a blob is needed before the blob is complete.
 """
 
 import json
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.errors import CorruptBlob
-from model.store.manifest import Blob
+from model.store.manifest_json import refuse_repeated_keys
 
 _PREFIX_BYTES = 8  # of the header length
 HEADER_LIMIT = 4 * 2**20  # bytes; a blob of SDXL's UNet has some 150 KiB
 _MAX_TENSORS = 2**14  # SDXL's UNet has 1,680
-_MAX_NAME = 512  # characters, as in a map of constants
+_MAX_NAME_CHARACTERS = 512  # as in a map of constants
 _MAX_DIMENSIONS = 8
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -35,11 +35,11 @@ class Extent:
 
 
 class InvalidHeader(ValueError):
-    """The cause that `invalid_weights` reports."""
+    """The header is invalid. The message is the cause that `invalid_weights` reports."""
 
 
 def read_header(start: bytes | memoryview, size: int) -> dict[str, Extent]:
-    """Return extents by name, in order of their bytes. `start` is the beginning of a file of `size` bytes.
+    """Return extents by tensor name, in the order of their bytes. `start`: the first bytes of a file of `size` bytes.
 
     The extents cover the file after the header without gap or overlap, and each is aligned to its item size. Raises
     InvalidHeader.
@@ -53,7 +53,7 @@ def read_header(start: bytes | memoryview, size: int) -> dict[str, Extent]:
     if end > size:
         raise InvalidHeader("its header is longer than the file")
     try:
-        entries = json.loads(bytes(start[_PREFIX_BYTES:end]), object_pairs_hook=_refuse_repeats)
+        entries = json.loads(bytes(start[_PREFIX_BYTES:end]), object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise InvalidHeader(f"its header is not JSON: {str(error)[:100]!r}") from error
     if not isinstance(entries, dict):
@@ -61,8 +61,8 @@ def read_header(start: bytes | memoryview, size: int) -> dict[str, Extent]:
     entries.pop("__metadata__", None)  # unused
     if len(entries) > _MAX_TENSORS:
         raise InvalidHeader(f"it names more than {_MAX_TENSORS} tensors")
-    found = {name: _extent(name, entry, end) for name, entry in entries.items()}
-    ordered = dict(sorted(found.items(), key=lambda item: (item[1].start, item[1].end)))
+    extents = {name: _extent(name, entry, end) for name, entry in entries.items()}
+    ordered = dict(sorted(extents.items(), key=lambda item: (item[1].start, item[1].end)))
     at = end
     for name, extent in ordered.items():
         if extent.start != at:
@@ -78,15 +78,9 @@ def invalid_weights(digest: str, cause: InvalidHeader) -> CorruptBlob:
     return CorruptBlob(f"Blob {digest[:12]} is not a safetensors file of weights: {cause}.")
 
 
-def refuse_empty(blob: Blob) -> None:
-    """Raise CorruptBlob for a blob of 0 bytes, which cannot be mapped."""
-    if not blob.bytes:
-        raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
-
-
 def _extent(name: str, entry: Any, base: int) -> Extent:
     shown = repr(name[:80])
-    if not name or len(name) > _MAX_NAME:
+    if not name or len(name) > _MAX_NAME_CHARACTERS:
         raise InvalidHeader(f"a tensor's name has {len(name)} characters")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise InvalidHeader(f"{shown} is not described by dtype, shape and data_offsets")
@@ -107,10 +101,3 @@ def _extent(name: str, entry: Any, base: int) -> Extent:
 
 def _valid_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
-
-
-def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is repeated")
-    return found

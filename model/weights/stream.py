@@ -1,8 +1,8 @@
-"""Stream blobs of weights to the device: read into a few page-locked slots, hash there, copy from there.
+"""Stream blobs of weights to the device: read them into a few page-locked slots, hash them there, and copy them.
 
 Each thread has its own lane of two slots and one CUDA stream, so it fills and hashes one slot while the other is
-copied. One SHA-256 runs at about 2 GB/s and the rest is faster, so the number of threads decides the speed. Pinning all
-of the weights instead of a few slots would take longer than everything else here together.
+copied. One SHA-256 runs at about 2 GB/s and the rest is faster, so the number of threads decides the speed. Pinning
+memory for all weights, and not for a few slots, would take longer than reading, hashing and copying together.
 
 Bytes reach the device before their digest is verified, but `stream_weights` returns tensors only after all are.
 """
@@ -17,16 +17,9 @@ import torch
 
 from model.store.manifest import Blob
 from model.store.store import Store
-from model.weights.safetensors_header import (
-    HEADER_LIMIT,
-    Extent,
-    InvalidHeader,
-    invalid_weights,
-    read_header,
-    refuse_empty,
-)
+from model.weights.safetensors_header import HEADER_LIMIT, Extent, InvalidHeader, invalid_weights, read_header
 
-SLOT_BYTES = 8 * 2**20  # a header must fit; larger ones take longer to pin and copy no faster
+SLOT_BYTES = 8 * 2**20  # a header must fit; larger slots take longer to pin and copy no faster
 SLOTS = 2
 MAX_THREADS = 16
 _ALIGNMENT_BYTES = 256  # of each tensor on the device; compiled kernels require at least 16
@@ -50,7 +43,7 @@ class CopyLane:
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(SLOTS)]
         self._views = [slot.numpy().data for slot in self._slots]
         self._copied = [torch.cuda.Event() if cuda else None for _ in range(SLOTS)]  # type: ignore[no-untyped-call]
-        self._turn = 0
+        self._current = 0  # index of the slot in use
 
     def allocate(self, count: int) -> torch.Tensor:
         """Wait for earlier copies, then return `count` uninitialized bytes on the device."""
@@ -63,15 +56,15 @@ class CopyLane:
 
     def free_slot(self) -> memoryview:
         """Return the next slot, after its earlier content has been copied."""
-        self._turn = (self._turn + 1) % SLOTS
-        event = self._copied[self._turn]
+        self._current = (self._current + 1) % SLOTS
+        event = self._copied[self._current]
         if event is not None:
             event.synchronize()
-        return self._views[self._turn]
+        return self._views[self._current]
 
     def copy(self, pieces: Iterable[tuple[torch.Tensor, int]]) -> None:
         """Fill each tensor (bytes on the device) from an offset of the current slot. Returns before the copy ends."""
-        slot, event = self._slots[self._turn], self._copied[self._turn]
+        slot, event = self._slots[self._current], self._copied[self._current]
         with torch.cuda.stream(self._stream):  # no effect for None
             for target, at in pieces:
                 target.copy_(slot[at : at + target.numel()], non_blocking=True)
@@ -87,17 +80,18 @@ class CopyLane:
 class BlobReceiver:
     """A `Sink` (model/store) that copies one blob's tensors to the device.
 
-    They share one allocation and are aligned to 256 bytes each (in the file to their item size).
+    The tensors share one allocation, in which each is aligned to 256 bytes. In the file it is aligned to its item size.
     """
 
     def __init__(self, blob: Blob, lane: CopyLane) -> None:
-        refuse_empty(blob)
+        if not blob.bytes:  # `filled`, which reads the header, would never be called
+            raise invalid_weights(blob.sha256, InvalidHeader("it has 0 bytes"))
         self._blob, self._lane = blob, lane
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._invalid: InvalidHeader | None = None
         self._extents: dict[str, Extent] = {}
         self._offsets: list[tuple[Extent, int]] = []  # of each tensor in `_memory`
-        self._first = 0  # index of the first offset whose tensor is not complete
+        self._first = 0  # index in `_offsets` of the first tensor that is not complete
 
     def buffer(self) -> memoryview:
         return self._lane.free_slot()
@@ -110,10 +104,10 @@ class BlobReceiver:
         for extent, offset in self._offsets[self._first :]:
             if extent.start >= end:
                 break
-            first, last = max(extent.start, at), min(extent.end, end)
-            if first < last:
-                begin = offset + first - extent.start
-                pieces.append((self._memory[begin : begin + last - first], first - at))
+            first, stop = max(extent.start, at), min(extent.end, end)
+            if first < stop:
+                target = offset + first - extent.start
+                pieces.append((self._memory[target : target + stop - first], first - at))
             self._first += extent.end <= end
         self._lane.copy(pieces)
 
@@ -121,7 +115,7 @@ class BlobReceiver:
         self._invalid, self._extents = None, {}
         try:
             self._extents = read_header(data, self._blob.bytes)
-        except InvalidHeader as error:  # kept for `tensors`: the store may find this copy damaged and send another
+        except InvalidHeader as error:  # raised by `tensors`: the store may find this copy damaged and send another
             self._invalid = error
         self._offsets, self._first, total = [], 0, 0
         for extent in self._extents.values():
@@ -150,7 +144,6 @@ def tensor_view(data: torch.Tensor, extent: Extent) -> torch.Tensor:
 
 def tensors_in(data: bytearray, blob: Blob) -> Tensors:
     """Return the tensors of a blob's verified bytes in CPU memory as views. Raises CorruptBlob."""
-    refuse_empty(blob)
     try:
         extents = read_header(memoryview(data), blob.bytes)
     except InvalidHeader as error:
