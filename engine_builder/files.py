@@ -25,9 +25,9 @@ def read_file(path: Path) -> bytes:
 
 
 def check_writable(path: Path) -> None:
-    """Raise NotWritable if no file can be written at `path`. Folders that are missing can be made.
+    """Raise NotWritable if `write_file` could not write `path`. Writes nothing.
 
-    Called before work whose result would be lost. Writes nothing.
+    Call it before work whose result would be lost. Missing folders are allowed, because `write_file` makes them.
     """
     if path.name in ("", ".."):
         raise NotWritable(f"{str(path)!r} is not the name of a file.")
@@ -48,7 +48,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file, and make its folder if that is missing. Raises NotWritable."""
+    """Write a file, and make its folder if it is missing. Raises NotWritable."""
     check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """Check that the nearest existing folder above `path` lets a file or folder be made in it."""
+    """Check that a file or folder can be made in the nearest existing folder above `path`."""
     try:
         folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
         if not folder.is_dir():

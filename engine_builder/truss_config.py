@@ -11,8 +11,8 @@ from model.errors import ConfigError
 
 
 def read_truss_config(path: Path) -> Any:
-    """Return the TrussConfig in a file. Raises ConfigError if it cannot be read, or is not valid for truss."""
-    with warnings.catch_warnings(action="ignore"):  # of truss's dependencies
+    """Return the TrussConfig in a file. Raises ConfigError if truss cannot read it."""
+    with warnings.catch_warnings(action="ignore"):  # warnings of truss's dependencies
         from truss.base.truss_config import TrussConfig  # type: ignore[import-untyped]
 
         try:

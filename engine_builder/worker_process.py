@@ -9,14 +9,14 @@ from multiprocessing.context import SpawnProcess
 _EXIT_GRACE_SECONDS = 2.0
 
 
-def follow_parent() -> None:
-    """Make this process end when its parent does, even by kill -9, and leave Ctrl-C to the parent."""
+def end_with_parent() -> None:
+    """End this process when its parent ends, even by kill -9. Ctrl-C is left to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
-def end(process: SpawnProcess) -> None:
-    """Wait for a process that was told to end, and kill it if it does not."""
+def end_process(process: SpawnProcess) -> None:
+    """Wait until a process ends. Kills it after a grace period."""
     process.join(_EXIT_GRACE_SECONDS)
     if process.is_alive():
         process.kill()

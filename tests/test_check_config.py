@@ -186,13 +186,13 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "other GPU": (
         {"resources": {"accelerator": "L4", "use_gpu": True}},
-        r"asks for the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that device",
+        r"requests the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that device",
     ),
     "a slice of the GPU": (
         {"resources": {"accelerator": "H100_40GB", "use_gpu": True}},
-        r"asks for the GPU H100_40GB\. Release .* has engines for cuda-h100-",
+        r"requests the GPU H100_40GB\. Release .* has engines for cuda-h100-",
     ),
-    "a CPU": ({"resources": {"use_gpu": False}}, r"asks for a CPU\. Release .* has engines for cuda-h100-"),
+    "a CPU": ({"resources": {"use_gpu": False}}, r"requests a CPU\. Release .* has engines for cuda-h100-"),
     "TensorRT not pinned": ({"runtime": "tensorrt"}, r"chooses the runtime tensorrt for H100 and pins no TensorRT\."),
     "TensorRT without plans": (
         {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
@@ -202,7 +202,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
         {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.999"]},
         r"has plans of TensorRT 11\.4\.0\.106, and",
     ),
-    "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"asks for the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
+    "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"requests the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
     "unpublished by a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},
@@ -246,7 +246,7 @@ def test_refuses_what_is_not_a_truss_config(content: bytes, tmp_path: Path) -> N
     (tmp_path / "config.yaml").write_bytes(content)
     code, output = check(tmp_path / "config.yaml")
     assert code == 1 and re.search(
-        "refused .*config.yaml (is not a valid|has an entry that truss does not know)", output
+        "refused .*config.yaml (is not a valid|has an entry that is unknown to truss)", output
     )
 
 

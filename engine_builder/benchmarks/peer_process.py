@@ -13,7 +13,7 @@ import torch
 from engine_builder.benchmarks.bench import Work
 from engine_builder.benchmarks.peers import diffusers_pipeline, diffusers_work
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.worker_process import end, follow_parent
+from engine_builder.worker_process import end_process, end_with_parent
 from model.errors import PreheatError
 from model.pipeline.params import GenerationParams
 
@@ -48,7 +48,7 @@ def _process(folder: Checkpoint, precision: str, kind: str, params: GenerationPa
         yield ours
     finally:
         ours.close()
-        end(process)
+        end_process(process)
 
 
 def _work(connection: Connection, kind: str) -> Work:
@@ -76,7 +76,7 @@ def _run_peer(
     connection: Connection, folder: Checkpoint, precision: str, compiled: bool, params: GenerationParams
 ) -> None:
     """Load the peer, then generate the request each time the connection asks for it. Sends None or an error."""
-    follow_parent()
+    end_with_parent()
     works: list[Work] = []
 
     def load() -> None:

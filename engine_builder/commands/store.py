@@ -183,7 +183,7 @@ def gc(
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
         console.print(f"{digest}  {size / 2**20:10.2f} MiB")
     found = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are unnamed"
-    others = f"{garbage.named} are named and {garbage.young} are younger than {plain(older_than)}"
+    others = f"{garbage.named_count} are named and {garbage.young_count} are younger than {plain(older_than)}"
     if not delete:
         console.print(f"{found} ({others}). Nothing was deleted: add --delete.")
         return

@@ -1,8 +1,7 @@
 """Check a deployment's config.yaml against the release that it names, before it is pushed.
 
-A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file, and
-from the environment that it gives the server: this machine's is not the deployment's. Credentials of the store are this
-machine's own.
+A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file and
+its environment_variables, not from the environment of this machine. Credentials of the store come from this machine.
 """
 
 import re
@@ -28,14 +27,17 @@ _Result = TypeVar("_Result")
 
 
 class InvalidConfig(PreheatError):
-    """The config of a deployment would fail where it is pushed."""
+    """The config of a deployment would fail after it is pushed."""
 
     remedy = "Fix it in the config, and check again."
 
 
 @dataclass
 class DeploymentCheck:
-    """What was found. `refusals`: each would keep a replica from serving. `served`: what it would serve, as lines."""
+    """The result of a check. Each of `refusals` would keep a replica from serving.
+
+    `served`: lines that describe what a replica would serve; empty after a refusal.
+    """
 
     refusals: list[PreheatError] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -51,34 +53,34 @@ class DeploymentCheck:
 
 
 def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
-    """Check the config at `path`; `store` takes the place of its store. Never raises for what the check is about."""
-    found = DeploymentCheck()
-    config = found.attempt(lambda: _read_config(path))
+    """Check the config at `path`. `store` replaces its store. Refusals are returned, not raised."""
+    check = DeploymentCheck()
+    config = check.attempt(lambda: _read_config(path))
     if config is None:
-        return found
-    settings = found.attempt(lambda: _read_settings(config))
+        return check
+    settings = check.attempt(lambda: _read_settings(config))
     if settings is None:
-        return found
+        return check
     if store is not None:
         settings = settings.model_copy(update={"store": store})
-    _check_secrets(found, config, settings)
-    torch = found.attempt(lambda: _pinned_torch(found, config))
-    manifest = found.attempt(lambda: _read_release(settings))
+    _check_secrets(check, config, settings)
+    torch = check.attempt(lambda: _pinned_torch(check, config))
+    manifest = check.attempt(lambda: _read_release(settings))
     if manifest is None:
-        return found
-    found.attempt(lambda: check_signature(manifest, settings.public_key))
+        return check
+    check.attempt(lambda: check_signature(manifest, settings.public_key))
     if not settings.public_key:
-        found.warnings.append(
-            f"The config has no public_key, so the server loads {manifest.name} unchecked. Sign releases with "
-            "`preheat publish --sign`, and name the key."
+        check.warnings.append(
+            f"The config has no public_key, so the server loads {manifest.name} without checking a signature. "
+            "Sign releases with `preheat publish --sign`, and name the key."
         )
     if torch is not None:
-        selection = found.attempt(lambda: _select(manifest, config, torch, settings))
+        selection = check.attempt(lambda: _select(manifest, config, torch, settings))
         if selection is not None:
-            served = found.attempt(lambda: served_model(selection, settings.buckets))
-            if served is not None and not found.refusals:
-                found.served = _describe(selection, served, settings)
-    return found
+            served = check.attempt(lambda: served_model(selection, settings.buckets))
+            if served is not None and not check.refusals:
+                check.served = _describe(selection, served, settings)
+    return check
 
 
 def _read_config(path: Path) -> Any:
@@ -88,7 +90,7 @@ def _read_config(path: Path) -> Any:
         config.validate_forbid_extra()
     except ValueError as error:
         reason = re.sub(r"\s+", " ", str(error)).strip()[:300].rstrip(".")
-        raise InvalidConfig(f"{path} has an entry that truss does not know: {reason}.") from error
+        raise InvalidConfig(f"{path} has an entry that is unknown to truss: {reason}.") from error
     return config
 
 
@@ -107,12 +109,12 @@ def _read_release(settings: Settings) -> Manifest:
     return open_store(store, settings.store_options()).read_release(settings.required("release"))
 
 
-def _check_secrets(found: DeploymentCheck, config: Any, settings: Settings) -> None:
+def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> None:
     missing = [name for name in _SECRETS if name not in (config.secrets or {})]
     environment = config.environment_variables or {}
-    own = environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY")
-    if settings.store.startswith("s3:") and missing and not own:
-        found.refusals.append(
+    has_keys = environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY")
+    if settings.store.startswith("s3:") and missing and not has_keys:
+        check.refusals.append(
             InvalidConfig(
                 f"The config does not declare the secret {' and '.join(missing)}, so the server cannot read "
                 f"{settings.store}.",
@@ -121,7 +123,7 @@ def _check_secrets(found: DeploymentCheck, config: Any, settings: Settings) -> N
         )
     for name, value in (config.secrets or {}).items():
         if value:
-            found.refusals.append(
+            check.refusals.append(
                 InvalidConfig(
                     f"The config holds a value for the secret {name}.",
                     "Set it to null, and keep the value in the workspace's secrets.",
@@ -129,7 +131,7 @@ def _check_secrets(found: DeploymentCheck, config: Any, settings: Settings) -> N
             )
 
 
-def _pinned_torch(found: DeploymentCheck, config: Any) -> str:
+def _pinned_torch(check: DeploymentCheck, config: Any) -> str:
     """Return the pinned version of torch. Raises InvalidConfig."""
     version = pinned_version(config.requirements, "torch")
     if version is None:
@@ -138,7 +140,7 @@ def _pinned_torch(found: DeploymentCheck, config: Any) -> str:
             "Pin the version that the release was built with: an engine runs on no other.",
         )
     if config.resources.accelerator.accelerator and "+" not in version:
-        found.warnings.append(
+        check.warnings.append(
             f"The pin torch=={version} does not name a CUDA build, which an engine needs too. Pin it as the shipped "
             "configs do (torch==2.11.0+cu130)."
         )
@@ -155,16 +157,16 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:
     manifest, sizes = selection.manifest, served.sizes
-    spans = [engine.bucket for engine in selection.engines[UNET]]
+    buckets = [engine.bucket for engine in selection.engines[UNET]]
     if isinstance(sizes, SizeList):
         parts = []
         for width, height in sizes.sizes:
-            holding = [b.batch.max for b in spans if b.holds(b.batch.max, height, width)]
+            batches = [bucket.batch.max for bucket in buckets if bucket.holds(bucket.batch.max, height, width)]
             limits = [bucket.rows for bucket in settings.buckets if (bucket.width, bucket.height) == (width, height)]
-            parts.append(f"{width}x{height}@{min([max(holding), *limits])}")
+            parts.append(f"{width}x{height}@{min([max(batches), *limits])}")
         listed = ", ".join(parts)
     else:
-        batch = max(bucket.batch.max for bucket in spans)
+        batch = max(bucket.batch.max for bucket in buckets)
         listed = f"sides from {sizes.min_side} to {sizes.max_side} pixels in steps of {sizes.multiple}, @{batch}"
     total = sum(blob.bytes for blob in selection.blobs())
     signer = f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"

@@ -1,7 +1,8 @@
-"""Delete the blobs of a store that nothing names. A blob that a release names is never deleted.
+"""Delete the blobs of a store that no release or record names.
 
-The blobs of a running build may be unnamed. They are younger than the age limit, because `put` refreshes the blobs that
-it finds. If a manifest cannot be read (damaged, or of a newer schema), it may name any blob, so nothing is deleted.
+The blobs of a running build may be unnamed. They are younger than the age limit, because `put` refreshes blobs that
+already exist. A manifest that cannot be read (damaged, or of a newer schema) may name any blob. So then nothing is
+deleted.
 """
 
 import re
@@ -29,30 +30,31 @@ class Garbage:
     """Unnamed blobs that are old enough to be deleted: bytes by digest."""
 
     blobs: dict[str, int]
-    named: int
-    """Number of blobs that are named."""
-    young: int
+    named_count: int
+    """Number of named blobs."""
+    young_count: int
     """Number of unnamed blobs that are too young."""
-    limit: float
+    keep_after: float
     """Blobs put after this time (seconds since 1970) are kept."""
 
     @property
     def bytes(self) -> int:
+        """Total size of the blobs."""
         return sum(self.blobs.values())
 
 
 def find_garbage(store: WritableStore, older_than: float = DAY_SECONDS, now: float | None = None) -> Garbage:
-    """Find the blobs that no release or record names and that were not put for `older_than` seconds.
+    """Find the blobs that no release or record names, and that were last put more than `older_than` seconds ago.
 
     Raises ManifestError or StoreError if a release or a record cannot be read.
     """
-    limit = (time.time() if now is None else now) - older_than
+    keep_after = (time.time() if now is None else now) - older_than
     # Blobs are listed before names are read, so a release published meanwhile counts.
     blobs = list(store.blobs())
     named = named_blobs(store)
     unnamed = [(digest, size, put_at) for digest, size, put_at in blobs if digest not in named]
-    old = {digest: size for digest, size, put_at in unnamed if put_at <= limit}
-    return Garbage(old, len(blobs) - len(unnamed), len(unnamed) - len(old), limit)
+    old = {digest: size for digest, size, put_at in unnamed if put_at <= keep_after}
+    return Garbage(old, len(blobs) - len(unnamed), len(unnamed) - len(old), keep_after)
 
 
 def delete_garbage(store: WritableStore, garbage: Garbage) -> int:
@@ -60,9 +62,9 @@ def delete_garbage(store: WritableStore, garbage: Garbage) -> int:
     named = named_blobs(store)
     freed = 0
     for digest, size in garbage.blobs.items():
-        if digest not in named and store.delete_blob(digest, garbage.limit):
+        if digest not in named and store.delete_blob(digest, garbage.keep_after):
             freed += size
-    store.delete_unfinished(garbage.limit)
+    store.delete_unfinished(garbage.keep_after)
     return freed
 
 
@@ -77,11 +79,11 @@ def named_blobs(store: WritableStore) -> set[str]:
 
 
 def read_age(text: str) -> float:
-    """ "36h" -> seconds. Raises BadAge, also for an age that a running build's blobs may reach."""
-    found = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
-    if found is None:
+    """Parse an age such as "36h" into seconds. Raises BadAge, also if a running build's blobs may reach that age."""
+    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
+    if match is None:
         raise BadAge(f"{text!r} is not an age.")
-    seconds = float(int(found[1]) * _UNIT_SECONDS[found[2]])
+    seconds = float(int(match[1]) * _UNIT_SECONDS[match[2]])
     if seconds < _MIN_AGE_SECONDS:
         raise BadAge(f"{text} is too short: younger blobs may belong to a running build.")
     return seconds

@@ -1,4 +1,4 @@
-"""Copy a release between stores, for example from the build's folder to the bucket that servers load from."""
+"""Copy a release between stores, for example from a build's folder to the bucket of the servers."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ _BLOBS_AT_ONCE = 4
 def copy_release(
     source: Store, destination: WritableStore, name: str, report: Callable[[Manifest], None] = lambda manifest: None
 ) -> tuple[Manifest, bool]:
-    """Copy the blobs of `name`, verified, and then its manifest. Returns the manifest and whether it is new.
+    """Verify and copy the blobs of `name`, then its manifest. Returns the manifest, and False if it existed already.
 
     `report` receives the manifest before the copy begins. A repeated call continues where the last one stopped. Raises
     ReleaseNotFound, ReleaseExists (another release of that name), CorruptBlob or StoreError.
@@ -23,7 +23,7 @@ def copy_release(
     manifest = source.read_release(name)
     report(manifest)
     if name in destination.releases():
-        return _same(destination, manifest), False
+        return _existing_release(destination, manifest), False
 
     def copy(blob: Blob) -> None:
         if destination.put(source.get(blob.sha256, blob.bytes)) != blob.sha256:
@@ -40,11 +40,12 @@ def copy_release(
     try:
         destination.write_release(manifest)
     except ReleaseExists:
-        return _same(destination, manifest), False
+        return _existing_release(destination, manifest), False
     return manifest, True
 
 
-def _same(store: Store, manifest: Manifest) -> Manifest:
+def _existing_release(store: Store, manifest: Manifest) -> Manifest:
+    """Return the manifest if the store has exactly this release. Raises ReleaseExists."""
     if store.read_release(manifest.name) != manifest:
         raise ReleaseExists(
             f"{store.url} has another release {manifest.name}, and releases are written once.",

@@ -1,4 +1,4 @@
-"""Merge the drafts of one model, for any number of targets, into one release. Compiles and changes nothing."""
+"""Merge the drafts of one model, for any number of targets, into one release. Compiles nothing."""
 
 from datetime import UTC, datetime
 
@@ -21,15 +21,17 @@ class NothingToPublish(PreheatError):
 def publish(store: WritableStore, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
     """Publish the drafts of `name` ("model/version", or "model" for the next whole number), signed with `key`.
 
-    Returns the manifest and whether it is new. Without a version, drafts equal to the newest release publish nothing,
-    unless that release lacks the requested signature. Raises NothingToPublish, ReleaseExists, CorruptBlob, StoreError.
+    Returns the manifest, and False if nothing new was published. Without a version, drafts equal to the newest release
+    publish nothing, unless that release lacks the requested signature. Raises NothingToPublish, ReleaseExists,
+    CorruptBlob or StoreError.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")
     drafts = read_drafts(store, model)
     merged = merge(drafts)
     if not version:
-        numbers = sorted((v for m, v in map(split_name, store.releases()) if m == model and v.isdigit()), key=int)
+        published = [split_name(release) for release in store.releases()]
+        numbers = sorted((number for of_model, number in published if of_model == model and number.isdigit()), key=int)
         if numbers:
             newest = store.read_release(f"{model}/{numbers[-1]}")
             if _content(newest) == _content(merged) and _is_signed(newest, key):
@@ -64,7 +66,7 @@ def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
 
 
 def merge(drafts: list[Manifest]) -> Manifest:
-    """Return one manifest with the engines and weights of all drafts. They have one source, so the rest agrees.
+    """Return one manifest with the engines and weights of all drafts. They have one source, so other entries agree.
 
     Entries are sorted, so rebuilding one of several drafts gives an equal manifest.
     """
@@ -81,7 +83,7 @@ def merge(drafts: list[Manifest]) -> Manifest:
 
 
 def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
-    """True if `key` has signed the release, or no key is given."""
+    """True if `key` signed the release, or is None."""
     if key is None:
         return True
     try:
@@ -92,7 +94,7 @@ def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
 
 
 def _content(manifest: Manifest) -> object:
-    """Return what distinguishes two releases: no versions, dates, signatures or measurements."""
+    """Return the entries that distinguish two releases: all but versions, dates, signatures and measurements."""
     return manifest.model_dump(
         mode="json",
         exclude={

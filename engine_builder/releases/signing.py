@@ -53,13 +53,13 @@ def read_key(path: Path) -> Ed25519PrivateKey:
 
 
 def public_key(key: Ed25519PrivateKey) -> PublicKey:
-    """Return the public key, which goes into a config."""
+    """Return the public key of a private key. A deployment's config names it."""
     return PublicKey(key.public_key().public_bytes_raw())
 
 
 def sign(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
-    """Return the manifest with a signature, which replaces an earlier one."""
-    # Parsed as every reader will: written JSON states default values, too, and they are signed.
+    """Return the manifest with a signature by `key`, which replaces an earlier signature."""
+    # Parse it as a reader does: the written JSON also states default values, and the signature covers them.
     read = parse_manifest(manifest.to_json(), manifest.name)
     signature = base64.b64encode(key.sign(read.signed_bytes())).decode()
     return read.model_copy(update={"signature": ReleaseSignature(key_id=public_key(key).key_id, ed25519=signature)})

@@ -1,10 +1,11 @@
 """A discrete-event simulation of servers that batch in flight, and of the platform's autoscaler.
 
 A server with n images takes `step_time(n)` seconds a step, and every image advances with each step. Waiting requests
-join first come, first served: as many as run efficiently or finish soon, and as many as fit once so many wait (see
-model/scheduling/admission.py). The platform averages the requests in flight over its window, and wants as many replicas
-as keep each below concurrency_target * target utilization. New replicas start at once and are ready after a cold start;
-superfluous ones are stopped after the scale-down delay. A request goes to the replica with the fewest.
+join in the order of their arrival: while the batch stays efficient, if they are short, or if enough wait to fill the
+largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its window. It
+needs as many replicas as keep each below concurrency_target * target utilization. New replicas start at once and are
+ready after a cold start. Superfluous replicas are stopped after the scale-down delay. A request goes to the replica
+with the fewest requests.
 
 Not modelled: requests of several sizes, failures, and the platform's own routing, which is not documented.
 """
@@ -22,12 +23,15 @@ from engine_builder.benchmarks.rows import percentile
 from engine_builder.replicas.traffic import Traffic
 from model.scheduling.admission import efficient_images, may_join, shortens_mean_latency
 
-_PERIOD_SECONDS = 5.0  # between two decisions of the autoscaler
+_AUTOSCALER_PERIOD_SECONDS = 5.0  # between two decisions
 
 
 @dataclass(frozen=True)
 class Server:
-    """One replica. `step_seconds`: measured seconds of a step by number of images, interpolated linearly."""
+    """The speed and limits of one replica. `step_seconds`: images -> measured seconds of a step, interpolated linearly.
+
+    `steps`: denoising steps of a request. `max_queue`: waiting requests before further ones are refused.
+    """
 
     step_seconds: Mapping[int, float]
     steps: float
@@ -36,7 +40,7 @@ class Server:
 
     @property
     def capacity(self) -> int:
-        """Images at once."""
+        """Largest number of images at once."""
         return max(self.step_seconds)
 
     def step_time(self, images: int) -> float:
@@ -44,9 +48,9 @@ class Server:
         points = sorted(self.step_seconds.items())
         if images <= points[0][0]:
             return points[0][1]
-        for (low, first), (high, last) in itertools.pairwise(points):
+        for (low, low_seconds), (high, high_seconds) in itertools.pairwise(points):
             if images <= high:
-                return first + (last - first) * (images - low) / (high - low)
+                return low_seconds + (high_seconds - low_seconds) * (images - low) / (high - low)
         return points[-1][1]
 
     @property
@@ -57,13 +61,13 @@ class Server:
 
     @property
     def images_per_second(self) -> float:
-        """At capacity."""
+        """Throughput at capacity."""
         return self.capacity / (self.step_time(self.capacity) * self.steps)
 
 
 @dataclass(frozen=True)
 class Autoscaling:
-    """The platform's settings, with the platform's names (truss/autoscaling/)."""
+    """The platform's settings, with the platform's names (truss/autoscaling/). Durations in seconds."""
 
     min_replica: int
     max_replica: int
@@ -75,7 +79,10 @@ class Autoscaling:
 
 @dataclass
 class Result:
-    """Latencies and waits of answered requests in seconds; `replicas`: (second, number of paid replicas)."""
+    """The result of a simulation. `latencies`, `waits`: seconds of answered requests.
+
+    `replicas`: (second, number of paid replicas) at each change.
+    """
 
     latencies: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -84,6 +91,7 @@ class Result:
     gpu_hours: float = 0.0
 
     def latency(self, share: float) -> float:
+        """Return the seconds within which `share` of the answered requests were answered."""
         return percentile(self.latencies, share) if self.latencies else math.inf
 
     @property
@@ -94,18 +102,18 @@ class Result:
 class _Replica:
     """One server in simulated time.
 
-    All of its images advance together, so each is kept with the count of the server's steps at which it is finished.
-    Only the next image to finish needs an event.
+    All of its images advance together. So each image is stored with the server's step count at which it finishes, and
+    only the next image to finish needs an event.
     """
 
     def __init__(self, env: Any, server: Server, result: Result) -> None:
         self.env, self.server, self.result = env, server, result
-        self.active: list[tuple[float, int, float, float]] = []  # done at, tie, arrived, began
-        self.queue: deque[tuple[float, float]] = deque()  # arrived, steps
+        self.active: list[tuple[float, int, float]] = []  # step count when finished, tie breaker, arrival
+        self.queue: deque[tuple[float, float]] = deque()  # arrival, steps
         self._step_time = [server.step_time(images) for images in range(server.capacity + 1)]
         self._efficient = server.efficient
-        self._steps, self._at = 0.0, env.now
-        self._ties = itertools.count()
+        self._steps, self._counted_at = 0.0, env.now
+        self._ties = itertools.count()  # orders images that finish at the same step
         self._changed = env.event()
         env.process(self._run())
 
@@ -132,13 +140,13 @@ class _Replica:
                 break
             arrived, steps = self.queue.popleft()
             self.result.waits.append(self.env.now - arrived)
-            heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived, self.env.now))
+            heapq.heappush(self.active, (self._steps + steps, next(self._ties), arrived))
 
     def _advance(self) -> None:
-        """Count the steps since the last change."""
+        """Add the steps since the last call to the step count."""
         if self.active:
-            self._steps += (self.env.now - self._at) / self._step_time[len(self.active)]
-        self._at = self.env.now
+            self._steps += (self.env.now - self._counted_at) / self._step_time[len(self.active)]
+        self._counted_at = self.env.now
 
     def _run(self) -> Generator[Any, Any, None]:
         while True:
@@ -150,7 +158,7 @@ class _Replica:
                 yield finished | self._changed
                 if finished.processed:
                     self._advance()
-                    _, _, arrived, _ = heapq.heappop(self.active)
+                    _, _, arrived = heapq.heappop(self.active)
                     self.result.latencies.append(self.env.now - arrived)
                     self._join()
             if self._changed.triggered:
@@ -163,9 +171,9 @@ class _Platform:
     def __init__(self, env: Any, server: Server, scaling: Autoscaling, result: Result) -> None:
         self.env, self.server, self.scaling, self.result = env, server, scaling, result
         self.ready: list[_Replica] = []
-        self.ending: list[_Replica] = []  # get no new requests, and are paid until they have answered
+        self.ending: list[_Replica] = []  # receive no new requests, and are paid until they have answered
         self.starting = 0
-        self.held: deque[tuple[float, float]] = deque()
+        self.waiting: deque[tuple[float, float]] = deque()  # arrival, steps
         self._samples: deque[tuple[float, int]] = deque()
         self._below_since: float | None = None
         for _ in range(scaling.min_replica):
@@ -173,12 +181,13 @@ class _Platform:
         env.process(self._autoscale())
 
     @property
-    def wanted(self) -> int:
+    def replicas(self) -> int:
+        """Number of replicas that are ready or starting."""
         return self.starting + len(self.ready)
 
     def request(self, steps: float) -> None:
         if not self.ready:
-            self.held.append((self.env.now, steps))
+            self.waiting.append((self.env.now, steps))
             return
         replica = min(self.ready, key=lambda replica: replica.outstanding)
         if len(replica.queue) >= self.server.max_queue:
@@ -190,29 +199,29 @@ class _Platform:
         while True:
             self.ending = [replica for replica in self.ending if replica.outstanding]
             self._scale()
-            self._note()
-            yield self.env.timeout(_PERIOD_SECONDS)
+            self._record_paid()
+            yield self.env.timeout(_AUTOSCALER_PERIOD_SECONDS)
 
     def _scale(self) -> None:
         now, settings = self.env.now, self.scaling
-        in_flight = len(self.held) + sum(replica.outstanding for replica in self.ready)
+        in_flight = len(self.waiting) + sum(replica.outstanding for replica in self.ready)
         self._samples.append((now, in_flight))
         while self._samples[0][0] < now - settings.autoscaling_window:
             self._samples.popleft()
         mean = sum(count for _, count in self._samples) / len(self._samples)
         share = settings.concurrency_target * settings.target_utilization_percentage / 100
         target = min(settings.max_replica, max(settings.min_replica, math.ceil(mean / share - 1e-9)))
-        if self.held and not self.wanted:
+        if self.waiting and not self.replicas:
             target = max(1, target)
-        if target > self.wanted:
+        if target > self.replicas:
             self._below_since = None
-            for _ in range(target - self.wanted):
+            for _ in range(target - self.replicas):
                 self.starting += 1
                 self.env.process(self._start())
-        elif target < self.wanted:
+        elif target < self.replicas:
             self._below_since = now if self._below_since is None else self._below_since
             if now - self._below_since >= settings.scale_down_delay:
-                self._stop(self.wanted - target)
+                self._stop(self.replicas - target)
         else:
             self._below_since = None
 
@@ -220,8 +229,8 @@ class _Platform:
         yield self.env.timeout(self.server.cold_start_seconds)
         self.starting -= 1
         self.ready.append(_Replica(self.env, self.server, self.result))
-        while self.held:
-            arrived, steps = self.held.popleft()
+        while self.waiting:
+            arrived, steps = self.waiting.popleft()
             min(self.ready, key=lambda replica: replica.outstanding).add(arrived, steps)
 
     def _stop(self, count: int) -> None:
@@ -230,8 +239,8 @@ class _Platform:
             self.ready.remove(replica)
             self.ending.append(replica)
 
-    def _note(self) -> None:
-        paid = self.wanted + len(self.ending)
+    def _record_paid(self) -> None:
+        paid = self.replicas + len(self.ending)
         if not self.result.replicas or self.result.replicas[-1][1] != paid:
             self.result.replicas.append((self.env.now, paid))
 
@@ -243,30 +252,33 @@ def simulate(
     seed: int = 0,
     steps: Callable[[random.Random], float] | None = None,
 ) -> Result:
-    """Run the traffic to its end and every request to its answer. `steps` draws a request's, default the server's."""
+    """Run the traffic to its end and every request to its answer.
+
+    `steps` returns a request's number of steps from a random generator; None: the server's.
+    """
     import simpy
 
     env = simpy.Environment()
     result = Result()
     platform = _Platform(env, server, scaling, result)
-    chance = random.Random(seed + 1)
+    generator = random.Random(seed + 1)
 
     def arrive() -> Generator[Any, Any, None]:
         for at in traffic.arrivals(seed):
             yield env.timeout(at - env.now)
-            platform.request(steps(chance) if steps is not None else server.steps)
+            platform.request(steps(generator) if steps is not None else server.steps)
 
     env.run(until=env.process(arrive()))
     end = max(env.now, traffic.seconds)
     env.run(until=end + 1e-9)
     result.gpu_hours = paid_hours(result.replicas, end)
-    while platform.held or any(replica.outstanding for replica in platform.ready + platform.ending):
+    while platform.waiting or any(replica.outstanding for replica in platform.ready + platform.ending):
         env.run(until=env.now + 60)
     return result
 
 
 def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
-    """Return the replica-hours up to `end` of a curve of (second, number of replicas)."""
+    """Return the replica-hours until second `end`. `replicas`: (second, number of replicas) at each change."""
     total = 0.0
     for (start, count), (stop, _) in itertools.pairwise([*replicas, (max(end, replicas[-1][0]), 0)]):
         total += count * (min(stop, end) - min(start, end))
@@ -274,7 +286,7 @@ def paid_hours(replicas: Sequence[tuple[float, int]], end: float) -> float:
 
 
 def candidates(server: Server, traffic: Traffic, max_replica: int) -> list[Autoscaling]:
-    """Return settings to try: the smallest number of replicas, the utilization, and the scale-down delay."""
+    """Return settings to try. They differ in min_replica, target utilization and scale-down delay."""
     average = sum(traffic.rate(traffic.seconds * (i + 0.5) / 200) for i in range(200)) / 200
     steady = max(1, round(average / server.images_per_second))
     min_replicas = sorted({1, steady, min(max_replica, steady + 1), min(max_replica, 2 * steady)})
@@ -288,6 +300,9 @@ def candidates(server: Server, traffic: Traffic, max_replica: int) -> list[Autos
 
 
 def recommend(results: Sequence[tuple[Autoscaling, Result]], p99: float) -> tuple[Autoscaling, Result] | None:
-    """Return the setting with the fewest GPU-hours that meets the p99 and refuses at most one request in 1000."""
+    """Return the setting with the fewest GPU-hours that meets the p99 and refuses at most one request in 1000.
+
+    `p99`: seconds. Returns None if no setting does.
+    """
     good = [pair for pair in results if pair[1].latency(0.99) <= p99 and pair[1].refused_share <= 0.001]
     return min(good, key=lambda pair: pair[1].gpu_hours, default=None)

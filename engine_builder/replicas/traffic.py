@@ -1,4 +1,4 @@
-"""Requests over time: a constant rate, a daily wave, a spike, or a trace from a CSV file."""
+"""Rates of requests over time: constant, a daily wave, a spike, or a trace from a CSV file."""
 
 import csv
 import io
@@ -12,7 +12,7 @@ from pathlib import Path
 from engine_builder.files import read_file
 from model.errors import PreheatError
 
-DAY = 86_400.0
+DAY_SECONDS = 86_400.0
 
 
 class BadTraffic(PreheatError):
@@ -31,24 +31,25 @@ class Traffic:
     seconds: float
 
     def arrivals(self, seed: int) -> Iterator[float]:
-        """Yield the moments of a Poisson process of that rate, by thinning (Lewis and Shedler 1979)."""
-        chance = random.Random(seed)
-        moments = poisson_arrivals(self.peak, self.seconds, chance) if self.peak > 0 else ()
-        return (at for at in moments if chance.random() * self.peak < self.rate(at))
+        """Yield the arrivals (seconds) of a Poisson process with this rate, by thinning (Lewis and Shedler 1979)."""
+        generator = random.Random(seed)
+        moments = poisson_arrivals(self.peak, self.seconds, generator) if self.peak > 0 else ()
+        return (at for at in moments if generator.random() * self.peak < self.rate(at))
 
 
-def poisson_arrivals(rate: float, seconds: float, chance: random.Random) -> Iterator[float]:
-    """Yield the moments of a Poisson process with `rate` arrivals a second."""
+def poisson_arrivals(rate: float, seconds: float, generator: random.Random) -> Iterator[float]:
+    """Yield the arrivals (seconds) of a Poisson process with `rate` arrivals a second."""
     at = 0.0
-    while (at := at + chance.expovariate(rate)) < seconds:
+    while (at := at + generator.expovariate(rate)) < seconds:
         yield at
 
 
 def read_traffic(text: str, hours: float) -> Traffic:
     """Parse a description of traffic. Raises BadTraffic.
 
-    `constant:RATE`; `wave:MEAN:SHARE`, a day's sine by SHARE of the mean; `spike:BASE:PEAK:MINUTES`, in the middle; or
-    the path of a CSV file of lines `second,rate`, each rate until the next line's second.
+    `constant:RATE`; `wave:MEAN:SHARE`, a daily sine with an amplitude of SHARE of the mean; `spike:BASE:PEAK:MINUTES`,
+    in the middle of the time; or the path of a CSV file of lines `second,rate`. A line's rate holds until the next
+    line's second. `hours`: duration of all but a CSV file.
     """
     kind, *numbers = text.split(":")
     seconds = hours * 3600
@@ -67,18 +68,18 @@ def read_traffic(text: str, hours: float) -> Traffic:
                 middle, half = seconds / 2, minutes * 30
                 return Traffic(name, lambda t: peak if abs(t - middle) <= half else base, max(base, peak), seconds)
         if values:
-            raise ValueError("its kind takes other numbers")
-        return _trace(Path(text))
+            raise ValueError("its kind needs other numbers")
+        return _read_trace(Path(text))
     except (ValueError, OSError, csv.Error) as error:
         raise BadTraffic(f"{text!r} is not a valid traffic: {error}.") from error
 
 
 def _wave(mean: float, share: float) -> Callable[[float], float]:
     """Return the rate of a daily wave, which begins at its lowest point."""
-    return lambda t: mean * (1 - share * math.cos(2 * math.pi * t / DAY))
+    return lambda t: mean * (1 - share * math.cos(2 * math.pi * t / DAY_SECONDS))
 
 
-def _trace(path: Path) -> Traffic:
+def _read_trace(path: Path) -> Traffic:
     text = read_file(path).decode()
     lines = [(float(second), float(rate)) for second, rate in csv.reader(io.StringIO(text, newline=""))]
     seconds, rates = [second for second, _ in lines], [rate for _, rate in lines]

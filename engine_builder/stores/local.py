@@ -1,7 +1,7 @@
 """Write a store in a folder. Implements `WritableStore`.
 
-Each file is written under a temporary name in the target's folder and then moved into place. So a crash leaves no
-half-written file under a final name. Several processes may share the folder.
+Each file is written under a temporary name in its final folder, and then moved into place. So a crash leaves no partial
+file under a final name. Several processes may share the folder.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from model.store.keys import BLOBS, is_digest, release_key
 from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, open_regular_file
 from model.store.manifest import Manifest
 
-_INCOMING = ".incoming-"
-_ABANDONED_SECONDS = 24 * 3600  # no living writer pauses for so long, so its writer has died
+_TEMPORARY_PREFIX = ".incoming-"
+_ABANDONED_SECONDS = 24 * 3600  # no running writer pauses for so long, so its process was killed
 
 
 class WritableLocalStore(LocalStore):
@@ -34,7 +34,7 @@ class WritableLocalStore(LocalStore):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self._swept: set[Path] = set()
+        self._cleaned: set[Path] = set()  # folders without abandoned temporary files
 
     # -- blobs ---------------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class WritableLocalStore(LocalStore):
         return True
 
     def delete_unfinished(self, begun_before: float) -> int:
-        return _delete_incoming(self.root / BLOBS, begun_before)
+        return _delete_temporary_files(self.root / BLOBS, begun_before)
 
     # -- releases and records ------------------------------------------------------------------------------------
 
@@ -138,12 +138,12 @@ class WritableLocalStore(LocalStore):
 
     @contextmanager
     def _writing(self, target: Path) -> Iterator[Path]:
-        """Yield a temporary path in the folder of `target`. It is deleted in the end."""
+        """Yield the path of a temporary file in the folder of `target`. Deletes it at the end. Raises StoreError."""
         temporary: Path | None = None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._sweep(target.parent)
-            handle, name = tempfile.mkstemp(prefix=_INCOMING, dir=target.parent)
+            self._delete_abandoned(target.parent)
+            handle, name = tempfile.mkstemp(prefix=_TEMPORARY_PREFIX, dir=target.parent)
             os.close(handle)
             temporary = Path(name)
             temporary.chmod(0o644)
@@ -157,17 +157,17 @@ class WritableLocalStore(LocalStore):
             if temporary is not None:
                 temporary.unlink(missing_ok=True)
 
-    def _sweep(self, folder: Path) -> None:
-        """Delete temporary files of dead writers, once a folder."""
-        if folder not in self._swept:
-            self._swept.add(folder)
-            _delete_incoming(folder, time.time() - _ABANDONED_SECONDS)
+    def _delete_abandoned(self, folder: Path) -> None:
+        """Delete temporary files of killed writers. Does so once for each folder."""
+        if folder not in self._cleaned:
+            self._cleaned.add(folder)
+            _delete_temporary_files(folder, time.time() - _ABANDONED_SECONDS)
 
 
-def _delete_incoming(folder: Path, begun_before: float) -> int:
-    """Delete older temporary files. Returns their number; files that cannot be deleted are left."""
+def _delete_temporary_files(folder: Path, begun_before: float) -> int:
+    """Delete temporary files begun before that time (seconds since 1970). Returns the number deleted."""
     count = 0
-    for path in folder.glob(f"{_INCOMING}*"):
+    for path in folder.glob(f"{_TEMPORARY_PREFIX}*"):
         with suppress(OSError):
             if path.lstat().st_mtime < begun_before:
                 path.unlink()
@@ -176,7 +176,7 @@ def _delete_incoming(folder: Path, begun_before: float) -> int:
 
 
 def _write_through(path: Path, chunks: Iterable[bytes]) -> str:
-    """Write and flush to the disk. Returns the SHA-256 of the bytes written."""
+    """Write a file and flush it to the disk. Returns the SHA-256 of the written bytes."""
     hasher = hashlib.sha256()
     with path.open("wb") as file:
         for chunk in chunks:
@@ -188,7 +188,7 @@ def _write_through(path: Path, chunks: Iterable[bytes]) -> str:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make a new name survive a power failure, where the file system can."""
+    """Flush a folder to the disk, so that a new name survives a power failure. Ignores file systems that cannot."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

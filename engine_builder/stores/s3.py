@@ -1,7 +1,7 @@
 """Write a store in a bucket of any S3-compatible service. Implements `WritableStore`.
 
-A release is published by one conditional PutObject, so the service lets one of several racing publishers win. Blobs
-are named by their digest, so writing one twice is harmless.
+A release is published by one conditional PutObject, so the service accepts only one of several concurrent publishers.
+Blobs are named by their digest, so writing one twice is harmless.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ class WritableS3Store(S3Store):
             hasher.update(data)
             self._options.report(len(data))
 
-        for at in range(0, max(1, size), PART_BYTES):
-            self._bucket.fetch_range(digest, at, min(size, at + PART_BYTES), size, update)
+        for start in range(0, max(1, size), PART_BYTES):
+            self._bucket.fetch_range(digest, start, min(size, start + PART_BYTES), size, update)
         if hasher.hexdigest() != digest:
             raise blob_damaged(digest, self.url, "its bytes have changed")
 
@@ -68,7 +68,7 @@ class WritableS3Store(S3Store):
         return digest
 
     def _holds(self, digest: str, size: int) -> bool:
-        """True if the bucket has a blob in its full length. An old one is refreshed (see `preheat gc`)."""
+        """True if the bucket has a blob of that size. An old blob is refreshed, so that `preheat gc` keeps it."""
         head = self._writable.head(digest)
         if head is None or head["ContentLength"] != size:
             return False
@@ -77,7 +77,7 @@ class WritableS3Store(S3Store):
         return True
 
     def blobs(self) -> Iterator[tuple[str, int, float]]:
-        for key, size, changed in self._bucket.listed(f"{BLOBS}/"):
+        for key, size, changed in self._bucket.list_objects(f"{BLOBS}/"):
             if is_digest(digest := key.removeprefix(f"{BLOBS}/")):
                 yield digest, size, changed
 
@@ -94,7 +94,7 @@ class WritableS3Store(S3Store):
     # -- releases and records ------------------------------------------------------------------------------------
 
     def write_release(self, manifest: Manifest) -> None:
-        """Only the length of each blob is checked; `preheat verify` checks the bytes."""
+        """Publish a release. Checks only the length of each blob; `preheat verify` checks the bytes."""
         data = checked_json(manifest)
         blobs = manifest.blobs().values()
         for blob, head in zip(blobs, self._writable.heads(blob.sha256 for blob in blobs), strict=True):
@@ -114,5 +114,5 @@ class WritableS3Store(S3Store):
 
     def records(self, kind: str) -> list[str]:
         folder = record_key(kind, "x").removesuffix("x.json")
-        names = (key.removeprefix(folder) for key, _, _ in self._bucket.listed(folder))
+        names = (key.removeprefix(folder) for key, _, _ in self._bucket.list_objects(folder))
         return sorted(name.removesuffix(".json") for name in names if name.endswith(".json") and "/" not in name)

@@ -20,16 +20,16 @@ from model.store.s3_bucket import Bucket
 from model.store.s3_errors import is_corrupted_body, is_missing, is_taken
 
 UPLOAD_PART_BYTES = 16 * 2**20  # S3 requires at least 5 MiB, and at most 10,000 parts
-_PARTS_IN_FLIGHT = 8  # of one blob
-_PUBLISHER = "preheat-publisher"  # metadata that distinguishes our object from a concurrent publisher's
+_PARTS_IN_FLIGHT = 8  # per blob
+_PUBLISHER = "preheat-publisher"  # metadata key that distinguishes this publisher's object from a concurrent one's
 
 
 class WritableBucket(Bucket):
-    """A bucket to write to. All methods raise StoreError."""
+    """A bucket that can be written. All methods raise StoreError."""
 
     def __init__(self, name: str, prefix: str, url: str, options: StoreOptions, connections: int) -> None:
         super().__init__(name, prefix, url, options, connections)
-        self._exists = False  # the bucket, as far as known
+        self._bucket_exists = False  # True once a request has shown it
 
     def head(self, digest: str) -> Any:
         """Return the service's answer about a blob, or None if it is missing."""
@@ -39,10 +39,10 @@ class WritableBucket(Bucket):
             except ClientError as error:
                 if not is_missing(error):
                     raise
-                if not self._exists:
-                    # A HEAD answer has no body that would tell a missing object from a missing bucket.
+                if not self._bucket_exists:
+                    # A HEAD answer has no body, so a missing object looks like a missing bucket.
                     self.client.list_objects_v2(Bucket=self.name, MaxKeys=1)
-                    self._exists = True
+                    self._bucket_exists = True
                 return None
 
     def heads(self, digests: Iterable[str]) -> list[Any]:
@@ -51,7 +51,7 @@ class WritableBucket(Bucket):
             return list(pool.map(self.head, digests))
 
     def refresh(self, digest: str) -> None:
-        """Make a blob look newly written."""
+        """Copy a blob onto itself, which renews its time of writing."""
         key = self._key(blob_key(digest))
         with self._requesting(f"Blob {digest[:12]}"):
             self.client.copy_object(
@@ -111,7 +111,7 @@ class WritableBucket(Bucket):
                     raise
 
     def _send(self, request: Callable[[], Any]) -> Any:
-        """Send a body, again if the service's checksums say that it arrived damaged."""
+        """Send a body. Repeats it if the service's checksum shows that it arrived damaged."""
         for attempt in self._attempts():
             try:
                 return request()
@@ -125,23 +125,24 @@ class WritableBucket(Bucket):
             pages = self.client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self.name, Prefix=self._key(f"{BLOBS}/")
             )
-            old = [u for page in pages for u in page.get("Uploads", []) if u["Initiated"].timestamp() < begun_before]
-            for upload in old:
+            uploads = [upload for page in pages for upload in page.get("Uploads", [])]
+            abandoned = [upload for upload in uploads if upload["Initiated"].timestamp() < begun_before]
+            for upload in abandoned:
                 self.client.abort_multipart_upload(Bucket=self.name, Key=upload["Key"], UploadId=upload["UploadId"])
-        return len(old)
+        return len(abandoned)
 
-    def write_small(self, key: str, data: bytes, what: str) -> None:
+    def write_small(self, key: str, data: bytes, name: str) -> None:
         """Write an object in one request. The last writer wins."""
-        with self._requesting(what):
+        with self._requesting(name):
             self._send(
                 lambda: self.client.put_object(Bucket=self.name, Key=self._key(key), Body=data, ContentMD5=_md5(data))
             )
 
-    def create_small(self, key: str, data: bytes, what: str) -> bool:
+    def create_small(self, key: str, data: bytes, name: str) -> bool:
         """Write an object that does not exist yet. Returns False if it exists, also in a race."""
         target = {"Bucket": self.name, "Key": self._key(key)}
         publisher = uuid.uuid4().hex
-        with self._requesting(what):
+        with self._requesting(name):
             for _ in self._attempts():
                 try:
                     self._send(
@@ -154,11 +155,11 @@ class WritableBucket(Bucket):
                 except ClientError as error:
                     if not is_taken(error):
                         raise
-                # Taken, possibly by this very request: botocore sends it again if its answer was lost.
+                # Taken, possibly by this same request: botocore sends it again if the answer was lost.
                 try:
                     return bool(self.client.head_object(**target)["Metadata"].get(_PUBLISHER) == publisher)
                 except ClientError as error:
-                    if not is_missing(error):  # missing: a concurrent publisher was refused as well
+                    if not is_missing(error):  # missing: the concurrent publisher was refused as well
                         raise
         return False
 

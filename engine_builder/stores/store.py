@@ -1,4 +1,4 @@
-"""The full protocol of a store, with the writing half that only the builder has."""
+"""The protocol of a writable store, which only the builder has."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +17,10 @@ class WritableStore(Store, Protocol):
         """True if the blob exists. Its bytes are not checked."""
 
     def check(self, digest: str, size: int) -> None:
-        """Read all of a blob in the store itself, not a copy, and verify it. Raises CorruptBlob or StoreError."""
+        """Verify all bytes of a blob in the store itself, not in a cache. Raises CorruptBlob or StoreError."""
 
     def put(self, path: Path) -> str:
-        """Store a file's bytes and return their digest. May be repeated, and may be killed at any moment."""
+        """Store a file's bytes and return their digest. It can be repeated, also after the process was killed."""
 
     def put_bytes(self, data: bytes) -> str:
         """Store bytes and return their digest."""
@@ -42,13 +42,16 @@ class WritableStore(Store, Protocol):
         """Return the names of all records of a kind, sorted."""
 
     def blobs(self) -> Iterator[tuple[str, int, float]]:
-        """Yield digest, bytes and time of the last `put` (seconds since 1970) of every blob."""
+        """Yield the digest, size in bytes and time of the last `put` (seconds since 1970) of every blob."""
 
     def delete_blob(self, digest: str, unless_changed_after: float) -> bool:
-        """Delete a blob. Returns False if it is missing or was put after that time. For `preheat gc` only."""
+        """Delete a blob, for `preheat gc` only.
+
+        Returns False if it is missing, or was put after that time (seconds since 1970).
+        """
 
     def delete_unfinished(self, begun_before: float) -> int:
-        """Delete unfinished blobs of killed writers. Returns their number."""
+        """Delete unfinished blobs begun before that time (seconds since 1970). Returns their number."""
 
 
 def open_writable_store(url: str | Path, options: StoreOptions | None = None) -> WritableStore:

@@ -8,11 +8,11 @@ from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 
 RECORDS = "records"
-REFRESH_AGE_SECONDS = 3600  # `put` makes an older blob look new, so that `preheat gc` keeps it for the running build
+REFRESH_AGE_SECONDS = 3600  # `put` refreshes an older blob, so that `preheat gc` keeps it for the running build
 
 
 def needs_refresh(put_at: float) -> bool:
-    """True if a blob put at that time (seconds since 1970) must be made to look new."""
+    """True if a blob put at that time (seconds since 1970) must be refreshed."""
     return time.time() - put_at > REFRESH_AGE_SECONDS
 
 
@@ -30,7 +30,7 @@ def checked_json(manifest: Manifest) -> bytes:
     """Return the manifest's JSON. Raises ManifestError if a server would read another manifest from it."""
     data = manifest.to_json()
     if parse_manifest(data, manifest.name) != manifest:
-        raise ManifestError(f"The manifest of {manifest.name} would be read as another one.")
+        raise ManifestError(f"A server would read another manifest from the JSON of {manifest.name}.")
     return data
 
 

@@ -33,7 +33,7 @@ def test_deletes_only_unnamed_blobs(any_store: WritableStore) -> None:
     any_store.write_record("drafts", "other", draft.replace(spare.encode(), drafted.encode()))
     any_store.write_record("engines", "key", f'{{"blob": {{"sha256": "{recorded}"}}, "a newer": "field"}}'.encode())
     young = find_garbage(any_store, 3600)
-    assert (young.blobs, young.young, young.named) == ({}, 1, len(named) + 2)
+    assert (young.blobs, young.young_count, young.named_count) == ({}, 1, len(named) + 2)
     assert delete_garbage(any_store, young) == 0 and any_store.has(lost)
     old = find_garbage(any_store, 3600, now=datetime.now(UTC).timestamp() + 3601)
     assert old.blobs == {lost: 4} and any_store.has(lost)
@@ -47,7 +47,7 @@ def test_keeps_blobs_put_or_named_meanwhile(any_store: WritableStore) -> None:
     garbage = find_garbage(any_store, 0, now=now + 60)
     assert set(garbage.blobs) == {drafted, put}
     any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
-    since = replace(garbage, limit=now - 60)  # as if both were old and put again
+    since = replace(garbage, keep_after=now - 60)  # as if both were old and put again
     assert delete_garbage(any_store, since) == 0
     assert any_store.has(drafted) and any_store.has(put)
     assert delete_garbage(any_store, garbage) == len(b"put")

@@ -23,7 +23,7 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile import CompiledNetwork, CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
-from engine_builder.worker_process import end, follow_parent
+from engine_builder.worker_process import end_process, end_with_parent
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import find_component
@@ -123,7 +123,7 @@ def _compile_in_processes(
             worker.close()
             if worker in running:
                 process.terminate()
-            end(process)
+            end_process(process)
 
 
 def _receive(worker: Connection, process: SpawnProcess, job: CompileJob) -> CompileResult:
@@ -142,7 +142,7 @@ def _receive(worker: Connection, process: SpawnProcess, job: CompileJob) -> Comp
 
 def _run_worker(builder: Connection, threads: int) -> None:
     """Compile the jobs that `builder` sends until it is closed."""
-    follow_parent()
+    end_with_parent()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         torch._inductor.config.compile_threads = threads
     reader = ModuleReader()
