@@ -14,7 +14,7 @@ from engine_builder.replicas.simulation import (
     recommend,
     simulate,
 )
-from engine_builder.replicas.traffic import DAY, BadTraffic, Traffic, read_traffic
+from engine_builder.replicas.traffic import DAY_SECONDS, BadTraffic, Traffic, read_traffic
 
 STEADY = Autoscaling(min_replica=1, max_replica=1)
 
@@ -151,16 +151,16 @@ def test_traffic_arrives_at_its_rate(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("0,1\n1000,5\n2000,0\n3000,0\n")
     for text, expected in (
-        ("constant:2", 2 * DAY),
-        ("wave:2:0.5", 2 * DAY),
-        ("spike:1:11:60", DAY + 10 * 3600),
+        ("constant:2", 2 * DAY_SECONDS),
+        ("wave:2:0.5", 2 * DAY_SECONDS),
+        ("spike:1:11:60", DAY_SECONDS + 10 * 3600),
         (str(trace), 6000),
     ):
         moments = list(read_traffic(text, 24).arrivals(seed=5))
         assert len(moments) == pytest.approx(expected, rel=0.05), text
         assert moments == sorted(moments)
     wave = read_traffic("wave:2:0.5", 24)
-    assert [wave.rate(t) for t in (0, DAY / 4, DAY / 2)] == pytest.approx([1, 2, 3])
+    assert [wave.rate(t) for t in (0, DAY_SECONDS / 4, DAY_SECONDS / 2)] == pytest.approx([1, 2, 3])
     assert all(t < 2000 for t in read_traffic(str(trace), 24).arrivals(seed=5))
 
 
