@@ -55,7 +55,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
+def show_progress(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Print a line past pytest's capture."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
@@ -67,7 +67,7 @@ def say(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def file_lock(lock: Path) -> Iterator[None]:
     """Hold a lock between processes, so that only one of two test runs compiles."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
@@ -87,15 +87,15 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="session")
-def store(target: Target, say: Callable[[str], None]) -> WritableStore:
+def store(target: Target, show_progress: Callable[[str], None]) -> WritableStore:
     """A local store that holds the release `release` of data/tiny-sdxl, with its refiner."""
     kept = open_writable_store(KEPT_STORE)
     base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
 
     def report(component: str, doing: str, done: int, steps: int) -> None:
-        say(f"test store {done}/{steps}: {component}: {doing}")
+        show_progress(f"test store {done}/{steps}: {component}: {doing}")
 
-    with _alone(KEPT_STORE.with_suffix(".lock")):
+    with file_lock(KEPT_STORE.with_suffix(".lock")):
         build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), kept, report, processes=default_processes(target))
         publish(kept, "tiny-sdxl")
     return kept
@@ -114,9 +114,9 @@ def loaded(store: WritableStore, release: str) -> Loaded:
 
 
 @pytest.fixture(scope="session")
-def layout(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> Layout:
+def layout(tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]) -> Layout:
     """The files of this repository's image, laid out as its Dockerfile does."""
-    say("laying out the server image")
+    show_progress("laying out the server image")
     folder = tmp_path_factory.mktemp("image")
     config = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
     return lay_out(build_context(REPOSITORY, config, folder / "build"), folder / "root")
@@ -128,10 +128,10 @@ def server(
     store: WritableStore,
     release: str,
     tmp_path_factory: pytest.TempPathFactory,
-    say: Callable[[str], None],
+    show_progress: Callable[[str], None],
 ) -> Iterator[Server]:
     """The real Truss server process, serving that release."""
-    say("starting a server")
+    show_progress("starting a server")
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(layout, environment={"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}, log=log) as running:
         running.wait_ready(READY_SECONDS)
@@ -152,15 +152,15 @@ def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
 
 @pytest.fixture(scope="session")
 def toy_store(
-    toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]
+    toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
 ) -> WritableStore:
     """A store in which the toy is built and published as toy-sdxl/1. Do not write to it: copy it."""
 
     def report(component: str, doing: str, done: int, steps: int) -> None:
-        say(f"toy store {done}/{steps}: {component}: {doing}")
+        show_progress(f"toy store {done}/{steps}: {component}: {doing}")
 
     folder = tmp_path_factory.mktemp("toy-store") / "store"
-    with _alone(KEPT_TOYS.with_suffix(".lock")):
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
         build(toy_plan, open_writable_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
         shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
     made = open_writable_store(folder)

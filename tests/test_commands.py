@@ -47,8 +47,8 @@ def server() -> Iterator[Counting]:
 
 
 @pytest.fixture
-def arena(tmp_path: Path) -> Iterator[Path]:
-    yield commands.make_arena(tmp_path)
+def sandbox(tmp_path: Path) -> Iterator[Path]:
+    yield commands.make_sandbox(tmp_path)
     odd_files.unlock(tmp_path)
 
 
@@ -84,34 +84,34 @@ def targets(folder: Path) -> dict[str, Path]:
     }
 
 
-def test_refuses_bad_targets_before_the_request(arena: Path, server: Counting) -> None:
-    kinds = targets(arena / "files")
-    before = sorted((arena / "files").rglob("*"))
+def test_refuses_bad_targets_before_the_request(sandbox: Path, server: Counting) -> None:
+    kinds = targets(sandbox / "files")
+    before = sorted((sandbox / "files").rglob("*"))
     cases = [Case(["generate", url(server), "--images=2", f"--out={path}", "x"]) for path in kinds.values()]
-    for reason, result in zip(kinds, commands.run_here(arena, cases), strict=True):
+    for reason, result in zip(kinds, commands.run(sandbox, cases), strict=True):
         assert result["status"] == 1 and reason in result["stderr"], (reason, result)
         assert "Name another file." in result["stderr"] and "Traceback" not in result["stderr"]
     assert server.requests == 0
-    assert sorted((arena / "files").rglob("*")) == before
+    assert sorted((sandbox / "files").rglob("*")) == before
 
 
-def test_save_writes_nothing_beside_a_bad_target(arena: Path) -> None:
-    kinds = targets(arena / "files")
-    before = sorted((arena / "files").rglob("*"))
+def test_save_writes_nothing_beside_a_bad_target(sandbox: Path) -> None:
+    kinds = targets(sandbox / "files")
+    before = sorted((sandbox / "files").rglob("*"))
     answer = f'{{"images": [{{"data": "{PNG}"}}, {{"data": "{PNG}"}}]}}'.encode()
     cases = [Case(["save", f"--out={path}"], answer) for path in kinds.values()]
-    for reason, result in zip(kinds, commands.run_here(arena, cases), strict=True):
+    for reason, result in zip(kinds, commands.run(sandbox, cases), strict=True):
         assert result["status"] == 1 and reason in result["stderr"], (reason, result)
-    assert sorted((arena / "files").rglob("*")) == before
+    assert sorted((sandbox / "files").rglob("*")) == before
     assert not any(Path("/dev").glob("null*.png")) and not any(Path("/dev").glob("full*.png"))
 
 
-def test_makes_missing_folders_for_images(arena: Path) -> None:
-    [result] = commands.run_here(arena, [Case(["save", "--out=new/deep/x.png"], f'{{"data": "{PNG}"}}'.encode())])
-    assert result["status"] == 0 and (arena / "work" / "new" / "deep" / "x.png").is_file()
+def test_makes_missing_folders_for_images(sandbox: Path) -> None:
+    [result] = commands.run(sandbox, [Case(["save", "--out=new/deep/x.png"], f'{{"data": "{PNG}"}}'.encode())])
+    assert result["status"] == 0 and (sandbox / "work" / "new" / "deep" / "x.png").is_file()
 
 
-def test_refuses_what_json_cannot_hold(arena: Path, server: Counting) -> None:
+def test_refuses_what_json_cannot_hold(sandbox: Path, server: Counting) -> None:
     cases = {
         "prompt: the text is not valid UTF-8": ["a \udcff prompt"],
         "negative_prompt: the text is not valid UTF-8": ["--negative-prompt=\udc80", "x"],
@@ -119,35 +119,35 @@ def test_refuses_what_json_cannot_hold(arena: Path, server: Counting) -> None:
         "A timeout of nan s is not possible": ["--timeout=nan", "x"],
         "A timeout of -1 s is not possible": ["--timeout=-1", "x"],
     }
-    results = commands.run_here(arena, [Case(["generate", url(server), *args]) for args in cases.values()])
+    results = commands.run(sandbox, [Case(["generate", url(server), *args]) for args in cases.values()])
     for reason, result in zip(cases, results, strict=True):
         assert result["status"] == 1 and reason in result["stderr"], result
     assert server.requests == 0
 
 
-def test_names_the_images_of_an_odd_response(arena: Path, server: Counting) -> None:
+def test_names_the_images_of_an_odd_response(sandbox: Path, server: Counting) -> None:
     """They are saved, although the server is not Preheat's."""
     server.body = f'{{"event": "image", "index": 0, "data": "{PNG}"}}\n{{"event": "done"}}\n'.encode()
-    [result] = commands.run_here(arena, [Case(["generate", url(server), "x"])])
+    [result] = commands.run(sandbox, [Case(["generate", url(server), "x"])])
     assert result["status"] == 1
     assert "image.png is saved, but the rest of the response is invalid" in result["stderr"]
-    assert (arena / "work" / "image.png").is_file()
+    assert (sandbox / "work" / "image.png").is_file()
 
 
-def test_errors_keep_markup_and_bytes(arena: Path) -> None:
+def test_errors_keep_markup_and_bytes(sandbox: Path) -> None:
     odd = ["[red]x[/]", "[/]", "\\[/]", ":warning:"]
-    results = commands.run_here(arena, [Case(["export-onnx", name]) for name in [*odd, "\udcff"]])
+    results = commands.run(sandbox, [Case(["export-onnx", name]) for name in [*odd, "\udcff"]])
     for name, result in zip([*odd, "\\udcff"], results, strict=True):
         assert result["status"] == 1 and f"preheat: {name} is neither" in result["stderr"]
 
 
 @pytest.mark.parametrize("args", [["--help"], ["releases"], ["gc"]])
-def test_a_full_disk_behind_the_output_is_one_sentence(args: list[str], arena: Path) -> None:
+def test_a_full_disk_behind_the_output_is_one_sentence(args: list[str], sandbox: Path) -> None:
     with open("/dev/full", "wb") as full:
         ran = subprocess.run(
             [sys.executable, "-m", "engine_builder.commands.main", *args],
-            cwd=arena / "work",
-            env=commands.environment(arena),
+            cwd=sandbox / "work",
+            env=commands.environment(sandbox),
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -156,13 +156,13 @@ def test_a_full_disk_behind_the_output_is_one_sentence(args: list[str], arena: P
     assert ran.stderr == "preheat: The output cannot be written: No space left on device. Free some disk space.\n"
 
 
-def test_a_missing_release_is_refused_before_serving(arena: Path) -> None:
-    [result] = commands.run_here(arena, [Case(["serve", "toy/1", "--store=empty"])])
+def test_a_missing_release_is_refused_before_serving(sandbox: Path) -> None:
+    [result] = commands.run(sandbox, [Case(["serve", "toy/1", "--store=empty"])])
     assert result["status"] == 1 and "Release toy/1 was not found" in result["stderr"]
     assert not result["forbidden"], "the server's files were laid out"
 
 
-def test_too_many_requests_are_not_simulated(arena: Path) -> None:
+def test_too_many_requests_are_not_simulated(sandbox: Path) -> None:
     args = ["plan-replicas", "--cold-start=1", "--p99=1", "--curve=1:0.1", "constant:1e9"]
-    [result] = commands.run_here(arena, [Case(args)])
+    [result] = commands.run(sandbox, [Case(args)])
     assert result["status"] == 1 and "more than 10,000,000 requests" in result["stderr"]

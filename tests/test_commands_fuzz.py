@@ -102,7 +102,7 @@ def every_command(files: OddFiles) -> list[Command]:
 
 def generated(files: OddFiles) -> Iterator[Case]:
     """Yield the cases: one command after the other, each with one to three odd values."""
-    chance, kinds, answers = random.Random(SEED), every_command(files), odd_files.answers()
+    chance, kinds, answers = random.Random(SEED), every_command(files), odd_files.predict_outputs()
     for number in range(CASES):
         command = kinds[number % len(kinds)]
         chosen = dict(command.given)
@@ -120,15 +120,15 @@ def generated(files: OddFiles) -> Iterator[Case]:
 
 
 @pytest.fixture(scope="module")
-def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = commands.make_arena(tmp_path_factory.mktemp("arena"))
+def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = commands.make_sandbox(tmp_path_factory.mktemp("sandbox"))
     yield folder
     odd_files.unlock(folder / "files")
 
 
 @pytest.fixture(scope="module")
-def files(arena: Path) -> OddFiles:
-    return odd_files.write(arena / "files")
+def files(sandbox: Path) -> OddFiles:
+    return odd_files.write(sandbox / "files")
 
 
 def problem(result: dict[str, Any]) -> str | None:
@@ -154,9 +154,9 @@ def told(case: Case, found: str, result: dict[str, Any]) -> str:
     return f"{found}: preheat {shown!r} < {case.stdin[:80]!r}\n" + "\n".join([*frames[-3:], *lines[-3:]])
 
 
-def test_no_generated_command_line_ends_in_a_traceback(arena: Path, files: OddFiles) -> None:
+def test_no_generated_command_line_ends_in_a_traceback(sandbox: Path, files: OddFiles) -> None:
     cases = list(generated(files))
-    results = commands.run_here(arena, cases)
+    results = commands.run(sandbox, cases)
     problems = [
         told(case, found, result)
         for case, result in zip(cases, results, strict=True)
@@ -165,7 +165,7 @@ def test_no_generated_command_line_ends_in_a_traceback(arena: Path, files: OddFi
     assert not problems, f"{len(problems)} of {CASES}\n\n" + "\n\n".join(problems[:40])
 
 
-def test_no_process_ends_in_a_traceback(arena: Path, files: OddFiles) -> None:
+def test_no_process_ends_in_a_traceback(sandbox: Path, files: OddFiles) -> None:
     """The same with real arguments, which are bytes, and a real exit status."""
     cases = [case for case in generated(files) if case.args[0] in CHEAP and not DEVICE_WITHOUT_END & set(case.args)]
     problems = []
@@ -173,8 +173,8 @@ def test_no_process_ends_in_a_traceback(arena: Path, files: OddFiles) -> None:
         ran = subprocess.run(
             [sys.executable, "-m", "engine_builder.commands.main", *map(os.fsencode, case.args)],
             input=case.stdin,
-            cwd=arena / "work",
-            env=commands.environment(arena),
+            cwd=sandbox / "work",
+            env=commands.environment(sandbox),
             capture_output=True,
             timeout=60,
         )

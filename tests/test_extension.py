@@ -15,7 +15,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
-from tests.support.line_networks import PLAIN, WIDTHS, Stub, line_model
+from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model
 
 SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
 TAKES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
@@ -40,7 +40,7 @@ class ShiftStage:
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
-    plain, reference, model = line_model(), line_model(), line_model()
+    plain, reference, model = linear_model(), linear_model(), linear_model()
     own = plain.engines[UNET].signature
     reference.engines[UNET] = EngineSet([Networks(UNET, own)])
     unet = Networks(UNET, Signature(inputs=(*own.inputs, SHIFT), outputs=own.outputs))

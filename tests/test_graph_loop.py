@@ -23,7 +23,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Bucket, Span
 from model.validation import MAX_STEPS
-from tests.support.line_networks import PLAIN, Stub, line_model, stub
+from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
 
@@ -85,7 +85,7 @@ class NewCalls:
 
 @pytest.fixture
 def model() -> LoadedModel:
-    return line_model()
+    return linear_model()
 
 
 def make_image(model: LoadedModel, **changes: object) -> ImageState:
@@ -142,7 +142,7 @@ requests = st.fixed_dictionaries(
     batches=st.sampled_from([(1, 2, 4, 8), (2, 5), (3,), (2,), (1,)]),
 )
 def test_any_mix_equals_the_eager_loop(mix: list[tuple[dict[str, object], int]], batches: tuple[int, ...]) -> None:
-    model = line_model()
+    model = linear_model()
     even = (2, 4, 6, 8)
     for variants in ({}, {"both": even}, {"uncond": (1,), "both": even}):
         got = run_mix(graph_loop(bucketed(model, *batches, **variants)), model, mix)

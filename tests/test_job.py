@@ -5,11 +5,11 @@ import pytest
 from model.errors import Cancelled, Unavailable
 from model.pipeline.runner import Runner
 from model.scheduling.job import Job
-from tests.support.line_networks import PLAIN, line_model
+from tests.support.linear_networks import PLAIN, linear_model
 
 
 def make_job() -> Job:
-    return Job(Runner(line_model()).plan(PLAIN), None, 0)
+    return Job(Runner(linear_model()).plan(PLAIN), None, 0)
 
 
 def test_stages_follow_each_other_and_add_up() -> None:

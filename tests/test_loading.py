@@ -51,7 +51,7 @@ from model.store.manifest_json import parse_manifest
 from model.validation import MAX_STEPS
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
-from tests.support.releases import NAME, Toy, cpu_target, keep
+from tests.support.releases import NAME, Toy, cpu_target, put_blob
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 UNET = BASE_COMPONENTS.index("unet")  # among a release's engines and weights
@@ -63,7 +63,7 @@ Damage = Callable[[Entries], None]
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[WritableLocalStore, bytes]:
     """A store with a release that loads, and its manifest. Not to be written to."""
     store = WritableLocalStore(tmp_path_factory.mktemp("sound") / "store")
-    manifest = releases.draft(store, releases.toy())
+    manifest = releases.draft(store, releases.compiled_toy())
     store.write_release(manifest)
     return store, manifest.to_json()
 
@@ -76,7 +76,7 @@ def store(sound: tuple[WritableLocalStore, bytes], tmp_path: Path) -> WritableLo
 
 @pytest.fixture
 def entries(sound: tuple[WritableLocalStore, bytes]) -> Entries:
-    """Its manifest as JSON, to be damaged and put back with `releases.write_raw`."""
+    """Its manifest as JSON, to be damaged and put back with `releases.write_manifest`."""
     return json.loads(sound[1])
 
 
@@ -101,7 +101,7 @@ def refusal(kind: type[PreheatError], store: WritableLocalStore, **how: Any) -> 
 
 def damaged(store: WritableLocalStore, entries: Entries, damage: Damage) -> WritableLocalStore:
     damage(entries)
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     return store
 
 
@@ -118,7 +118,7 @@ def test_a_sound_release_is_served(sound: tuple[WritableLocalStore, bytes]) -> N
     assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
-    assert loaded.weight_bytes == len(BASE_COMPONENTS) * sum(tensor.nbytes for tensor in releases.tensors(0).values())
+    assert loaded.weight_bytes == len(BASE_COMPONENTS) * sum(tensor.nbytes for tensor in releases.toy_tensors(0).values())
     assert {"resolve", "weights", "engines"} <= cold_start.phases.keys()
     for seed, name in enumerate(BASE_COMPONENTS):
         x = torch.randn(6, 4, 8, 8)  # more rows than its bucket
@@ -127,7 +127,7 @@ def test_a_sound_release_is_served(sound: tuple[WritableLocalStore, bytes]) -> N
 
 def test_refiner_shares_equal_weights(store: WritableLocalStore) -> None:
     """A text encoder with the base's weights is neither fetched nor opened a second time."""
-    manifest = releases.draft(store, releases.toy(), refiner=True)
+    manifest = releases.draft(store, releases.compiled_toy(), refiner=True)
     second = next(record for record in manifest.weights if record.component == "text_encoder_2")
     shared = tuple(
         record.model_copy(update={"blobs": second.blobs}) if record.component == "refiner_text_encoder_2" else record
@@ -171,11 +171,11 @@ def test_each_engine_gets_the_weights_of_its_own_layout(store: WritableLocalStor
     """Two engines of a component in two layouts: the second must not run on the first's weights."""
     second = copy.deepcopy(entries["engines"][UNET]) | {"layout": "other", "key": "0" * 64}
     second["bucket"]["rows"] = {"min": 1, "max": 9, "multiple": 1}
-    blob = keep(store, save(dict(Toy(77).named_parameters())))
+    blob = put_blob(store, save(dict(Toy(77).named_parameters())))
     weights = {"component": "unet", "precision": "fp32", "layout": "other", "blobs": [blob.model_dump()]}
     entries["engines"].append(second)
     entries["weights"].append(weights)
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     first, other = load(store).model.engines["unet"].engines
     x = torch.randn(1, 4, 8, 8)
     torch.testing.assert_close(first.run({"x": x})["y"], Toy(UNET)(x)[0])
@@ -187,11 +187,11 @@ def test_quantized_engines_are_served_only_where_there_is_nothing_better(
 ) -> None:
     for record in (entries["engines"][UNET], entries["weights"][UNET]):
         record["precision"] = "int8"
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert load(store).release == NAME
     fp8 = copy.deepcopy(entries["engines"][3]) | {"precision": "fp8", "key": "0" * 64}
     entries["engines"].insert(0, fp8)
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert load(store).release == NAME, "there are no fp8 weights, and none are asked for"
 
 
@@ -286,7 +286,7 @@ def test_a_damaged_manifest(store: WritableLocalStore, entries: Entries) -> None
 
 
 def test_another_release_under_this_name(store: WritableLocalStore) -> None:
-    releases.write_raw(store.root, (store.root / "releases/toy/1.json").read_bytes(), "toy/9")
+    releases.write_manifest(store.root, (store.root / "releases/toy/1.json").read_bytes(), "toy/9")
     message = refusal(ManifestError, store, name="toy/9")
     assert "toy/9 is that of toy/1" in message and "`preheat publish`" in message
 
@@ -351,10 +351,10 @@ def make_static(entries: Entries, *sizes: tuple[int, int], component: str) -> No
 
 def test_static_engines_beside_dynamic_ones_serve_their_sizes(store: WritableLocalStore, entries: Entries) -> None:
     make_static(entries, (64, 64), (128, 64), component="unet")
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert load(store).served.sizes == SizeList(((64, 64), (64, 128)))
     make_static(entries, (64, 64), (64, 256), component="vae_decoder")
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert load(store).served.sizes == SizeList(((64, 64),))
 
 
@@ -369,7 +369,7 @@ def test_variants_are_loaded_with_their_unet(store: WritableLocalStore, entries:
             entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{index}"})
         entries["weights"].append(weights | {"component": name})
         entries["architectures"][name] = entries["architectures"]["unet"]
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     loaded = load(store)
     unet = loaded.model.engines["unet"]
     assert [engine.component for engine in unet.engines] == ["unet"] * 2
@@ -392,7 +392,7 @@ def test_variant_with_another_signature_is_refused(store: WritableLocalStore, en
     [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
     entries["weights"].append(weights | {"component": "unet_guided"})
     entries["architectures"]["unet_guided"] = entries["architectures"]["unet"]
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert "unet engines of release toy/1 differ" in refusal(EngineError, store)
 
 
@@ -410,7 +410,7 @@ def test_gpu_engines_outside_of_loops_have_their_own_graphs(
     store, manifest = sound
     monkeypatch.setattr(loading, "AotInductorEngine", Opened)
     record = parse_manifest(manifest, NAME).engines[0]
-    contents = {record.blob.sha256: releases.toy().engine, record.constants.sha256: b""}
+    contents = {record.blob.sha256: releases.compiled_toy().engine, record.constants.sha256: b""}
     graphed: dict[str, set[str]] = {"cuda": set(), "cpu": set()}
     names = {*BASE_COMPONENTS, *REFINER_COMPONENTS, *CFG_VARIANTS}
     for kind, name in ((kind, name) for kind in graphed for name in names):
@@ -425,7 +425,7 @@ def test_gpu_engines_outside_of_loops_have_their_own_graphs(
 def test_components_without_a_size_in_common(store: WritableLocalStore, entries: Entries) -> None:
     make_static(entries, (64, 64), component="unet")
     make_static(entries, (128, 128), component="vae_decoder")
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     message = refusal(NoEngineForTarget, store)
     assert "64x64" in message and "`preheat build`" in message
 
@@ -447,7 +447,7 @@ def test_refuses_weights_beyond_the_memory_of_a_cpu(store: WritableLocalStore, e
     """The kernel would kill the server while it loads. No blob is read: they do not exist."""
     blobs = [{"sha256": f"{number:064x}", "bytes": 2**28} for number in range(8000)]
     entries["weights"][0]["blobs"] = blobs
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     message = refusal(OutOfDeviceMemory, store)
     assert "The weights take 2000.0 GiB, and this machine has " in message and "container's limit" in message
 
@@ -554,14 +554,14 @@ def test_blobs_of_one_size_that_changed_places(store: WritableLocalStore, entrie
 
 
 def publish_weights(store: WritableLocalStore, entries: Entries, tensors: dict[str, torch.Tensor] | bytes) -> None:
-    blob = keep(store, tensors if isinstance(tensors, bytes) else save(tensors))
+    blob = put_blob(store, tensors if isinstance(tensors, bytes) else save(tensors))
     entries["weights"][UNET]["blobs"] = [blob.model_dump()]
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
 
 
 def test_weights_that_do_not_fit_their_engine(store: WritableLocalStore, entries: Entries) -> None:
     """Their digests are right: someone published them so."""
-    good = releases.tensors(0)
+    good = releases.toy_tensors(0)
     again = "`preheat build`, `preheat publish`"
     for tensors, words in (
         ({name: tensor for name, tensor in good.items() if name != "a.bias"}, "weights of unet lack a.bias"),
@@ -578,18 +578,18 @@ def test_weights_that_do_not_fit_their_engine(store: WritableLocalStore, entries
 
 
 def test_an_engine_blob_that_is_no_engine(store: WritableLocalStore, entries: Entries) -> None:
-    releases.write_raw(store.root, entries | {"engines": []})
+    releases.write_manifest(store.root, entries | {"engines": []})
     for part, data in (("blob", b"no engine"), ("constants", b"[]"), ("constants", b'{"a.weight": {}}')):
         changed = copy.deepcopy(entries)
-        changed["engines"][UNET][part] = keep(store, data).model_dump()
-        releases.write_raw(store.root, changed)
+        changed["engines"][UNET][part] = put_blob(store, data).model_dump()
+        releases.write_manifest(store.root, changed)
         message = refusal(EngineError, store)
         assert "unet engine cannot be opened" in message and "`preheat build`" in message
 
 
 def test_a_tokenizer_blob_that_is_no_tokenizer(store: WritableLocalStore, entries: Entries) -> None:
-    entries["tokenizers"]["tokenizer"]["blob"] = keep(store, b"{}").model_dump()
-    releases.write_raw(store.root, entries)
+    entries["tokenizers"]["tokenizer"]["blob"] = put_blob(store, b"{}").model_dump()
+    releases.write_manifest(store.root, entries)
     assert "tokenizer.json cannot be read" in refusal(MissingComponent, store)
 
 
@@ -604,7 +604,7 @@ def test_what_the_manifest_can_tell_is_told_before_any_blob_is_read(
         (lambda e: e["engines"][UNET].update(runtime="tensorrt"), NoEngineForTarget),
     ):
         refusal(kind, damaged(store, copy.deepcopy(entries), damage))
-    releases.write_raw(store.root, entries)
+    releases.write_manifest(store.root, entries)
     assert "is missing" in refusal(CorruptBlob, store)
 
 

@@ -22,14 +22,14 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
 from model.store.manifest import Bucket, Span
-from tests.support.line_networks import PLAIN, line_model, stub
+from tests.support.linear_networks import PLAIN, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
 
 
 @pytest.fixture
 def model() -> LoadedModel:
-    return line_model()
+    return linear_model()
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
-from tests.support.line_networks import PLAIN, TEXT_WIDTH, WIDTHS, line_model, stub
+from tests.support.linear_networks import PLAIN, TEXT_WIDTH, WIDTHS, linear_model, stub
 
 
 @pytest.fixture
 def model() -> LoadedModel:
-    return line_model()
+    return linear_model()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def model() -> LoadedModel:
 )
 def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expected: list[float]) -> None:
     params = replace(PLAIN, guidance_scale=scale, end_cfg_frac=fraction, num_inference_steps=steps)
-    assert Runner(line_model()).plan(params).denoise[spec.UNET].guidance.tolist() == expected
+    assert Runner(linear_model()).plan(params).denoise[spec.UNET].guidance.tolist() == expected
 
 
 def batches_of(model: LoadedModel, component: str) -> list[int]:
@@ -166,7 +166,7 @@ def test_requests_of_several_sizes_run_in_one_call(model: LoadedModel) -> None:
     together = generate(model, batch)[0]
     assert [picture.shape for picture in together] == [(64, 96, 3), (64, 64, 3), (64, 96, 3)]
     for params, picture in zip(batch, together, strict=True):
-        assert np.abs(picture.astype(int) - generate(line_model(), [params])[0][0].astype(int)).max() <= 1
+        assert np.abs(picture.astype(int) - generate(linear_model(), [params])[0][0].astype(int)).max() <= 1
 
 
 def test_latents_are_the_seed_s_and_scaled_for_the_decoder(model: LoadedModel) -> None:

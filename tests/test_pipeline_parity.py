@@ -116,7 +116,7 @@ def test_the_picture_is_diffusers_picture(case: Case, loaded: Loaded, reference:
         negative_prompt=case.negative,
     )
     [picture] = draw(loaded, asked)
-    assert apart(picture, reference.draw(asked)) <= TOLERANCE
+    assert apart(picture, reference.generate(asked)) <= TOLERANCE
 
 
 def test_what_is_compared_could_differ(loaded: Loaded) -> None:
@@ -150,7 +150,7 @@ def test_requests_of_one_batch_are_each_as_if_alone(loaded: Loaded, reference: R
     ]
     for asked, picture in zip(batch, draw(loaded, *batch), strict=True):
         assert apart(picture, draw(loaded, asked)[0]) <= 1
-        assert apart(picture, reference.draw(asked)) <= TOLERANCE
+        assert apart(picture, reference.generate(asked)) <= TOLERANCE
 
 
 def test_a_batch_may_use_the_refiner_in_part(loaded: Loaded, reference: Reference) -> None:
@@ -160,7 +160,7 @@ def test_a_batch_may_use_the_refiner_in_part(loaded: Loaded, reference: Referenc
         settings(loaded, scheduler="LCM", num_inference_steps=8, seed=3, use_refiner=True, denoising_frac=0.5),
     ]
     for asked, picture in zip(batch, draw(loaded, *batch), strict=True):
-        assert apart(picture, reference.draw(asked)) <= TOLERANCE
+        assert apart(picture, reference.generate(asked)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("sampler", ["Euler", "Euler a"])
@@ -177,7 +177,7 @@ def test_a_refiner_left_without_a_step_is_a_warning(loaded: Loaded, reference: R
     asked = settings(loaded, num_inference_steps=4, use_refiner=True, denoising_frac=0.999)
     [picture], _, [warning] = generate(loaded.model, [asked])
     assert warning.startswith("denoising_frac: 0.999 of 4 steps leaves the refiner without steps")
-    assert apart(picture, reference.draw(replace(asked, use_refiner=False))) <= TOLERANCE
+    assert apart(picture, reference.generate(replace(asked, use_refiner=False))) <= TOLERANCE
 
 
 def test_a_base_left_without_a_step_leaves_all_to_the_refiner(loaded: Loaded) -> None:
@@ -196,7 +196,7 @@ def test_a_prompt_past_77_tokens_is_cut_as_in_diffusers(refiner: bool, loaded: L
         loaded, prompt=long + "and a lighthouse", negative_prompt=long, num_inference_steps=4, use_refiner=refiner
     )
     [picture], _, warnings = generate(loaded.model, [asked])
-    assert apart(picture, reference.draw(asked)) <= TOLERANCE
+    assert apart(picture, reference.generate(asked)) <= TOLERANCE
     assert [warning.split(":")[0] for warning in warnings] == ["prompt", "negative_prompt"]
     assert all("the text encoders read 77 tokens; the last " in warning for warning in warnings)
 
@@ -216,4 +216,4 @@ def test_guidance_may_end_early(
         negative_prompt="a green triangle",
     )
     [picture] = draw(loaded, asked)
-    assert apart(picture, reference.draw(asked)) <= TOLERANCE
+    assert apart(picture, reference.generate(asked)) <= TOLERANCE

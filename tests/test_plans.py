@@ -37,7 +37,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setitem(sys.modules, "tensorrt", made.module)
     monkeypatch.setattr(tensorrt_api, "require", lambda *_: VERSION)
     monkeypatch.setattr(tensorrt_api, "installed_version", lambda: VERSION)
-    cuda = FakeCuda(made.do)
+    cuda = FakeCuda(made.record)
     for name in ("current_stream", "Event", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     return made
@@ -54,8 +54,8 @@ def record(
     constants = json.dumps({"w": {"tensor": "layer.weight", "dtype": "float32", "shape": [4]}}).encode()
     plan = TensorRTPlan(
         profile=profile,
-        literals=releases.keep(store, save({"b": torch.full((4,), 0.5), "mask": torch.ones(3, dtype=torch.bool)})),
-        onnx=releases.keep(store, b"graph"),
+        literals=releases.put_blob(store, save({"b": torch.full((4,), 0.5), "mask": torch.ones(3, dtype=torch.bool)})),
+        onnx=releases.put_blob(store, b"graph"),
         refit="any",
         workspace_bytes=(64, 1024)[profile],
     )
@@ -65,8 +65,8 @@ def record(
         "runtime_version": VERSION,
         "bucket": Bucket(batch=Span(min=batch, max=batch)),
         "signature": SIGNATURE,
-        "blob": releases.keep(store, f"plan of {component}".encode()),
-        "constants": releases.keep(store, constants),
+        "blob": releases.put_blob(store, f"plan of {component}".encode()),
+        "constants": releases.put_blob(store, constants),
         "tensorrt": plan,
     }
     return releases.draft(store).engines[0].model_copy(update=entries | changed)
@@ -75,7 +75,7 @@ def record(
 def test_engines_of_one_plan_open_it_once(store: WritableLocalStore, fake: Fake) -> None:
     plans = Plans(store, CPU)
     one, four = (plans.open(record(store, profile=n, batch=batch), WEIGHTS, "text") for n, batch in ((0, 1), (1, 4)))
-    assert fake.said("deserialize") == [("deserialize", b"plan of unet")]
+    assert fake.calls_of("deserialize") == [("deserialize", b"plan of unet")]
     x = torch.randn(4, 4)
     torch.testing.assert_close(four.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
     torch.testing.assert_close(one.run({"x": x[:1]})["y"], x[:1] * WEIGHTS["layer.weight"] + 0.5)
@@ -87,7 +87,7 @@ def test_engines_of_one_stream_share_a_workspace(store: WritableLocalStore, fake
     engines = [plans.open(record(store, component=name), WEIGHTS, SDXL[name].stream) for name in names]
     for engine in engines:
         engine.run({"x": torch.zeros(1, 4)})
-    text, text_2, unet, refiner, vae = (address for _, address, _ in fake.said("device_memory"))
+    text, text_2, unet, refiner, vae = (address for _, address, _ in fake.calls_of("device_memory"))
     assert unet == refiner
     assert len({text, text_2, unet, vae}) == 4  # the text encoders run concurrently
 
@@ -103,7 +103,7 @@ def test_a_damaged_plan_is_never_opened(store: WritableLocalStore, fake: Fake) -
 
 def test_damaged_literals_are_refused(store: WritableLocalStore, fake: Fake) -> None:
     for data in (b"", b"no safetensors at all"):
-        literals = releases.keep(store, data)
+        literals = releases.put_blob(store, data)
         plan = record(store).tensorrt
         assert plan is not None
         broken = record(store, tensorrt=plan.model_copy(update={"literals": literals}))
@@ -154,7 +154,7 @@ def published(store: WritableLocalStore) -> Manifest:
     constants = json.dumps({"w": {"tensor": "b.bias", "dtype": "float32", "shape": [4]}}).encode()
     engines = []
     for engine in draft.engines:
-        made = record(store, engine.component, constants=releases.keep(store, constants), signature=engine.signature)
+        made = record(store, engine.component, constants=releases.put_blob(store, constants), signature=engine.signature)
         own = next(w for w in draft.weights if w.component == engine.component)
         assert made.tensorrt is not None
         plan = made.tensorrt.model_copy(update={"refit": "identical", "weights": own.identity})
@@ -181,7 +181,7 @@ def test_a_release_of_plans_is_loaded_and_refit_from_its_weights(
 ) -> None:
     loaded = load(store, on_this_cpu(published))
     assert loaded.runtime == "tensorrt"
-    assert len(fake.said("deserialize")) == len(fake.said("refit")) == len(published.components)
+    assert len(fake.calls_of("deserialize")) == len(fake.calls_of("refit")) == len(published.components)
 
 
 def test_other_weights_than_a_plan_was_built_with_are_refused(

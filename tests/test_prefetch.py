@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def store(tmp_path: Path) -> WritableLocalStore:
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     return store
 
 
@@ -95,7 +95,7 @@ def rich(manifest: Manifest) -> Manifest:
 def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, buckets: list[ServedBucket]) -> None:
     manifest = rich(store.read_release(NAME))
     recording = RecordingStore(store.root)
-    releases.write_raw(store.root, json.loads(manifest.to_json()))
+    releases.write_manifest(store.root, json.loads(manifest.to_json()))
     load_release(recording, NAME, [cpu_target()], buckets, ColdStart())
     unknown = replace(cpu_target(), product="x86_64_v9")
     selection = select(manifest, [unknown, cpu_target()], buckets)

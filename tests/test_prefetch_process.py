@@ -24,10 +24,10 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from tests.conftest import Opener
-from tests.store.test_cache import here
+from tests.support.cached_blobs import file_names
 from tests.support import object_store as ceph
 from tests.support import releases
-from tests.support.faulty_proxy import FaultyProxy, Seen
+from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
 from tests.support.releases import NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -45,7 +45,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def manifest(open_bucket: Opener, tmp_path: Path) -> Manifest:
     there = open_bucket(cache_dir=tmp_path / "unused")
-    made = releases.draft(there, releases.toy())
+    made = releases.draft(there, releases.compiled_toy())
     there.write_release(made)
     return made
 
@@ -74,17 +74,15 @@ def start(settings: dict[str, Any]) -> Iterator[Start]:
 
 
 @pytest.fixture
-def gate(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def gate(proxy: FaultyProxy) -> Iterator[threading.Event]:
     """No request for a blob is passed on until it is opened."""
     opened = threading.Event()
-    note = proxy.note
 
-    def hold(seen: Seen) -> None:
-        note(seen)
-        if "/blobs/" in seen.path:
+    def hold(request: RecordedRequest) -> None:
+        if "/blobs/" in request.path:
             opened.wait(60)
 
-    monkeypatch.setattr(proxy, "note", hold)
+    proxy.on_request = hold
     yield opened
     opened.set()
 
@@ -118,11 +116,11 @@ def test_all_that_loading_reads_is_here_before_it_asks(
 ) -> None:
     made = start()
     made.wait()
-    assert here(tmp_path / "cache") == manifest.blobs().keys() and not here(tmp_path / "cache", "partial")
-    assert len(proxy.bytes_asked(f"/releases/{NAME}.json")) == 1
-    proxy.seen.clear()
+    assert file_names(tmp_path / "cache") == manifest.blobs().keys() and not file_names(tmp_path / "cache", "partial")
+    assert len(proxy.requested_ranges(f"/releases/{NAME}.json")) == 1
+    proxy.requests.clear()
     assert load(made, settings) == NAME
-    assert not proxy.seen, "neither the manifest nor a blob was asked for again"
+    assert not proxy.requests, "neither the manifest nor a blob was asked for again"
 
 
 def test_who_loads_imports_no_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
@@ -162,25 +160,25 @@ def test_what_is_on_its_way_is_waited_for_and_comes_once(
     tmp_path: Path,
 ) -> None:
     made = start()
-    until(lambda: len(proxy.bytes_asked("/blobs/")) > 0)
+    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
     loaded: list[str] = []
     loading = threading.Thread(target=lambda: loaded.append(load(made, settings)))
     loading.start()
     users = tmp_path / "cache" / "users"
     until(lambda: sum(path.stat().st_size > 0 for path in users.iterdir()) == 2)  # loading asks for blobs, too
-    assert loading.is_alive() and not here(tmp_path / "cache")
+    assert loading.is_alive() and not file_names(tmp_path / "cache")
     gate.set()
     loading.join()
     assert loaded == [NAME]
     for digest in manifest.blobs():
-        assert len(proxy.bytes_asked(digest)) == 1
+        assert len(proxy.requested_ranges(digest)) == 1
 
 
 def test_secrets_are_in_no_list_of_processes(
     start: Start, proxy: FaultyProxy, gate: threading.Event, manifest: Manifest
 ) -> None:
     made = start()
-    until(lambda: len(proxy.bytes_asked("/blobs/")) > 0)  # so they have reached it
+    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)  # so they have reached it
     for name in ("cmdline", "environ"):
         seen = Path(f"/proc/{pid_of(made)}/{name}").read_bytes()
         assert seen and not [secret for secret in SECRETS.values() if secret.encode() in seen]
@@ -212,16 +210,16 @@ def test_it_ends_with_a_parent_that_is_killed_and_the_next_start_succeeds(
         parent.stdin.write(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}\n")
         parent.stdin.flush()
         pid = int(parent.stdout.readline())
-        until(lambda: len(proxy.bytes_asked("/blobs/")) > 0)
+        until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
         assert runs(pid)
         parent.kill()
     until(lambda: not runs(pid))
-    assert not here(tmp_path / "cache") and here(tmp_path / "cache", "partial")
+    assert not file_names(tmp_path / "cache") and file_names(tmp_path / "cache", "partial")
     gate.set()
     made = start()
     assert load(made, settings) == NAME
     made.wait()
-    assert here(tmp_path / "cache") == manifest.blobs().keys() and not here(tmp_path / "cache", "partial")
+    assert file_names(tmp_path / "cache") == manifest.blobs().keys() and not file_names(tmp_path / "cache", "partial")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
@@ -249,7 +247,7 @@ def test_loading_goes_on_where_it_was_killed(
     assert load(started[0], settings) == NAME
     assert ready.is_set()
     until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
-    assert here(tmp_path / "cache") == manifest.blobs().keys()
+    assert file_names(tmp_path / "cache") == manifest.blobs().keys()
     # Killed between opening a partial file and finding its blob here, it leaves an empty one, which the cache sweeps.
     partials = [path for path in (tmp_path / "cache" / "partial").iterdir() if path.stat().st_size]
     assert not partials
@@ -259,7 +257,7 @@ def test_it_ends_once_all_is_loaded_and_what_was_guessed_wrong_comes_no_further(
     start: Start, proxy: FaultyProxy, manifest: Manifest, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = start()
-    until(lambda: len(proxy.bytes_asked("/blobs/")) > 0)
+    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
     pid = pid_of(made)
     made.close()
     until(lambda: not runs(pid))
@@ -280,7 +278,7 @@ def test_nothing_of_a_release_that_is_not_trusted_is_brought(
     settings["public_key"] = str(signing.public_key(Ed25519PrivateKey.generate()))
     made = start(public_key=settings["public_key"])
     made.wait()
-    assert not proxy.bytes_asked("/blobs/") and not here(tmp_path / "cache")
+    assert not proxy.requested_ranges("/blobs/") and not file_names(tmp_path / "cache")
     with pytest.raises(UntrustedRelease, match="is not signed"):
         load(made, settings)
     assert capfd.readouterr().err == "", "the process leaves it to loading to say"
@@ -326,7 +324,7 @@ def test_without_a_process_a_thread_brings_the_blobs(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     start().wait()
-    assert here(tmp_path / "cache") == manifest.blobs().keys()
+    assert file_names(tmp_path / "cache") == manifest.blobs().keys()
     assert "prefetch runs in the server's process" in caplog.text
 
 
@@ -334,7 +332,7 @@ def test_a_manifest_that_was_handed_over_is_read_as_strictly_and_once(
     open_bucket: Opener, manifest: Manifest, settings: dict[str, Any]
 ) -> None:
     store: S3Store = open_bucket()
-    store.offer(NAME, manifest.to_json()[:-1])
+    store.preset_manifest(NAME, manifest.to_json()[:-1])
     with pytest.raises(ManifestError, match="is not JSON"):
         store.read_release(NAME)
     assert store.read_release(NAME) == manifest

@@ -33,7 +33,7 @@ from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.support.line_networks import PLAIN, line_model, stub
+from tests.support.linear_networks import PLAIN, linear_model, stub
 
 SECONDS = 60  # long enough for any machine: a test that waits for all of it fails
 
@@ -77,7 +77,7 @@ class Gate:
 
 @pytest.fixture
 def model() -> LoadedModel:
-    return line_model()
+    return linear_model()
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def pixels(data: str) -> npt.NDArray[np.uint8]:
 
 def test_a_picture_is_the_same_as_from_generate(model: LoadedModel, scheduler: Scheduler) -> None:
     request = asked(5, num_images=3, use_refiner=True, scheduler="DPM++ 2M SDE Karras")
-    expected = generate(line_model(), [request])[0]
+    expected = generate(linear_model(), [request])[0]
     drawn = scheduler.submit(request).result.result(SECONDS)
     assert len(drawn.images) == 3
     for data, picture in zip(drawn.images, expected, strict=True):
@@ -359,7 +359,7 @@ def test_base_and_refiner_take_turns(gate: Gate, scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.999])
 def test_a_part_without_steps_is_passed_over(fraction: float, model: LoadedModel, scheduler: Scheduler) -> None:
     request = asked(1, use_refiner=True, denoising_frac=fraction)
-    [expected] = generate(line_model(), [request])[0]
+    [expected] = generate(linear_model(), [request])[0]
     drawn = scheduler.submit(request).result.result(SECONDS)
     assert np.array_equal(pixels(drawn.images[0]), expected)
     assert bool(drawn.warnings) == (fraction > 0.5)
@@ -414,7 +414,7 @@ def test_a_running_request_frees_its_rows_before_the_next_step(gate: Gate, sched
         job.result.result(SECONDS)
     # The step that was under way when it was cancelled may still have moved it.
     assert all(1 not in seeds for _, _, seeds in gate.steps[before + 1 :])
-    [expected] = generate(line_model(), [asked(2)])[0]
+    [expected] = generate(linear_model(), [asked(2)])[0]
     assert np.array_equal(pixels(stays.result.result().images[0]), expected)
 
 
@@ -445,7 +445,7 @@ def test_giving_up_what_is_finished_does_nothing(scheduler: Scheduler) -> None:
 
 def test_a_broken_picture_is_that_request_s_alone(model: LoadedModel, scheduler: Scheduler) -> None:
     """NaN in a row, then the next request in the same loop: as if nothing had been."""
-    [expected] = generate(line_model(), [PLAIN])[0]
+    [expected] = generate(linear_model(), [PLAIN])[0]
     unet = stub(model, spec.UNET)
     unet.poison = (0, float("nan"))
     with pytest.raises(BrokenImage, match=r"image 0 of 1 \(counted from 0\)"):

@@ -128,7 +128,7 @@ def test_two_servers_at_once_keep_their_logs(tmp_path: Path) -> None:
 
 def test_a_port_is_taken_as_soon_as_a_server_starts(tmp_path: Path) -> None:
     """The second server is refused at once, and not when it has loaded its model."""
-    layout = stub_truss.laid_out(tmp_path, "class Model:\n    def predict(self, request):\n        return {}\n")
+    layout = stub_truss.make_layout(tmp_path, "class Model:\n    def predict(self, request):\n        return {}\n")
     with Server(layout) as first, pytest.raises(ServerFailed, match=f"Port {first.port} of 127.0.0.1 is taken"):
         Server(layout, port=first.port).start()
 

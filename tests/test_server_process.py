@@ -51,7 +51,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
           PREHEAT_STORE: config
           PREHEAT_RELEASE: config
     """
-    return stub_truss.laid_out(tmp_path_factory.mktemp("curious"), CURIOUS, config)
+    return stub_truss.make_layout(tmp_path_factory.mktemp("curious"), CURIOUS, config)
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ def test_a_refusal_is_reported_once_and_without_a_signal(tmp_path: Path) -> None
             def predict(self, request):
                 return {}
     """
-    server = Server(stub_truss.laid_out(tmp_path, failing))
+    server = Server(stub_truss.make_layout(tmp_path, failing))
     with server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(TIMEOUT)
     assert str(failure.value) == "The server refused to start. No engine for this GPU.\nIts build failed. Build one."
@@ -167,13 +167,13 @@ def test_a_refusal_is_reported_once_and_without_a_signal(tmp_path: Path) -> None
     ],
 )
 def test_a_model_that_cannot_be_imported_is_answered_with_the_reason(tmp_path: Path, model: str, begins: str) -> None:
-    with Server(stub_truss.laid_out(tmp_path, model)) as server, pytest.raises(ServerFailed) as failure:
+    with Server(stub_truss.make_layout(tmp_path, model)) as server, pytest.raises(ServerFailed) as failure:
         server.wait_ready(TIMEOUT)
     assert str(failure.value).startswith(begins)
 
 
 def test_a_server_that_cannot_start_is_answered_with_the_reason(layout: Layout, tmp_path: Path) -> None:
-    broken = stub_truss.laid_out(tmp_path, CURIOUS)
+    broken = stub_truss.make_layout(tmp_path, CURIOUS)
     (broken.app / "model_wrapper.py").write_text("raise RuntimeError('the image is broken')")
     with (
         Server(broken) as server,
@@ -183,7 +183,7 @@ def test_a_server_that_cannot_start_is_answered_with_the_reason(layout: Layout, 
 
 
 def test_what_a_server_says_while_it_shuts_down_does_not_hide_what_it_failed_at(tmp_path: Path) -> None:
-    failing = stub_truss.laid_out(tmp_path, CURIOUS)
+    failing = stub_truss.make_layout(tmp_path, CURIOUS)
     (failing.app / "main.py").write_text(
         textwrap.dedent("""
             import json
@@ -225,14 +225,14 @@ def test_a_server_killed_while_it_loads_is_noticed(tmp_path: Path) -> None:
         if message == "Loading truss model from file.":
             os.kill(server.pid, signal.SIGKILL)
 
-    with Server(stub_truss.laid_out(tmp_path, SLOW)) as server:
+    with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
         with pytest.raises(ServerFailed, match="killed by SIGKILL"):
             server.wait_ready(TIMEOUT, kill)
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
     pids: list[int] = []
-    with Server(stub_truss.laid_out(tmp_path, SLOW)) as server:
+    with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
         pids.append(server.pid)
         with pytest.raises(ServerFailed, match="not ready after 2 s"):
             server.wait_ready(2)
@@ -272,7 +272,7 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
                 return "answered"
     """
     begun = tmp_path / "begun"
-    with Server(stub_truss.laid_out(tmp_path, model)) as server, ThreadPoolExecutor() as thread:
+    with Server(stub_truss.make_layout(tmp_path, model)) as server, ThreadPoolExecutor() as thread:
         server.wait_ready(TIMEOUT)
         answer = thread.submit(ask, server, begun=str(begun))
         assert eventually(begun.exists)

@@ -21,7 +21,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.support.line_networks import WIDTHS, Stub, line_model, stub
+from tests.support.linear_networks import WIDTHS, Stub, linear_model, stub
 from tests.support.streams import Race, Stream, Streams
 from tests.test_graph_loop import bucketed, graph_loop
 from tests.test_scheduler import SECONDS, asked, pixels
@@ -35,8 +35,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 @pytest.fixture
 def model(streams: Streams) -> LoadedModel:
     """With a GPU's streams, and a graph loop for the base at the size that most requests here have."""
-    model = line_model()
-    streams.give(model)
+    model = linear_model()
+    streams.add_side_streams(model)
     model.loops[(spec.UNET, 64, 96)] = graph_loop(bucketed(model, 1, 2, 4, 8))
     return model
 
@@ -67,7 +67,7 @@ MIX = [
 def served(model: LoadedModel, streams: Streams) -> Iterator[Scheduler]:
     """A scheduler whose thread is watched."""
     scheduler, watch = Scheduler(Runner(model), Limits(), lambda: None), ExitStack()
-    scheduler.call(lambda: watch.enter_context(streams.watched())).result(SECONDS)
+    scheduler.call(lambda: watch.enter_context(streams.checking())).result(SECONDS)
     yield scheduler
     scheduler.call(watch.close).result(SECONDS)
     scheduler.close()
@@ -93,7 +93,7 @@ def test_served_images_are_correct_and_free_of_races(
         sharing.setdefault(spec.SDXL[name].stream, set()).update(on)
     assert len(sharing) == 4 and all(len(on) == 1 for on in sharing.values())
     for request, images in zip(MIX, drawn, strict=True):
-        for data, picture in zip(images, generate(line_model(), [request])[0], strict=True):
+        for data, picture in zip(images, generate(linear_model(), [request])[0], strict=True):
             assert np.abs(pixels(data).astype(int) - picture.astype(int)).max() <= 1
 
 
@@ -101,16 +101,11 @@ def test_text_waits_for_no_step_and_no_step_for_a_decoding(model: LoadedModel, s
     with served(model, streams) as scheduler:
         for job in [scheduler.submit(request) for request in MIX]:
             job.result.result(SECONDS)
-    text, decode = stream_of(model.text_stream), stream_of(model.decode_stream)
+    text, decode = streams.side["text"], streams.side["decode"]
     assert text.count and decode.count and streams.main.count
     assert not text.seen[streams.main] and not text.seen[decode]
     assert not streams.main.seen[decode]
     assert streams.main.seen[text] == text.count and decode.seen[streams.main]
-
-
-def stream_of(side: SideStream) -> Stream:
-    assert isinstance(side._stream, Stream)
-    return side._stream
 
 
 def queued(model: LoadedModel, params: GenerationParams) -> PendingImage:
@@ -124,28 +119,21 @@ def queued(model: LoadedModel, params: GenerationParams) -> PendingImage:
 @pytest.mark.parametrize("refiner", [False, True])
 def test_generate_is_free_of_races(refiner: bool, model: LoadedModel, streams: Streams) -> None:
     request = asked(5, use_refiner=refiner)
-    with streams.watched():
+    with streams.checking():
         decoding = queued(model, request)
     picture = decoding.wait()
     assert picture is not None
-    assert np.abs(picture.astype(int) - generate(line_model(), [request])[0][0].astype(int)).max() <= 1
+    assert np.abs(picture.astype(int) - generate(linear_model(), [request])[0][0].astype(int)).max() <= 1
 
 
 @pytest.mark.parametrize("left_out", ["wait", "record"])
 @pytest.mark.parametrize("reader", ["main", "text", "decode"])
-def test_without_a_wait_or_a_record_there_is_a_race(
-    left_out: str, reader: str, model: LoadedModel, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That these tests can tell."""
-    by_name = {"text": model.text_stream, "decode": model.decode_stream}
-    stream = streams.main if reader == "main" else stream_of(by_name[reader])
-    if left_out == "wait":
-        monkeypatch.setattr(stream, "wait_stream", lambda _: None)
-    else:
-        record = torch.Tensor.record_stream
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, on: None if on is stream else record(t, on))
-    said = "may not have made" if left_out == "wait" else "may have given away"
-    with pytest.raises(Race, match=f"reads on {reader} what .* {said}"), streams.watched():
+def test_a_missing_wait_or_record_is_a_race(left_out: str, reader: str, model: LoadedModel, streams: Streams) -> None:
+    """The tests above would see it."""
+    stream = streams.main if reader == "main" else streams.side[reader]
+    stream.waits, stream.records = left_out != "wait", left_out != "record"
+    words = "may not have written" if left_out == "wait" else "may have freed"
+    with pytest.raises(Race, match=f"on {reader} reads what .* {words}"), streams.checking():
         queued(model, asked(1))
 
 
@@ -310,7 +298,7 @@ def test_graphed_engine_copies_inputs_and_outputs(monkeypatch: pytest.MonkeyPatc
         return work
 
     monkeypatch.setattr(graphed, "capture", capture)
-    plain, behind = (stub(line_model(), spec.UNET_TEXT) for _ in range(2))
+    plain, behind = (stub(linear_model(), spec.UNET_TEXT) for _ in range(2))
     engine = GraphedEngine(behind)
     width = [tensor.shape[-1] for tensor in plain.signature.inputs][0]
     given = [{"encoder_hidden_states": torch.randn(1, WIDTHS.tokens, int(width))} for _ in range(3)]

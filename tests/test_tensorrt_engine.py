@@ -43,7 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 @pytest.fixture(autouse=True)
 def cuda(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    made = FakeCuda(fake.do)
+    made = FakeCuda(fake.record)
     for name in ("current_stream", "Event", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(made, name))
     return made
@@ -81,23 +81,23 @@ def test_a_plan_is_refit_and_run_in_order(fake: Fake) -> None:
     one, _ = engines()
     x = torch.randn(1, 4)
     torch.testing.assert_close(one.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
-    assert fake.order() == [
+    assert fake.call_names() == [
         *("deserialize", "set_weights", "set_weights", "refit", "synchronize", "release_refit"),
         *("context", "profile", "synchronize", "context", "profile", "synchronize"),
         *("device_memory", "shape", "address", "address", "execute"),
     ]
     assert fake.calls[0] == ("deserialize", b"plan")
-    assert fake.said("set_weights") == [("set_weights", "w", "DEVICE"), ("set_weights", "b", "DEVICE")]
-    assert fake.said("context") == [("context", "USER_MANAGED")] * 2
-    assert fake.said("profile") == [("profile", 0, 7), ("profile", 1, 7)]
-    assert fake.said("execute") == [("execute", 7)]
+    assert fake.calls_of("set_weights") == [("set_weights", "w", "DEVICE"), ("set_weights", "b", "DEVICE")]
+    assert fake.calls_of("context") == [("context", "USER_MANAGED")] * 2
+    assert fake.calls_of("profile") == [("profile", 0, 7), ("profile", 1, 7)]
+    assert fake.calls_of("execute") == [("execute", 7)]
 
 
 def test_the_stream_is_the_current_one_when_it_runs(fake: Fake, cuda: FakeCuda) -> None:
     one, _ = engines()
     cuda.current = 9
     one.run({"x": torch.zeros(1, 4)})
-    assert fake.said("execute") == [("execute", 9)]
+    assert fake.calls_of("execute") == [("execute", 9)]
 
 
 def test_one_plan_serves_its_buckets(fake: Fake) -> None:
@@ -105,16 +105,16 @@ def test_one_plan_serves_its_buckets(fake: Fake) -> None:
     several = EngineSet(engines())
     x = torch.randn(6, 4)
     torch.testing.assert_close(several.run({"x": x})["y"], x * WEIGHTS["layer.weight"] + 0.5)
-    assert [shape for _, _, shape in fake.said("shape")] == [(4, 4), (2, 4)]
-    assert len(fake.said("deserialize")) == len(fake.said("refit")) == 1
+    assert [shape for _, _, shape in fake.calls_of("shape")] == [(4, 4), (2, 4)]
+    assert len(fake.calls_of("deserialize")) == len(fake.calls_of("refit")) == 1
 
 
 def test_a_shape_is_set_once_and_addresses_every_time(fake: Fake) -> None:
     _, four = engines()
     for rows in (3, 3, 2, 3):
         four.run({"x": torch.zeros(rows, 4)})
-    assert [call[2] for call in fake.said("shape")] == [(3, 4), (2, 4), (3, 4)]
-    assert len(fake.said("address")) == 8 and len(fake.said("device_memory")) == 1
+    assert [call[2] for call in fake.calls_of("shape")] == [(3, 4), (2, 4), (3, 4)]
+    assert len(fake.calls_of("address")) == 8 and len(fake.calls_of("device_memory")) == 1
 
 
 def test_inputs_are_at_aligned_addresses(fake: Fake) -> None:
@@ -125,7 +125,7 @@ def test_inputs_are_at_aligned_addresses(fake: Fake) -> None:
         fake.calls.clear()
         got = engine.run({"x": tensor})["y"]
         torch.testing.assert_close(got, tensor * WEIGHTS["layer.weight"] + 0.5)
-        x = next(address for _, name, address in fake.said("address") if name == "x")
+        x = next(address for _, name, address in fake.calls_of("address") if name == "x")
         if engine is one:
             assert x != tensor.data_ptr()
 
@@ -144,7 +144,7 @@ def test_components_that_take_turns_share_memory(fake: Fake) -> None:
     assert workspace.bytes == 1024
     for engine, rows in ((one, 1), (four, 3)):
         engine.run({"x": torch.zeros(rows, 4)})
-    [(_, first, small), (_, second, large)] = fake.said("device_memory")
+    [(_, first, small), (_, second, large)] = fake.calls_of("device_memory")
     assert first == second and first % 256 == 0
     assert (small, large) == (64, 1024)
     fake.profiles = [4096, 4096]
@@ -156,25 +156,25 @@ def test_memory_waits_for_its_last_use_on_another_stream(fake: Fake, cuda: FakeC
     one, four = engines()
     one.run({"x": torch.zeros(1, 4)})
     one.run({"x": torch.zeros(1, 4)})
-    assert not fake.said("wait")
+    assert not fake.calls_of("wait")
     cuda.current = 8
     four.run({"x": torch.zeros(2, 4)})
-    assert fake.said("wait") == [("wait", 8, 7)]
-    assert fake.order().index("wait") < len(fake.calls) - 1 and fake.calls[-1] == ("execute", 8)
+    assert fake.calls_of("wait") == [("wait", 8, 7)]
+    assert fake.call_names().index("wait") < len(fake.calls) - 1 and fake.calls[-1] == ("execute", 8)
     cuda.capturing = True
     cuda.current = 9
     four.run({"x": torch.zeros(2, 4)})  # neither waits for what is outside of its graph nor leaves an event there
     cuda.capturing = False
     cuda.current = 8
     four.run({"x": torch.zeros(2, 4)})
-    assert len(fake.said("wait")) == 1
+    assert len(fake.calls_of("wait")) == 1
 
 
 def test_a_constant_of_the_parser_s_own_may_stay_in_the_plan(fake: Fake) -> None:
     fake.weights["tmp_weight_1"] = 1
     fake.refuse = {"kept in plan"}
     plan()
-    assert [call[1] for call in fake.said("set_weights")] == ["w", "b"]
+    assert [call[1] for call in fake.calls_of("set_weights")] == ["w", "b"]
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_a_plan_of_another_gpu_is_refused_with_tensorrt_s_words(fake: Fake) -> N
 def test_a_plan_that_does_not_fit_is_refused(fake: Fake, break_it: Callable[[Fake], None], words: str) -> None:
     break_it(fake)
     assert words in refusal()
-    assert not fake.said("context")
+    assert not fake.calls_of("context")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_plan_that_does_not_fit_is_refused(fake: Fake, break_it: Callable[[Fak
 )
 def test_weights_that_do_not_fit_are_refused(fake: Fake, changed: dict[str, Any], words: str) -> None:
     assert words in refusal(**changed)
-    assert not fake.said("set_weights", "refit")
+    assert not fake.calls_of("set_weights", "refit")
 
 
 def test_a_profile_that_is_not_there_or_has_no_room_is_refused(fake: Fake) -> None:
@@ -259,7 +259,7 @@ def test_inputs_are_checked_before_tensorrt_sees_them(fake: Fake) -> None:
     ):
         with pytest.raises(EngineError, match=words):
             one.run(inputs)
-    assert not fake.said("execute")
+    assert not fake.calls_of("execute")
 
 
 # -- what is installed --------------------------------------------------------------------------------------------

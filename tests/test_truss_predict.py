@@ -42,7 +42,7 @@ PAINTER = """
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(stub_truss.laid_out(tmp_path_factory.mktemp("painter"), PAINTER)) as server:
+    with Server(stub_truss.make_layout(tmp_path_factory.mktemp("painter"), PAINTER)) as server:
         server.wait_ready(120)
         yield server
 
@@ -70,7 +70,7 @@ def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: P
         ran = truss_predict(platform, tmp_path, {"prompt": "a lighthouse"})
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Calling predict on development deployment"), "what save_predicted skips is gone"
-    assert platform.asked == ["/graphql/", "/development/predict"]
+    assert platform.requested_paths == ["/graphql/", "/development/predict"]
     [path] = save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"
     with Image.open(path) as picture:

@@ -14,13 +14,13 @@ from model.loading.warmup import DeviceProbe, efficient_by_size, warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
-from tests.support.line_networks import Stub, line_model, stub
+from tests.support.linear_networks import Stub, linear_model, stub
 
 
 @pytest.fixture
 def loaded() -> Loaded:
     """Two sizes, with UNet engines of batch 2, 4 and 8 for each."""
-    model = line_model()
+    model = linear_model()
     sizes = ((64, 64), (96, 64))
     for name in (spec.UNET, spec.REFINER_UNET):
         engines = []
@@ -138,7 +138,7 @@ def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
 
 
 def test_other_sizes_of_a_dynamic_engine_get_as_many_pixels(loaded: Loaded) -> None:
-    model = line_model()
+    model = linear_model()
     for name in (spec.UNET, spec.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
         stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)

@@ -12,7 +12,7 @@ from model.errors import CorruptBlob
 from model.store.manifest import Blob, WeightsRecord
 from model.weights.cache import WeightsCache
 from model.weights.stream import tensors_in
-from tests.support.releases import keep
+from tests.support.releases import put_blob
 
 CPU = torch.device("cpu")
 ONE = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int64)}
@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> WritableLocalStore:
 
 
 def record(store: WritableLocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
-    kept = tuple(keep(store, data) for data in blobs)
+    kept = tuple(put_blob(store, data) for data in blobs)
     return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=kept)
 
 

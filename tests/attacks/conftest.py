@@ -45,7 +45,7 @@ class Victim:
 
     def keep(self, data: bytes) -> dict[str, Any]:
         """Store bytes under their own digest, as a publisher does."""
-        return releases.keep(self.store, data).model_dump()
+        return releases.put_blob(self.store, data).model_dump()
 
     def blob(self, digest: str) -> Path:
         """Return the file of a blob, to be overwritten."""
@@ -53,7 +53,7 @@ class Victim:
 
     def served(self, name: str = NAME) -> Loaded:
         """Load the release as a server does."""
-        releases.write_raw(self.store.root, self.raw if self.raw is not None else self.entries)
+        releases.write_manifest(self.store.root, self.raw if self.raw is not None else self.entries)
         store: Store = LocalStore(self.store.root) if self.bucket is None else self.bucket(self.store.root)
         try:
             return load_release(store, name, [cpu_target()], [], ColdStart(), self.keys)
@@ -84,7 +84,7 @@ class Victim:
 def sound_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one valid release. Do not write to it."""
     store = WritableLocalStore(tmp_path_factory.mktemp("attacked") / "store")
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     return store.root
 
 

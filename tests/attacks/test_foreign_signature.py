@@ -41,11 +41,11 @@ def test_refuses_signature_of_another_release(victim: Victim, key: Ed25519Privat
 
 
 def test_refuses_older_release_under_newer_name(victim: Victim, key: Ed25519PrivateKey) -> None:
-    releases.write_raw(victim.store.root, json.dumps(victim.entries).encode(), "toy/2")
+    releases.write_manifest(victim.store.root, json.dumps(victim.entries).encode(), "toy/2")
     victim.refused(ManifestError, "manifest of toy/2 is that of toy/1", "toy/2")
     older = dict(victim.entries)
     victim.entries = older | {"version": "2"}
-    releases.write_raw(victim.store.root, json.dumps(victim.entries).encode(), "toy/2")
+    releases.write_manifest(victim.store.root, json.dumps(victim.entries).encode(), "toy/2")
     victim.entries = older
     victim.refused(UntrustedRelease, "does not match this manifest", "toy/2")
 

@@ -60,7 +60,7 @@ def test_refuses_unsafe_release_name(victim: Victim, name: str) -> None:
 @in_folder_and_bucket
 def test_refuses_manifest_under_another_name(victim: Victim) -> None:
     """A copy under a newer version would bring a withdrawn release back."""
-    releases.write_raw(victim.store.root, victim.manifest.to_json(), "toy/2")
+    releases.write_manifest(victim.store.root, victim.manifest.to_json(), "toy/2")
     victim.refused(ManifestError, "manifest of toy/2 is that of toy/1", "toy/2")
 
 

@@ -22,7 +22,7 @@ MODEL = "toy/data/aotinductor/model/"
 
 def with_entry(name: str, data: bytes = b"x", compression: int = zipfile.ZIP_STORED, mode: int = 0o644) -> bytes:
     """Return a valid engine package with one more entry."""
-    buffer = io.BytesIO(releases.toy().engine)
+    buffer = io.BytesIO(releases.compiled_toy().engine)
     with zipfile.ZipFile(buffer, "a") as archive:
         entry = zipfile.ZipInfo(name)
         entry.external_attr = (mode if stat.S_IFMT(mode) else stat.S_IFREG | mode) << 16
@@ -76,7 +76,7 @@ def test_refuses_two_files_with_one_name(victim: Victim) -> None:
     victim.refused(EngineError, "two files with the same name")
 
 
-@pytest.mark.parametrize("data", [b"", b"PK\x05\x06" + bytes(18), b"\x7fELF" + bytes(100), releases.FAKE.engine])
+@pytest.mark.parametrize("data", [b"", b"PK\x05\x06" + bytes(18), b"\x7fELF" + bytes(100), releases.FAKE_ENGINE.engine])
 def test_refuses_invalid_package(victim: Victim, data: bytes) -> None:
     victim.entries["engines"][2]["blob"] = victim.keep(data)
     victim.refused(EngineError, "engine cannot be opened")
@@ -85,7 +85,7 @@ def test_refuses_invalid_package(victim: Victim, data: bytes) -> None:
 def with_library(data: bytes) -> bytes:
     """Return a valid engine package with another shared library."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(releases.toy().engine)) as old, zipfile.ZipFile(buffer, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(releases.compiled_toy().engine)) as old, zipfile.ZipFile(buffer, "w") as new:
         for name in old.namelist():
             new.writestr(name, data if name.endswith(".so") else old.read(name))
     return buffer.getvalue()
@@ -93,7 +93,7 @@ def with_library(data: bytes) -> bytes:
 
 def library() -> bytes:
     """Return the shared library of a valid engine package."""
-    with zipfile.ZipFile(io.BytesIO(releases.toy().engine)) as archive:
+    with zipfile.ZipFile(io.BytesIO(releases.compiled_toy().engine)) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".so")]
         return archive.read(name)
 
@@ -131,7 +131,7 @@ CHANGED_MAPS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("change, words", CHANGED_MAPS.values(), ids=CHANGED_MAPS)
 def test_refuses_changed_map_of_constants(victim: Victim, change: dict[str, Any], words: str) -> None:
     """torch's loader checks no name, shape or dtype, and would read beyond a tensor's end."""
-    victim.entries["engines"][2]["constants"] = victim.keep(releases.toy_map(change))
+    victim.entries["engines"][2]["constants"] = victim.keep(releases.toy_constants(change))
     victim.refused(EngineError, words)
 
 

@@ -44,7 +44,7 @@ def copied(toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -
     manifest = toy_store.read_release(NAME)
     for digest, blob in manifest.blobs().items():
         store.put(toy_store.get(digest, blob.bytes))
-    releases.write_raw(store.root, manifest.to_json(), NAME)
+    releases.write_manifest(store.root, manifest.to_json(), NAME)
     return store
 
 
@@ -65,7 +65,7 @@ def replace_engine(entries: Entries, component: str, change: Entries) -> None:
 
 
 def load(store: WritableLocalStore, entries: Entries, name: str = NAME) -> Loaded:
-    releases.write_raw(store.root, entries, name)
+    releases.write_manifest(store.root, entries, name)
     return load_release(store, name, detect_targets(), [], ColdStart())
 
 
@@ -126,7 +126,7 @@ def nameless(
     entries = json.loads(toy_store.read_release(NAME).to_json())
     for engine in entries["engines"]:
         package = renamed(store.get(engine["blob"]["sha256"], engine["blob"]["bytes"]).read_bytes(), "package")
-        engine["blob"] = releases.keep(store, package).model_dump()
+        engine["blob"] = releases.put_blob(store, package).model_dump()
     return store, entries
 
 
@@ -211,7 +211,7 @@ def with_identity(store: WritableLocalStore, entries: Entries, identity: Identit
             if not name.endswith(f"/{IDENTITY}"):
                 new.writestr(name, old.read(name))
     write_identity(package, identity)
-    replace_engine(entries, "unet", {"blob": releases.keep(store, package.read_bytes()).model_dump()})
+    replace_engine(entries, "unet", {"blob": releases.put_blob(store, package.read_bytes()).model_dump()})
 
 
 def identity_of(entries: Entries) -> Identity:

@@ -166,7 +166,7 @@ def test_a_thousand_mutated_manifests(victim: Victim) -> None:
         if accepted == original:
             same += 1  # whitespace, for example
             continue
-        releases.write_raw(victim.store.root, mutant)
+        releases.write_manifest(victim.store.root, mutant)
         refused[refusal(victim.store, trusted)] += 1
         if accepted is None:
             continue

@@ -54,7 +54,7 @@ def test_downloads_fp16_weights_where_they_exist(repository: Path, tmp_path: Pat
             "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
         ]
         assert (here / "model_index.json").is_file() and (here / "tokenizer" / "merges.txt").is_file()
-        assert sorted(path for path in running.served if path.endswith(".safetensors")) == weights(here)
+        assert sorted(path for path in running.downloaded if path.endswith(".safetensors")) == weights(here)
     again = find(running.url, tmp_path / "home")  # the Hub is offline
     assert again.stdout == result.stdout, again.stderr
 
@@ -65,15 +65,15 @@ def test_continues_an_interrupted_download(repository: Path, tmp_path: Path, for
     (repository / "unet" / PLAIN).rename(repository / "unet" / names[0])
     (repository / "unet" / names[1]).write_bytes(b"the other half")
     with hub("owner/model", repository) as running:
-        running.cut.add(f"unet/{names[1]}")
+        running.interrupted.add(f"unet/{names[1]}")
         result = find(running.url, tmp_path / "home")
         assert result.returncode == 1
         assert "owner/model is not a folder, and could not be downloaded from the Hub: " in result.stderr
-        running.cut.clear()
+        running.interrupted.clear()
         result = find(running.url, tmp_path / "home")
         assert result.returncode == 0, result.stderr
         assert {f"unet/{name}" for name in names} <= {*weights(Path(result.stdout.strip()))}
-        assert running.served.count(f"unet/{names[0]}") == 1
+        assert running.downloaded.count(f"unet/{names[0]}") == 1
 
 
 @pytest.mark.parametrize("name, why", [("owner/other", "404 Client Error"), ("owner/no--id", "Cannot have -- ")])

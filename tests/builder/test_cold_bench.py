@@ -165,7 +165,9 @@ def test_read_alone_reads_every_byte_once(
     )
     assert read_alone(f"s3://{bucket}/a/prefix", options, blobs) > 0
     for blob in blobs:
-        offsets = sorted(int(range_.partition("=")[2].partition("-")[0]) for range_ in proxy.bytes_asked(blob.sha256))
+        offsets = sorted(
+            int(range_.partition("=")[2].partition("-")[0]) for range_ in proxy.requested_ranges(blob.sha256)
+        )
         assert offsets == list(range(0, blob.bytes, 16 * 2**20))
     assert passed >= sum(blob.bytes for blob in blobs)
 

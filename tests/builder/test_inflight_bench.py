@@ -21,7 +21,7 @@ from model.pipeline import spec
 from model.pipeline.params import GenerationParams
 from model.scheduling.job import StepEvent
 from model.scheduling.scheduler import Scheduler
-from tests.support.line_networks import PLAIN
+from tests.support.linear_networks import PLAIN
 
 
 def test_arrivals_are_a_poisson_process() -> None:

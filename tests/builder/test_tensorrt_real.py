@@ -61,13 +61,13 @@ def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanO
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]) -> tuple[WritableStore, Manifest]:
+def built(tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]) -> tuple[WritableStore, Manifest]:
     """data/tiny-sdxl without its refiner, in fp16, published."""
     store = open_writable_store(tmp_path_factory.mktemp("tensorrt") / "store")
     started = time.perf_counter()
-    build(plan_of(), store, lambda component, activity, done, steps: say(f"{done}/{steps} {component}: {activity}"))
+    build(plan_of(), store, lambda component, activity, done, steps: show_progress(f"{done}/{steps} {component}: {activity}"))
     manifest, _ = publish(store, "tiny-sdxl")
-    say(f"built for {', '.join(manifest.targets)} in {time.perf_counter() - started:.0f} s")
+    show_progress(f"built for {', '.join(manifest.targets)} in {time.perf_counter() - started:.0f} s")
     return store, manifest
 
 
@@ -76,13 +76,13 @@ def served(built: tuple[WritableStore, Manifest]) -> Loaded:
     return load_release(built[0], built[1].name, targets_of("tensorrt", detect_targets()), [], ColdStart())
 
 
-def test_every_engine_equals_eager_pytorch(built: tuple[WritableStore, Manifest], say: Callable[[str], None]) -> None:
+def test_every_engine_equals_eager_pytorch(built: tuple[WritableStore, Manifest], show_progress: Callable[[str], None]) -> None:
     for engine in built[1].engines:
         assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version()
         assert engine.benchmark is not None and engine.tensorrt is not None
         network = load_network(Checkpoint(MODEL_FOLDER), engine.component, FP16, "meta")
         assert 0.0 < engine.accuracy.relative <= tolerance(network, "cuda")
-        say(
+        show_progress(
             f"{engine.component} batch {engine.bucket.batch.max}: relative error {engine.accuracy.relative:.1e}, "
             f"{engine.benchmark.median:.2f} ms, workspace {engine.tensorrt.workspace_bytes / 2**20:.1f} MiB, "
             f"plan {engine.blob.bytes / 2**10:.0f} KiB"
@@ -112,7 +112,7 @@ def test_image_equals_diffusers(served: Loaded) -> None:
     request = GenerationRequest(prompt="a large red circle on a blue background", seed=7, num_inference_steps=20)
     params = resolve(request, served.served)
     image = generate(served.model, [params])[0][0].astype(int)
-    expected = Reference(MODEL_FOLDER).draw(params).astype(int)
+    expected = Reference(MODEL_FOLDER).generate(params).astype(int)
     assert np.abs(image - expected).mean() <= 2
     assert served.runtime == "tensorrt"
 

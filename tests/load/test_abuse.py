@@ -96,7 +96,7 @@ class Health:
 
 
 @pytest.mark.skipif(not SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make load`")
-def test_everyone_who_stays_gets_the_right_picture(server: Server, say: Callable[[str], None]) -> None:
+def test_everyone_who_stays_gets_the_right_picture(server: Server, show_progress: Callable[[str], None]) -> None:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=WAIT) as client:
         alone = [pictures(client.post(PREDICT, json=request).json()) for request in REQUESTS]
     counts: Counter[str] = Counter()
@@ -139,7 +139,7 @@ def test_everyone_who_stays_gets_the_right_picture(server: Server, say: Callable
     with Health(server.url) as health:
         asyncio.run(crowd())
     worst = sorted(health.seconds)
-    say(
+    show_progress(
         f"{CLIENTS} clients for {SECONDS:g} s: {dict(counts)}; health asked {len(worst)} times, "
         f"p50 {worst[len(worst) // 2] * 1000:.1f} ms, p99 {worst[len(worst) * 99 // 100] * 1000:.1f} ms, "
         f"worst {worst[-1] * 1000:.1f} ms; the process that asked was itself kept waiting {health.late * 1000:.0f} ms"
@@ -157,7 +157,7 @@ def _whole(answer: httpx.Response) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not IMAGES, reason="takes minutes: set PREHEAT_SOAK_IMAGES=1000, or run `make load`")
-def test_memory_does_not_grow(server: Server, say: Callable[[str], None]) -> None:
+def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], None]) -> None:
     """Less than 2 % after the first hundred images."""
     process = psutil.Process(server.pid)
     resident: list[int] = []
@@ -170,5 +170,5 @@ def test_memory_does_not_grow(server: Server, say: Callable[[str], None]) -> Non
             drawn += 4
             if drawn % 100 == 0:
                 resident.append(process.memory_info().rss)
-    say("resident MiB after each 100 images: " + ", ".join(f"{size / 2**20:.0f}" for size in resident))
+    show_progress("resident MiB after each 100 images: " + ", ".join(f"{size / 2**20:.0f}" for size in resident))
     assert max(resident[1:]) < 1.02 * resident[0]

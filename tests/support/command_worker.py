@@ -1,4 +1,4 @@
-"""Runs many `preheat` commands in one process, each as its own process would see it.
+"""Run many `preheat` commands in one process, each as its own process would see it.
 
     python -m tests.support.command_worker FOLDER < cases.jsonl > results.jsonl
 
@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 LIMIT_SECONDS = 10.0
-_MEMORY_BYTES = 16 * 2**30  # of address space: reading a device without an end fails soon
+_MEMORY_BYTES = 16 * 2**30  # of address space, so that reading an endless device fails soon
 _OVERRIDE_PERMISSIONS = 0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, with which root reads everything
 _CAPABILITY_VERSION_3 = 0x20080522
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -33,11 +33,11 @@ _HARMLESS_PROGRAMS = {"git", "nvidia-smi", "uname", "ldconfig", "ldconfig.real"}
 
 
 class TimedOut(BaseException):
-    """A command took longer than its limit."""
+    """The command took longer than its limit."""
 
 
 class Guard:
-    """Records forbidden actions of the running case, and prevents them."""
+    """Audit hook that records the forbidden actions of the running case, and prevents them."""
 
     def __init__(self, folder: Path) -> None:
         self._allowed = (str(folder), "/dev/", "/proc/self/")
@@ -63,7 +63,7 @@ class Guard:
     def _check(self, path: Any, action: str) -> None:
         if isinstance(path, (str, bytes, os.PathLike)):
             absolute = os.path.abspath(os.fsdecode(path))
-            changes = action not in ("write", "os.mkdir") or not os.path.isdir(absolute)  # else it fails anyway
+            changes = action not in ("write", "os.mkdir") or not os.path.isdir(absolute)  # otherwise it fails anyway
             if changes and not absolute.startswith(self._allowed):
                 self._forbid(f"{action} {absolute}")
 
@@ -77,13 +77,13 @@ def run(main: Any, args: list[str], stdin: bytes, guard: Guard) -> dict[str, Any
     environment = dict(os.environ)
     guard.forbidden = []
     out, err = io.BytesIO(), io.BytesIO()
-    kept = sys.argv, sys.stdin, sys.stdout, sys.stderr
+    original = sys.argv, sys.stdin, sys.stdout, sys.stderr
     sys.argv = ["preheat", *args]
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
     sys.stdout = io.TextIOWrapper(out, "utf-8", write_through=True)
     sys.stderr = io.TextIOWrapper(err, "utf-8", errors="backslashreplace", write_through=True)
     status: Any = 0
-    began = time.perf_counter()
+    started = time.perf_counter()
     signal.setitimer(signal.ITIMER_REAL, LIMIT_SECONDS)
     try:
         main()
@@ -98,21 +98,21 @@ def run(main: Any, args: list[str], stdin: bytes, guard: Guard) -> dict[str, Any
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.flush()
-        kept_out, kept_err = out.getvalue(), err.getvalue()
-        sys.argv, sys.stdin, sys.stdout, sys.stderr = kept
+        out_bytes, err_bytes = out.getvalue(), err.getvalue()
+        sys.argv, sys.stdin, sys.stdout, sys.stderr = original
         os.environ.clear()
         os.environ.update(environment)
     return {
         "status": status,
-        "stdout": kept_out.decode(errors="backslashreplace"),
-        "stderr": kept_err.decode(errors="backslashreplace"),
+        "stdout": out_bytes.decode(errors="backslashreplace"),
+        "stderr": err_bytes.decode(errors="backslashreplace"),
         "forbidden": guard.forbidden,
-        "seconds": time.perf_counter() - began,
+        "seconds": time.perf_counter() - started,
     }
 
 
-def _obey_permissions() -> None:
-    """Let root see the permissions of files as every other user does. Does nothing for other users."""
+def _drop_permission_overrides() -> None:
+    """Make file permissions apply to root as to every other user. Does nothing for other users."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then their upper halves
@@ -132,7 +132,7 @@ def main() -> None:
     guard = Guard(Path(sys.argv[1]).resolve())
     cases = [json.loads(line) for line in sys.stdin]
     results = sys.stdout
-    _obey_permissions()
+    _drop_permission_overrides()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGALRM, _time_out)
     sys.addaudithook(guard)

@@ -1,7 +1,7 @@
 """A fake `tensorrt` module that records every call, with an engine that computes y = x * w + b from raw addresses.
 
-It tests that Preheat calls TensorRT in the right order and with the right addresses, and how it handles refusals. It
-does not test TensorRT itself. Memory is the CPU's.
+It shows that Preheat calls TensorRT in the right order and with the right addresses, and how it handles refusals. It
+shows nothing about TensorRT itself. All memory is the CPU's.
 """
 
 import ctypes
@@ -15,11 +15,12 @@ VERSION = "11.4.0.106"
 
 
 def floats(address: int, count: int) -> Any:
+    """Return the float32 array at an address. It shares the memory."""
     return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
 class Fake:
-    """The fake `module` and its recorded `calls`. Change `weights`, `profiles` or `refuse` to make it fail."""
+    """The fake `module` and its recorded `calls`. Change `weights` or `profiles`, or add calls to `refuse`."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -29,13 +30,15 @@ class Fake:
         self.profiles = [64, 1024]
         self.module = _module(self)
 
-    def said(self, *names: str) -> list[tuple[Any, ...]]:
+    def calls_of(self, *names: str) -> list[tuple[Any, ...]]:
+        """Return the calls of these names, in order, with their arguments."""
         return [call for call in self.calls if call[0] in names]
 
-    def order(self) -> list[str]:
+    def call_names(self) -> list[str]:
         return [call[0] for call in self.calls]
 
-    def do(self, name: str, *arguments: Any) -> bool:
+    def record(self, name: str, *arguments: Any) -> bool:
+        """Record a call. Returns False if it is to be refused."""
         self.calls.append((name, *arguments))
         return name not in self.refuse
 
@@ -53,7 +56,7 @@ def _module(fake: Fake) -> ModuleType:
             self.log = log
 
         def deserialize_cuda_engine(self, data: bytes) -> "Engine | None":
-            if not fake.do("deserialize", data):
+            if not fake.record("deserialize", data):
                 self.log.log("error", "The engine plan file is generated on an incompatible device\nmore")
                 return None
             return Engine()
@@ -80,7 +83,7 @@ def _module(fake: Fake) -> ModuleType:
             return fake.profiles[profile]
 
         def create_execution_context(self, strategy: str) -> "Context | None":
-            return Context(self) if fake.do("context", strategy) else None
+            return Context(self) if fake.record("context", strategy) else None
 
     class Refitter:
         def __init__(self, engine: Engine, log: Any) -> None:
@@ -94,7 +97,7 @@ def _module(fake: Fake) -> ModuleType:
 
         def set_named_weights(self, name: str, weights: Any, location: str) -> bool:
             self.given[name] = weights
-            return fake.do("set_weights", name, location)
+            return fake.record("set_weights", name, location)
 
         def get_missing_weights(self) -> list[str]:
             if "missing" in fake.refuse:
@@ -104,34 +107,34 @@ def _module(fake: Fake) -> ModuleType:
         def refit_cuda_engine_async(self, stream: int) -> bool:
             for name, weights in self.given.items():
                 self.engine.held[name] = floats(weights.ptr, weights.size).copy()
-            return fake.do("refit", stream)
+            return fake.record("refit", stream)
 
         def release_refit_resources(self) -> bool:
-            return fake.do("release_refit")
+            return fake.record("release_refit")
 
     class Context:
         def __init__(self, engine: Engine) -> None:
             self.engine, self.addresses, self.shape = engine, dict[str, int](), (0,)
 
         def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
-            return fake.do("profile", profile, stream)
+            return fake.record("profile", profile, stream)
 
         def set_device_memory(self, memory: int, size: int) -> None:
-            fake.do("device_memory", memory, size)
+            fake.record("device_memory", memory, size)
 
         def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
             self.shape = shape
-            return fake.do("shape", name, shape)
+            return fake.record("shape", name, shape)
 
         def set_tensor_address(self, name: str, memory: int) -> bool:
             self.addresses[name] = memory
-            return fake.do("address", name, memory)
+            return fake.record("address", name, memory)
 
         def execute_async_v3(self, stream: int) -> bool:
             rows, held = self.shape[0], self.engine.held
             x, y = (floats(self.addresses[name], rows * 4).reshape(rows, 4) for name in ("x", "y"))
             y[:] = x * held["w"] + held["b"]
-            return fake.do("execute", stream)
+            return fake.record("execute", stream)
 
     class Weights:
         def __init__(self, kind: str, ptr: int, count: int) -> None:
@@ -151,19 +154,19 @@ def _module(fake: Fake) -> ModuleType:
 
 
 class FakeCuda:
-    """torch.cuda's streams and events without a GPU. Calls are passed to `note`."""
+    """torch.cuda's streams and events without a GPU. Calls are passed to `record`."""
 
-    def __init__(self, note: Callable[..., Any]) -> None:
+    def __init__(self, record: Callable[..., Any]) -> None:
         self.current = 7
         self.capturing = False
-        self._note = note
+        self._record = record
 
     def current_stream(self, device: object = None) -> Any:
         handle = self.current
         return SimpleNamespace(
             cuda_stream=handle,
-            synchronize=lambda: self._note("synchronize", handle),
-            wait_event=lambda event: self._note("wait", handle, event.recorded),
+            synchronize=lambda: self._record("synchronize", handle),
+            wait_event=lambda event: self._record("wait", handle, event.recorded),
         )
 
     def Event(self) -> Any:

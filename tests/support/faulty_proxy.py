@@ -1,7 +1,7 @@
 """An HTTP proxy between a client and an object store that injects the faults of networks and disks.
 
-It forwards every request unchanged (with its Host header, which the signature covers) and every answer, except those
-that an ordered fault matches by method and path. It records the requests. It does not know S3.
+It forwards every request unchanged (with its Host header, which the signature covers) and every response, except those
+that an injected fault matches. It records the requests. It does not know S3.
 """
 
 import http.client
@@ -17,8 +17,9 @@ from typing import Literal, Self
 from urllib.parse import urlsplit
 
 _CHUNK_BYTES = 64 * 2**10  # forwarded at a time
+_LONG_AGO = "Wed, 01 Jan 2020 00:00:00 GMT"
 
-Kind = Literal["drop", "reset", "status", "corrupt", "truncate", "stall", "drop_answer"]
+Kind = Literal["drop", "reset", "status", "corrupt", "truncate", "stall", "drop_answer", "old"]
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Fault:
     drop: the connection ends after `at` bytes of the body. reset: the same, with a TCP reset. status: the proxy answers
     `status` itself. corrupt: one bit of byte `at` is flipped. truncate: the body ends at `at`, and the headers agree.
     stall: after `at` bytes nothing more is sent until the proxy ends. drop_answer: the store serves the request, and
-    its answer is lost.
+    its response is lost. old: Last-Modified is years ago.
     """
 
     kind: Kind
@@ -39,17 +40,17 @@ class Fault:
     method: str = "GET"
     path: str = ""
     """A part of the request's path."""
+    range: str = ""
+    """The request's Range header; "" matches any."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class RecordedRequest:
     """A request that arrived."""
 
     method: str
     path: str
     headers: dict[str, str]
-    body: int
-    """Bytes of its body."""
 
 
 @dataclass
@@ -57,15 +58,17 @@ class FaultyProxy:
     """Listens on 127.0.0.1 in front of `upstream` (an http:// URL)."""
 
     upstream: str
-    seen: list[Seen] = field(default_factory=list)
+    requests: list[RecordedRequest] = field(default_factory=list)
+    on_request: Callable[[RecordedRequest], None] = lambda request: None
+    """Called before each request is forwarded, which waits for its return."""
     on_bytes: Callable[[int], None] = lambda count: None
     """Called with the total number of body bytes forwarded so far."""
 
     def __post_init__(self) -> None:
         self._faults: list[Fault] = []
         self._lock = Lock()
-        self._passed = 0
-        self._ended = Event()
+        self._forwarded = 0
+        self._closed = Event()
         proxy = self
 
         class Handler(_Handler):
@@ -75,51 +78,56 @@ class FaultyProxy:
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def order(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Inject a fault from now on."""
         with self._lock:
             self._faults.append(fault)
 
     @property
     def pending(self) -> int:
-        """Number of ordered faults that have not happened."""
+        """Number of injected faults that have not happened."""
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
     def clear(self) -> None:
-        """Delete the orders and the recorded requests."""
+        """Forget the faults, the recorded requests and `on_bytes`."""
         with self._lock:
             self._faults.clear()
-            self.seen.clear()
-            self._passed = 0
+            self.requests.clear()
+            self._forwarded = 0
             self.on_bytes = lambda count: None
 
-    def bytes_asked(self, path: str) -> list[str]:
+    def requested_ranges(self, path: str) -> list[str]:
         """Return the Range headers of the GET requests whose path contains `path`."""
-        return [seen.headers.get("Range", "") for seen in self.seen if seen.method == "GET" and path in seen.path]
+        return [
+            request.headers.get("Range", "")
+            for request in self.requests
+            if request.method == "GET" and path in request.path
+        ]
 
-    def take(self, method: str, path: str) -> Fault | None:
+    def next_fault(self, request: RecordedRequest) -> Fault | None:
         """Return the fault for this request, or None."""
         with self._lock:
             for fault in self._faults:
-                if fault.times > 0 and method == fault.method and fault.path in path:
+                matches = request.method == fault.method and fault.path in request.path
+                if fault.times > 0 and matches and fault.range in ("", request.headers.get("Range")):
                     fault.times -= 1
                     return fault
         return None
 
-    def note(self, seen: Seen) -> None:
+    def record(self, request: RecordedRequest) -> None:
         with self._lock:
-            self.seen.append(seen)
+            self.requests.append(request)
+        self.on_request(request)
 
-    def passed(self, count: int) -> None:
+    def count_bytes(self, count: int) -> None:
         with self._lock:
-            self._passed += count
-            total = self._passed
+            self._forwarded += count
+            total = self._forwarded
         self.on_bytes(total)
 
-    def hold(self) -> None:
-        """Wait until the proxy ends."""
-        self._ended.wait()
+    def wait_until_closed(self) -> None:
+        self._closed.wait()
 
     def __enter__(self) -> Self:
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -129,7 +137,7 @@ class FaultyProxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()
+        self._closed.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -143,10 +151,11 @@ class _Handler(BaseHTTPRequestHandler):
         with suppress(ConnectionError):  # clients may disconnect between two requests
             super().handle()
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.owner.note(Seen(self.command, self.path, dict(self.headers.items()), len(body)))
-        fault = self.owner.take(self.command, self.path)
+        request = RecordedRequest(self.command, self.path, dict(self.headers.items()))
+        self.owner.record(request)
+        fault = self.owner.next_fault(request)
         if fault is not None and fault.kind == "status":
             return self._refuse(fault)
         parts = urlsplit(self.owner.upstream)
@@ -158,16 +167,16 @@ class _Handler(BaseHTTPRequestHandler):
                 if name.lower() not in ("expect", "connection"):
                     upstream.putheader(name, value)
             upstream.endheaders(body or None)
-            self._answer(upstream.getresponse(), fault)
+            self._respond(upstream.getresponse(), fault)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the client has disconnected
         finally:
             upstream.close()
 
-    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
 
     def _refuse(self, fault: Fault) -> None:
-        body = f"<Error><Code>{fault.code}</Code><Message>ordered</Message></Error>".encode()
+        body = f"<Error><Code>{fault.code}</Code><Message>injected</Message></Error>".encode()
         self.send_response_only(fault.status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
@@ -175,35 +184,37 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _answer(self, answer: http.client.HTTPResponse, fault: Fault | None) -> None:
-        length = int(answer.headers.get("Content-Length") or 0)
+    def _respond(self, response: http.client.HTTPResponse, fault: Fault | None) -> None:
+        length = int(response.headers.get("Content-Length") or 0)
         kind = fault.kind if fault else ""
         at = fault.at if fault else 0
         if kind == "drop_answer":
-            answer.read()
-            return self._cut(reset=False)
-        self.send_response_only(answer.status, answer.reason)
-        for name, value in answer.headers.items():
+            response.read()
+            return self._disconnect(reset=False)
+        self.send_response_only(response.status, response.reason)
+        for name, value in response.headers.items():
             if name.lower() == "content-length" and kind == "truncate":
                 value = str(min(at, length))
+            if name.lower() == "last-modified" and kind == "old":
+                value = _LONG_AGO
             if name.lower() not in ("connection", "transfer-encoding"):
                 self.send_header(name, value)
-        if "Content-Length" not in answer.headers:
+        if "Content-Length" not in response.headers:
             # Chunked, as lists are. They are short, so they are forwarded whole.
-            body = answer.read()
+            body = response.read()
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
             return
         self.end_headers()
         sent = 0
-        for chunk in _chunks(answer, self.command):
+        for chunk in _chunks(response, self.command):
             if kind in ("drop", "reset", "truncate", "stall") and sent + len(chunk) >= at:
                 self._send(chunk[: at - sent])
                 if kind == "stall":
-                    self.owner.hold()
+                    self.owner.wait_until_closed()
                 if kind != "truncate":
-                    self._cut(reset=kind == "reset")
+                    self._disconnect(reset=kind == "reset")
                 return
             if kind == "corrupt" and sent <= at < sent + len(chunk):
                 changed = bytearray(chunk)
@@ -214,9 +225,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, chunk: bytes) -> None:
         self.wfile.write(chunk)
-        self.owner.passed(len(chunk))
+        self.owner.count_bytes(len(chunk))
 
-    def _cut(self, reset: bool) -> None:
+    def _disconnect(self, reset: bool) -> None:
         self.close_connection = True
         with suppress(OSError):
             if reset:
@@ -229,8 +240,8 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _chunks(answer: http.client.HTTPResponse, method: str) -> Iterator[bytes]:
+def _chunks(response: http.client.HTTPResponse, method: str) -> Iterator[bytes]:
     if method == "HEAD":
         return
-    while chunk := answer.read(_CHUNK_BYTES):
+    while chunk := response.read(_CHUNK_BYTES):
         yield chunk

@@ -1,4 +1,4 @@
-"""An HTTP server on 127.0.0.1 in a thread of this process, with a handler of its own."""
+"""An HTTP server on 127.0.0.1, in a thread of this process."""
 
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -14,7 +14,7 @@ class QuietHandler(BaseHTTPRequestHandler):
 
 
 class HttpServer:
-    """Serves while its `with` statement runs. `server` may be changed before."""
+    """Serves while its `with` statement runs. Change `server` only before."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

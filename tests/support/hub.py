@@ -1,53 +1,55 @@
-"""A server with the part of the Hub's protocol that downloads one repository."""
+"""A local server with the part of the Hugging Face Hub's protocol that downloads one repository."""
 
 import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from urllib.parse import unquote, urlsplit
+
+from tests.support.http_server import HttpServer, QuietHandler
 
 _COMMIT = "c" * 40
 
 
 @dataclass
 class Hub:
-    """A running server. `served`: paths of the downloaded files; `cut`: paths whose downloads are interrupted."""
+    """A running server."""
 
     url: str
-    served: list[str] = field(default_factory=list)
-    cut: set[str] = field(default_factory=set)
+    downloaded: list[str] = field(default_factory=list)
+    """Paths of the downloaded files, in order."""
+    interrupted: set[str] = field(default_factory=set)
+    """Paths of the files whose downloads break off halfway."""
 
 
 @contextmanager
 def hub(repository: str, folder: Path) -> Iterator[Hub]:
     """Serve the files of `folder` as `repository` (owner/name) on 127.0.0.1."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             if path == f"/api/models/{repository}/revision/main":
-                self._json({"id": repository, "sha": _COMMIT, "siblings": []})
+                self._send_json({"id": repository, "sha": _COMMIT, "siblings": []})
             elif path == f"/api/models/{repository}/tree/{_COMMIT}":
                 files = sorted(file for file in folder.rglob("*") if file.is_file())
-                self._json([self._entry(file) for file in files])
+                self._send_json([self._entry(file) for file in files])
             elif (file := self._file(path)) is not None:
                 name = str(file.relative_to(folder))
                 data = file.read_bytes()
                 etag = hashlib.sha1(data).hexdigest()
                 headers = {"ETag": f'"{etag}"', "X-Repo-Commit": _COMMIT}
-                if self.command == "GET" and name in running.cut:
-                    self._answer(200, data, headers, sent=len(data) // 2)
+                if self.command == "GET" and name in running.interrupted:
+                    self._send(200, data, headers, sent=len(data) // 2)
                     self.close_connection = True
                     return
                 if self.command == "GET":
-                    running.served.append(name)
-                self._answer(200, data, headers)
+                    running.downloaded.append(name)
+                self._send(200, data, headers)
             else:
-                self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+                self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
         do_HEAD = do_GET
 
@@ -61,10 +63,10 @@ def hub(repository: str, folder: Path) -> Iterator[Hub]:
             digest = hashlib.sha1(data).hexdigest()
             return {"type": "file", "path": str(file.relative_to(folder)), "size": len(data), "oid": digest}
 
-        def _json(self, value: object) -> None:
-            self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        def _send_json(self, value: object) -> None:
+            self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-        def _answer(self, status: int, data: bytes, headers: dict[str, str], sent: int | None = None) -> None:
+        def _send(self, status: int, data: bytes, headers: dict[str, str], sent: int | None = None) -> None:
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -73,16 +75,7 @@ def hub(repository: str, folder: Path) -> Iterator[Hub]:
             if self.command == "GET":
                 self.wfile.write(data[:sent])
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running = Hub(f"http://127.0.0.1:{server.server_port}")
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    server = HttpServer(Handler)
+    running = Hub(f"http://127.0.0.1:{server.port}")
+    with server:
         yield running
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -1,4 +1,4 @@
-"""A Python process with the server image's files and packages, and without the repository's."""
+"""Run Python with the server image's files and packages, and without the repository's."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from model.store.store import Store
 def run_in_image(
     script: str, layout: Layout, store: Store, release: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` where the server would run, told which release to serve."""
+    """Run `script` in the image's folder, with an environment that names the release to serve."""
     path = [str(layout.app), *(entry for entry in sys.path if not (Path(entry) / "engine_builder").is_dir())]
     return subprocess.run(
         [sys.executable, "-S", "-P", "-c", f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(script)],

@@ -1,7 +1,7 @@
-"""A real S3-compatible store on this machine: Ceph's RADOS Gateway over one monitor and one disk in memory.
+"""A real S3-compatible store on this machine: Ceph's RADOS Gateway, with one monitor and one disk in memory.
 
-All daemons listen on 127.0.0.1, write to one folder, and are stopped by their handles. The cluster has no internal
-authentication (only the gateway's, which is that of S3), so it is for tests only.
+All daemons listen on 127.0.0.1 and write to one folder. Only the gateway authenticates its clients, as S3 does. The
+cluster behind it does not, so it is for tests only.
 """
 
 import json
@@ -80,7 +80,7 @@ class ObjectStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._daemons: list[subprocess.Popen[bytes]] = []
-        self._refusal = ""
+        self._last_error = ""
         self._restarts = 0
         self._mon_port, self._rgw_port = _free_ports(2)
 
@@ -90,7 +90,7 @@ class ObjectStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment that makes boto3 use this store."""
+        """Environment variables that make boto3 use this store."""
         return credentials() | {"AWS_ENDPOINT_URL": self.url}
 
     def __enter__(self) -> Self:
@@ -128,10 +128,10 @@ class ObjectStore:
             "--access-key", ACCESS_KEY, "--secret", SECRET_KEY,
         )  # fmt: skip
         self._spawn("radosgw", "-n", "client.rgw")
-        self._wait("the gateway", self._answers)
+        self._wait("the gateway", self._gateway_answers)
 
     def _stop(self) -> None:
-        """Stop the gateway first, because each daemon waits for those behind it."""
+        """Stop the daemons in reverse order, because each waits for those that were started before it."""
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
@@ -141,7 +141,7 @@ class ObjectStore:
                 daemon.wait()
         self._daemons.clear()
 
-    def _answers(self) -> bool:
+    def _gateway_answers(self) -> bool:
         try:
             return httpx.get(self.url, trust_env=False, timeout=5).status_code == 200
         except httpx.TransportError:
@@ -154,21 +154,21 @@ class ObjectStore:
         """Repeat a command until the monitor is ready. The command must be safe to repeat."""
         output: list[str] = []
 
-        def ask() -> bool:
+        def succeeds() -> bool:
             try:
                 output.append(self._call(*command))
             except RuntimeError as error:
-                self._refusal = str(error)
+                self._last_error = str(error)
             return bool(output)
 
-        self._wait(command[0], ask)
+        self._wait(command[0], succeeds)
         return output[0]
 
     def _call(self, *command: str) -> str:
-        done = subprocess.run([*command, "-c", str(self._config)], capture_output=True, text=True, env=_environment())
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
-        return done.stdout
+        result = subprocess.run([*command, "-c", str(self._config)], capture_output=True, text=True, env=_environment())
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}: {result.stderr[-2000:]}")
+        return result.stdout
 
     def _spawn(self, *command: str) -> None:
         self._daemons.append(self._popen(*command))
@@ -184,25 +184,28 @@ class ObjectStore:
             )
 
     def _wait(self, what: str, ready: Callable[[], bool]) -> None:
+        """Wait until `ready` returns True, and restart daemons that end before."""
         end = time.monotonic() + _READY_SECONDS
         while not ready():
-            for place, daemon in enumerate(self._daemons):
+            for index, daemon in enumerate(self._daemons):
                 if daemon.poll() is None:
                     continue
                 command = [str(word) for word in cast(list[str], daemon.args)[3:-3]]
                 output = (self._folder / f"{command[0]}.out").read_text()[-2000:]
-                # A daemon that asks the monitor too early ends with "wrong fsid".
+                # A daemon that contacts the monitor too early ends with "wrong fsid".
                 self._restarts += 1
                 if self._restarts > _MAX_RESTARTS:
                     raise RuntimeError(f"{command[0]} ended with {daemon.returncode}: {output}")
-                self._daemons[place] = self._popen(*command)
+                self._daemons[index] = self._popen(*command)
             if time.monotonic() > end:
-                raise RuntimeError(f"{what} was not ready after {_READY_SECONDS} s ({self._refusal}): {self._folder}")
+                raise RuntimeError(
+                    f"{what} was not ready after {_READY_SECONDS} s ({self._last_error}): {self._folder}"
+                )
             time.sleep(0.05)
 
 
 def credentials() -> dict[str, str]:
-    """Return the environment with the store's credentials, and without this machine's own."""
+    """Return environment variables with the store's credentials, which hide this machine's own."""
     return {
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,

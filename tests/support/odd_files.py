@@ -1,4 +1,4 @@
-"""A folder of files and folders that a user may name by mistake, and values that make no sense."""
+"""Write files and folders that a user may name by mistake, and list invalid values of options."""
 
 import base64
 import json
@@ -59,7 +59,7 @@ _TRAFFIC = [
 
 @dataclass(frozen=True)
 class OddFiles:
-    """Paths by what they may be mistaken for. All are in one folder."""
+    """Paths by the kind of file that they may be mistaken for. All are in one folder."""
 
     paths: list[str]
     json: list[str]
@@ -72,7 +72,7 @@ class OddFiles:
 
 
 def write(root: Path) -> OddFiles:
-    """Write them into `root`."""
+    """Write them into `root`, an empty folder."""
     paths = _paths(root)
     return OddFiles(
         paths=paths,
@@ -87,7 +87,7 @@ def write(root: Path) -> OddFiles:
 
 
 def _paths(root: Path) -> list[str]:
-    """Write and return paths of every kind, also such that do not exist."""
+    """Write files and folders of every kind. Returns their paths, and some that do not exist."""
     (root / "folder").mkdir()
     (root / "empty").touch()
     (root / "text.txt").write_text("text\n")
@@ -129,7 +129,7 @@ def _keys() -> list[bytes]:
 
 
 def _models(folder: Path) -> list[str]:
-    """Write folders that look like diffusers' but have no weights, so that nothing can be built of them."""
+    """Write folders that look like diffusers' but have no weights, so nothing can be built from them."""
     folder.mkdir()
     for number, content in enumerate(JSON):
         for file in ("model_index.json", "unet/config.json"):
@@ -154,25 +154,25 @@ def _good_store(folder: Path) -> Path:
 
 
 def _stores(folder: Path) -> list[str]:
-    """Write stores with something odd in each."""
+    """Write stores with one invalid entry each."""
     folder.mkdir()
     for number, content in enumerate(JSON):
-        releases.write_raw(folder / f"release-{number}", content)
+        releases.write_manifest(folder / f"release-{number}", content)
         record = folder / f"record-{number}" / "records" / "drafts" / "toy.json"
         record.parent.mkdir(parents=True)
         record.write_bytes(content)
-    for place in ("blobs", "blobs/sha256", "releases", "releases/toy", "records", "records/drafts"):
-        name = place.replace("/", "-")
-        (folder / f"file-{name}" / place).parent.mkdir(parents=True)
-        (folder / f"file-{name}" / place).touch()
-        (folder / f"locked-{name}" / place).mkdir(parents=True)
-        (folder / f"locked-{name}" / place).chmod(0)
-        (folder / f"loop-{name}" / place).parent.mkdir(parents=True)
-        (folder / f"loop-{name}" / place).symlink_to(folder / f"loop-{name}" / place)
-    for place in ("releases/toy/1.json", "records/drafts/toy.json", f"blobs/sha256/{'0' * 64}"):
-        name = place.replace("/", "-")
+    for entry in ("blobs", "blobs/sha256", "releases", "releases/toy", "records", "records/drafts"):
+        name = entry.replace("/", "-")
+        (folder / f"file-{name}" / entry).parent.mkdir(parents=True)
+        (folder / f"file-{name}" / entry).touch()
+        (folder / f"locked-{name}" / entry).mkdir(parents=True)
+        (folder / f"locked-{name}" / entry).chmod(0)
+        (folder / f"loop-{name}" / entry).parent.mkdir(parents=True)
+        (folder / f"loop-{name}" / entry).symlink_to(folder / f"loop-{name}" / entry)
+    for entry in ("releases/toy/1.json", "records/drafts/toy.json", f"blobs/sha256/{'0' * 64}"):
+        name = entry.replace("/", "-")
         for kind in ("folder", "pipe", "locked", "dangling"):
-            path = folder / f"{kind}-{name}" / place
+            path = folder / f"{kind}-{name}" / entry
             path.parent.mkdir(parents=True)
             match kind:
                 case "folder":
@@ -191,24 +191,24 @@ def _stores(folder: Path) -> list[str]:
 
 
 def unlock(root: Path) -> None:
-    """Let pytest delete the folder."""
+    """Make all folders writable again, so that pytest can delete them."""
     for path in root.rglob("*"):
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o700)
 
 
-def encoded(data: bytes) -> str:
-    """Return bytes as text for a line of JSON."""
+def base64_text(data: bytes) -> str:
+    """Encode bytes for a line of JSON."""
     return base64.b64encode(data).decode()
 
 
-def answers() -> list[bytes]:
-    """Return what `preheat save` may read: text that `truss predict` never prints."""
-    image = encoded(b"\x89PNG\r\n\x1a\n" + b"x" * 20)
+def predict_outputs() -> list[bytes]:
+    """Return inputs of `preheat save` that `truss predict` never prints."""
+    image = base64_text(b"\x89PNG\r\n\x1a\n" + b"x" * 20)
     odd = [None, 3, [], {}, "x", image, [image], {"data": 3}, {"data": None}, [{"data": 3}], [3], [None], [[]],
            [{"data": image}], [{}], [{"data": image}, {"data": "!"}], True, 1e999, [{"data": [image]}]]  # fmt: skip
-    made = [{key: value} for key in ("data", "images", "error", "status") for value in odd]
-    made += [{"data": image, "images": value} for value in odd]
-    texts = [b"Calling...\n" + json.dumps(one).encode() for one in made]
+    responses = [{key: value} for key in ("data", "images", "error", "status") for value in odd]
+    responses += [{"data": image, "images": value} for value in odd]
+    texts = [b"Calling...\n" + json.dumps(response).encode() for response in responses]
     deep = [b'{"data":' + b"[" * 200_000, b'{"data": "' + b"A" * 10_000 + b'"}', b"\xff{\xff", b"{" * 100_000]
     return [*texts, *deep, *JSON]

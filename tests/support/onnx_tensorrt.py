@@ -1,8 +1,8 @@
 """A fake `tensorrt` module whose plans are ONNX graphs without constants, run by ONNX Runtime on the CPU.
 
 It covers all steps of TensorRT engines: export, files, parser, profiles, stripped plan, refit by name from raw
-addresses, shapes, execution on raw addresses. It is as strict as TensorRT's documentation: a plan runs only with the
-weights of its refit, and only with shapes of its profile. It does not test TensorRT itself.
+addresses, shapes, execution on raw addresses. As TensorRT documents, a plan runs only with the weights of its refit,
+and only with shapes of its profile. The fake shows nothing about TensorRT itself.
 """
 
 import ctypes
@@ -29,12 +29,13 @@ _TYPES = {
 }
 
 
-def _at(address: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+def _array_at(address: int, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Return the array at an address. It shares the memory."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer((ctypes.c_byte * count).from_address(address), dtype).reshape(shape)
 
 
-def _numpy(element: int) -> Any:
+def _numpy_dtype(element: int) -> Any:
     return onnx.helper.tensor_dtype_to_np_dtype(element)
 
 
@@ -58,9 +59,9 @@ class _Parser:
         onnx.load(path, load_external_data=False)
         for initializer in (model := onnx.load(path, load_external_data=False)).graph.initializer:
             if initializer.data_location == TensorProto.EXTERNAL:
-                where = {entry.key: entry.value for entry in initializer.external_data}
-                size = (Path(path).parent / where["location"]).stat().st_size
-                assert int(where["offset"]) + int(where["length"]) <= size
+                location = {entry.key: entry.value for entry in initializer.external_data}
+                size = (Path(path).parent / location["location"]).stat().st_size
+                assert int(location["offset"]) + int(location["length"]) <= size
         self._network.model = model
         return True
 
@@ -89,24 +90,24 @@ class _Builder:
         names = {value.name for value in model.graph.input}
         assert all(set(profile) == names for profile in config.profiles), "a dynamic input without a profile"
         for initializer in model.graph.initializer:
-            bare = TensorProto(name=initializer.name, data_type=initializer.data_type, dims=initializer.dims)
-            bare.data_location = TensorProto.EXTERNAL
-            size = int(np.prod(initializer.dims)) * np.dtype(_numpy(initializer.data_type)).itemsize
+            stripped = TensorProto(name=initializer.name, data_type=initializer.data_type, dims=initializer.dims)
+            stripped.data_location = TensorProto.EXTERNAL
+            size = int(np.prod(initializer.dims)) * np.dtype(_numpy_dtype(initializer.data_type)).itemsize
             for key, value in (("location", "stripped"), ("offset", "0"), ("length", str(size))):
-                bare.external_data.add(key=key, value=value)
-            initializer.CopyFrom(bare)
+                stripped.external_data.add(key=key, value=value)
+            initializer.CopyFrom(stripped)
         config.progress_monitor.phase_start("Building", None, 1)
         assert config.progress_monitor.step_complete("Building", 0)
         config.progress_monitor.phase_finish("Building")
-        head = json.dumps(config.profiles).encode()
-        return struct.pack("<Q", len(head)) + head + model.SerializeToString()
+        header = json.dumps(config.profiles).encode()
+        return struct.pack("<Q", len(header)) + header + model.SerializeToString()
 
 
 class _Engine:
     def __init__(self, data: bytes) -> None:
-        (head,) = struct.unpack("<Q", data[:8])
-        self.profiles = json.loads(data[8 : 8 + head])
-        self.data = data[8 + head :]
+        (length,) = struct.unpack("<Q", data[:8])
+        self.profiles = json.loads(data[8 : 8 + length])
+        self.data = data[8 + length :]
         graph = onnx.load_from_string(self.data).graph
         self.weights = {init.name: init for init in graph.initializer}
         self.inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
@@ -141,7 +142,7 @@ class _Refitter:
 
     def set_named_weights(self, name: str, weights: Any, location: str) -> bool:
         init = self._engine.weights[name]
-        self._given[name] = _at(weights.ptr, _numpy(init.data_type), tuple(init.dims)).copy()
+        self._given[name] = _array_at(weights.ptr, _numpy_dtype(init.data_type), tuple(init.dims)).copy()
         return location == "DEVICE"
 
     def get_missing_weights(self) -> list[str]:
@@ -185,10 +186,11 @@ class _Context:
     def execute_async_v3(self, stream: int) -> bool:
         engine = self._engine
         given = {
-            name: _at(self._addresses[name], _numpy(kind), self._shapes[name]) for name, kind in engine.inputs.items()
+            name: _array_at(self._addresses[name], _numpy_dtype(kind), self._shapes[name])
+            for name, kind in engine.inputs.items()
         }
         for name, output in zip(engine.outputs, engine.session.run(None, given), strict=True):
-            _at(self._addresses[name], output.dtype, output.shape)[...] = output
+            _array_at(self._addresses[name], output.dtype, output.shape)[...] = output
         return True
 
 
@@ -198,19 +200,14 @@ class _Weights:
 
 
 def module() -> ModuleType:
-    """Return the fake, to be put into sys.modules as "tensorrt"."""
-    made: Any = ModuleType("tensorrt")
-    made.__version__ = VERSION
-    made.ILogger, made.Builder, made.OnnxParser, made.Refitter, made.Weights = (
-        _Logger,
-        _Builder,
-        _Parser,
-        _Refitter,
-        _Weights,
-    )
-    made.IProgressMonitor = type("IProgressMonitor", (), {"__init__": lambda self: None})
-    made.Runtime = lambda log: SimpleNamespace(deserialize_cuda_engine=_Engine)
-    made.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
+    """Return the fake module, to be registered in sys.modules as "tensorrt"."""
+    fake: Any = ModuleType("tensorrt")
+    fake.__version__ = VERSION
+    fake.ILogger, fake.Builder, fake.OnnxParser = _Logger, _Builder, _Parser
+    fake.Refitter, fake.Weights = _Refitter, _Weights
+    fake.IProgressMonitor = type("IProgressMonitor", (), {"__init__": lambda self: None})
+    fake.Runtime = lambda log: SimpleNamespace(deserialize_cuda_engine=_Engine)
+    fake.NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
     for name, members in {
         "BuilderFlag": "STRIP_PLAN REFIT REFIT_IDENTICAL TF32",
         "DataType": " ".join(_TYPES.values()),
@@ -221,5 +218,5 @@ def module() -> ModuleType:
         "TensorIOMode": "INPUT OUTPUT",
         "TensorLocation": "DEVICE HOST",
     }.items():
-        setattr(made, name, SimpleNamespace(**{member: member for member in members.split()}))
-    return made
+        setattr(fake, name, SimpleNamespace(**{member: member for member in members.split()}))
+    return fake

@@ -1,7 +1,7 @@
 """The part of the Baseten platform that `truss predict` talks to, on this machine.
 
-Answers the GraphQL query that resolves a model, and passes predictions on to a running server. What truss
-asks and what it does with the answers is in truss/remote/baseten/{api,service}.py.
+Answers the GraphQL query that resolves a model, and forwards predictions to a running server. The requests of truss and
+its use of the responses are in truss/remote/baseten/{api,service}.py.
 """
 
 import json
@@ -18,24 +18,24 @@ class Platform(HttpServer):
     def __init__(self, server_url: str, model_id: str = "m", api_key: str = "key") -> None:
         self.model_id = model_id
         self.api_key = api_key
-        self.asked: list[str] = []
+        self.requested_paths: list[str] = []
         """The path of each request, in order."""
         platform = self
 
         class Handler(QuietHandler):
             def do_POST(self) -> None:
-                platform.asked.append(self.path)
+                platform.requested_paths.append(self.path)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if self.headers["Authorization"] != f"Bearer {platform.api_key}":
-                    return self.answer(401, b'{"error": "unauthorized"}')
+                    return self.respond(401, b'{"error": "unauthorized"}')
                 if self.path == "/graphql/":
-                    return self.answer(200, json.dumps(platform._resolve(json.loads(body)["query"])).encode())
+                    return self.respond(200, json.dumps(platform.resolve(json.loads(body)["query"])).encode())
                 if self.path == "/development/predict":
-                    answer = httpx.post(f"{server_url}/v1/models/model:predict", content=body, trust_env=False)
-                    return self.answer(answer.status_code, answer.content)
-                return self.answer(404, b'{"error": "no such path"}')
+                    response = httpx.post(f"{server_url}/v1/models/model:predict", content=body, trust_env=False)
+                    return self.respond(response.status_code, response.content)
+                return self.respond(404, b'{"error": "no such path"}')
 
-            def answer(self, status: int, body: bytes) -> None:
+            def respond(self, status: int, body: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
@@ -47,7 +47,7 @@ class Platform(HttpServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes the truss command talk to this platform and to nothing else."""
+        """Environment variables that make the truss command use this platform and contact nothing else."""
         return {
             "BASETEN_TRUSS_AUTH_REMOTE_URL": self.url,
             "BASETEN_TRUSS_AUTH_API_KEY": self.api_key,
@@ -55,9 +55,10 @@ class Platform(HttpServer):
             "NO_PROXY": "127.0.0.1",
         }
 
-    def _resolve(self, query: str) -> dict[str, object]:
-        asked_for = re.search(r'model\(id: "([^"]*)"\)', query)
-        if asked_for is None or asked_for[1] != self.model_id:
+    def resolve(self, query: str) -> dict[str, object]:
+        """Return the response to a GraphQL query for a model."""
+        model_id = re.search(r'model\(id: "([^"]*)"\)', query)
+        if model_id is None or model_id[1] != self.model_id:
             return {"errors": [{"message": "No such model.", "extensions": {"code": "RESOURCE_NOT_FOUND"}}]}
         version = {"id": "v1", "semver": "0.1.0", "truss_hash": "", "truss_signature": "", "is_draft": True}
         model = {"id": self.model_id, "name": "stub", "hostname": self.url, "primary_version": version}

@@ -35,16 +35,16 @@ class Reference:
         self._refiner = _pipeline(diffusers.StableDiffusionXLImg2ImgPipeline, refiner) if refiner.is_dir() else None
         self._scheduler_config = dict(self._base.scheduler.config)
 
-    def draw(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
+    def generate(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
         """The first image of a request, [height, width, 3], as people draw it with diffusers.
 
         Base and refiner as in diffusers' guide to the ensemble of experts: denoising_end, denoising_start.
         """
         # Around diffusers alone: it makes NumPy arrays in a way that NumPy has deprecated.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return self._draw(settings)
+            return self._generate(settings)
 
-    def _draw(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
+    def _generate(self, settings: GenerationParams) -> npt.NDArray[np.uint8]:
         steps = settings.num_inference_steps
         guided = round(settings.end_cfg_frac * steps)
         asked = {

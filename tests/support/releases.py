@@ -1,7 +1,7 @@
 """A release without a model: all components are one small linear network, and the tokenizers know three words.
 
-With `FAKE` parts nothing is compiled, and only opening the engines fails. `toy()` compiles the network once a process,
-which takes some ten seconds.
+With `FAKE_ENGINE` nothing is compiled, and only opening the engines fails. `compiled_toy()` compiles the network once a
+process, which takes some ten seconds.
 """
 
 import functools
@@ -65,23 +65,23 @@ class Toy(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineFiles:
     """The bytes of an engine and of its map of constants."""
 
     engine: bytes
     constants: bytes
 
 
-FAKE = Parts(b"not an engine", b"{}")
+FAKE_ENGINE = EngineFiles(b"not an engine", b"{}")
 
 
 @functools.cache
-def toy() -> Parts:
+def compiled_toy() -> EngineFiles:
     """Compile a `Toy` for this machine."""
     network = Network("unet", Toy().eval(), SIGNATURE, {}, FP32, "plain", 8)
     with tempfile.TemporaryDirectory() as folder:
-        made = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
-        return Parts(made.package.read_bytes(), made.constants_json())
+        compiled = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
+        return EngineFiles(compiled.package.read_bytes(), compiled.constants_json())
 
 
 def cpu_target() -> Target:
@@ -89,12 +89,13 @@ def cpu_target() -> Target:
     return next(target for target in detect_targets() if target.product != "x86_64_v4")
 
 
-def tensors(seed: int) -> dict[str, torch.Tensor]:
+def toy_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Return the weights of a `Toy`."""
     return dict(Toy(seed).named_parameters())
 
 
-def keep(store: WritableStore, data: bytes) -> Blob:
-    """Put bytes into the store."""
+def put_blob(store: WritableStore, data: bytes) -> Blob:
+    """Put bytes into the store and return their entry of a manifest."""
     return Blob(sha256=store.put_bytes(data), bytes=len(data))
 
 
@@ -104,18 +105,20 @@ def tokenizer_json() -> bytes:
     return str(tokenizer.to_str()).encode()
 
 
-def draft(store: WritableStore, parts: Parts = FAKE, refiner: bool = False, bucket: Bucket = BUCKET) -> Manifest:
-    """Store all blobs and return the manifest, unpublished. Each component has its own two blobs of weights."""
+def draft(
+    store: WritableStore, files: EngineFiles = FAKE_ENGINE, refiner: bool = False, bucket: Bucket = BUCKET
+) -> Manifest:
+    """Store all blobs and return the manifest, unpublished. Each component has two blobs of weights."""
     names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
-    engine, constants = keep(store, parts.engine), keep(store, parts.constants)
+    engine, constants = put_blob(store, files.engine), put_blob(store, files.constants)
     weights = []
     for seed, name in enumerate(names):
-        own = tensors(seed)
-        halves = [{key: own[key] for key in own if key.startswith(half)} for half in ("a", "b")]
-        blobs = tuple(keep(store, save(half)) for half in halves)
+        tensors = toy_tensors(seed)
+        layers = [{key: tensors[key] for key in tensors if key.startswith(layer)} for layer in ("a", "b")]
+        blobs = tuple(put_blob(store, save(layer)) for layer in layers)
         weights.append(WeightsRecord(component=name, precision="fp32", layout="plain", blobs=blobs))
     record = TokenizerRecord(
-        blob=keep(store, tokenizer_json()), max_length=8, pad_token_id=1, bos_token_id=0, eos_token_id=1
+        blob=put_blob(store, tokenizer_json()), max_length=8, pad_token_id=1, bos_token_id=0, eos_token_id=1
     )
     schedule = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False).to_dict()
     return Manifest(
@@ -161,19 +164,19 @@ def draft(store: WritableStore, parts: Parts = FAKE, refiner: bool = False, buck
     )
 
 
-def write_raw(root: Path, entries: dict[str, Any] | bytes, name: str = NAME) -> None:
-    """Write a manifest, valid or not, to where a store in `root` looks for it."""
+def write_manifest(root: Path, entries: dict[str, Any] | bytes, name: str = NAME) -> None:
+    """Write a manifest, valid or not, into the store in `root`."""
     path = root / "releases" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(entries if isinstance(entries, bytes) else json.dumps(entries).encode())
 
 
-def toy_map(change: dict[str, dict[str, Any]] | None = None) -> bytes:
-    """Return the map of constants of `Toy`, with entries changed."""
+def toy_constants(changes: dict[str, dict[str, Any]] | None = None) -> bytes:
+    """Return the map of constants of a `Toy` as JSON, with some entries changed."""
     entries: dict[str, dict[str, Any]] = {
         name: {"tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
-        for name, tensor in tensors(0).items()
+        for name, tensor in toy_tensors(0).items()
     }
-    for name, changed in (change or {}).items():
-        entries[name] = entries.get(name, {}) | changed
+    for name, change in (changes or {}).items():
+        entries[name] = entries.get(name, {}) | change
     return json.dumps(entries, sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""The schedulers of diffusers that our tables replace."""
+"""The schedulers of diffusers that implement our samplers."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from diffusers import (
     LCMScheduler,
 )
 
+# Sampler -> class, and the settings that differ from the checkpoint's.
 REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
     "Euler": (EulerDiscreteScheduler, {}),
     "Euler a": (EulerAncestralDiscreteScheduler, {}),

@@ -1,4 +1,4 @@
-"""An HTTP server whose answers a test scripts: what a real one is hard to bring to, such as half an answer."""
+"""An HTTP server whose responses a test scripts, for what is hard to get from a real one, such as half a response."""
 
 import datetime
 import ipaddress
@@ -26,7 +26,7 @@ class Answer:
 
 
 class ScriptedServer(HttpServer):
-    """Answers each POST with `script(number, request)`: how many came before it, and its JSON.
+    """Answers each POST with `script(number, request)`: the number of earlier requests, and this one's JSON.
 
     `certificate` (see `write_certificate`) makes it an https server.
     """
@@ -34,12 +34,12 @@ class ScriptedServer(HttpServer):
     def __init__(self, script: Callable[[int, dict[str, Any]], Answer], certificate: Path | None = None) -> None:
         self.headers: list[dict[str, str]] = []
         """The headers of each request, in order. Their names are in lower case."""
-        seen = self.headers
+        received = self.headers
 
         class Handler(QuietHandler):
             def do_POST(self) -> None:
-                number = len(seen)
-                seen.append({name.lower(): value for name, value in self.headers.items()})
+                number = len(received)
+                received.append({name.lower(): value for name, value in self.headers.items()})
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 answer = script(number, request)
                 try:
@@ -49,7 +49,7 @@ class ScriptedServer(HttpServer):
                     self.end_headers()
                     self.wfile.write(answer.body)
                 except ConnectionError:
-                    pass  # the client did not wait
+                    pass  # the client has disconnected
 
         super().__init__(Handler)
         scheme = "http"

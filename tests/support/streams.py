@@ -1,5 +1,8 @@
-"""A GPU's streams without a GPU: every operation on tensors is noted with its stream, and one that reads what another
-stream has not surely made, or what its memory's owner may give away meanwhile, is a race."""
+"""A GPU's streams without a GPU, and a detector of races between them.
+
+Every operation on tensors is recorded with its stream. It is a race if it reads memory that another stream may not have
+written yet, or that the allocator may have reused meanwhile.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,11 +19,11 @@ from model.pipeline.loaded_model import LoadedModel
 
 
 class Race(Exception):
-    pass
+    """An operation reads memory that may hold something else."""
 
 
 class Stream:
-    """Counts what it is given; `seen` says up to which count of other streams it surely is past."""
+    """Counts its operations. It is known to run after the first `seen[other]` operations of another stream."""
 
     device = torch.device("cuda")
 
@@ -28,34 +31,46 @@ class Stream:
         self.name = name
         self.count = 0
         self.seen: dict[Stream, int] = defaultdict(int)
+        self.waits = True
+        """False: calls of `wait_stream` are ignored, as if the code lacked them."""
+        self.records = True
+        """False: calls of `Tensor.record_stream` are ignored."""
 
     def wait_stream(self, other: "Stream") -> None:
-        for stream, count in [*other.seen.items(), (other, other.count)]:
-            self.seen[stream] = max(self.seen[stream], count)
+        if self.waits:
+            for stream, count in [*other.seen.items(), (other, other.count)]:
+                self.seen[stream] = max(self.seen[stream], count)
 
 
 class Streams:
-    """The streams of one device, and which tensors' memory each has made, may read, and is known to read."""
+    """The streams of one device. For each storage it knows the stream that wrote it and the streams recorded for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.main = self.current = Stream("main")
-        self._made: dict[int, tuple[Stream, int]] = {}  # storage -> by whom, at which count
+        self.side: dict[str, Stream] = {}
+        """The side streams of the model, by name."""
+        self._new = self.main
+        self._writers: dict[int, tuple[Stream, int]] = {}  # address -> stream, and its count after writing
         self._recorded: set[tuple[int, Stream]] = set()
-        self._kept: list[torch.Tensor] = []  # so that no address comes back
-        monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream("side"))
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+        monkeypatch.setattr(torch.cuda, "Stream", self._create)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._stream)
+        monkeypatch.setattr(torch.cuda, "stream", self._make_current)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
 
-    def give(self, model: LoadedModel) -> None:
-        """Let a model on the CPU have side streams as on a GPU."""
+    def add_side_streams(self, model: LoadedModel) -> None:
+        """Give a model on the CPU the side streams that it would have on a GPU."""
         for name in ("text", "first_text", "decode"):
-            side = SideStream(torch.device("cuda"))
-            side._stream.name = name  # type: ignore[union-attr, attr-defined]
-            setattr(model, f"{name}_stream", side)
+            setattr(model, f"{name}_stream", SideStream(torch.device("cuda")))
+            self.side[name] = self._new
+            self._new.name = name
+
+    def _create(self, *_: object, **__: object) -> Stream:
+        self._new = Stream("side")
+        return self._new
 
     @contextmanager
-    def _stream(self, stream: Stream) -> Iterator[None]:
+    def _make_current(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
             yield
@@ -63,37 +78,40 @@ class Streams:
             self.current = before
 
     def _record(self, tensor: torch.Tensor, stream: Stream) -> None:
-        self._recorded.add((tensor.untyped_storage().data_ptr(), stream))
+        if stream.records:
+            self._recorded.add((tensor.untyped_storage().data_ptr(), stream))
 
-    def ran(self, name: str, given: list[torch.Tensor], made: list[torch.Tensor]) -> None:
-        current, addresses = self.current, {tensor.untyped_storage().data_ptr() for tensor in given}
-        for address in addresses & self._made.keys():
-            maker, count = self._made[address]
-            if maker is not current and current.seen[maker] < count:
-                raise Race(f"{name} reads on {current.name} what {maker.name} may not have made yet")
-            if maker is not current and (address, current) not in self._recorded:
-                raise Race(f"{name} reads on {current.name} what {maker.name} may have given away")
+    def check(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Record an operation of the current stream. Raises Race."""
+        current, read = self.current, {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        for address in read & self._writers.keys():
+            writer, count = self._writers[address]
+            if writer is not current and current.seen[writer] < count:
+                raise Race(f"{name} on {current.name} reads what {writer.name} may not have written yet")
+            if writer is not current and (address, current) not in self._recorded:
+                raise Race(f"{name} on {current.name} reads what {writer.name} may have freed")
         current.count += 1
-        for tensor in made:
+        for tensor in outputs:
             address = tensor.untyped_storage().data_ptr()
-            maker = self._made[address][0] if address in self._made and address in addresses else current
-            self._made[address] = (maker, current.count if maker is current else self._made[address][1])
-        self._kept += made
+            # A view, or an operation in place, leaves the memory with the stream that allocated it.
+            writer = self._writers[address][0] if address in self._writers and address in read else current
+            self._writers[address] = (writer, current.count if writer is current else self._writers[address][1])
+        self._kept += outputs
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Look at every operation of this thread."""
-        with _Watch(self):
+    def checking(self) -> Iterator[None]:
+        """Check every operation of this thread."""
+        with _Check(self):
             yield
 
 
-class _Watch(TorchDispatchMode):
+class _Check(TorchDispatchMode):
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self._streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        self._streams.ran(str(func), given, [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
-        return made
+        result = func(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._streams.check(str(func), inputs, [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result

@@ -1,4 +1,4 @@
-"""A Truss with a model of a few lines, laid out as its image would be."""
+"""Write a Truss with a model of a few lines, laid out as its image would be."""
 
 import shutil
 import textwrap
@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def write(folder: Path, model: str, config: str = "") -> Path:
-    """Write a Truss whose model.py is `model` and whose model/errors.py is Preheat's. Returns `folder`."""
+    """Write a Truss with `model` as its model.py and Preheat's model/errors.py. Returns `folder`."""
     (folder / "model").mkdir(parents=True)
     (folder / "config.yaml").write_text("model_name: stub\npython_version: py311\n" + textwrap.dedent(config))
     (folder / "model" / "model.py").write_text(textwrap.dedent(model))
@@ -19,6 +19,7 @@ def write(folder: Path, model: str, config: str = "") -> Path:
     return folder
 
 
-def laid_out(folder: Path, model: str, config: str = "") -> Layout:
+def make_layout(folder: Path, model: str, config: str = "") -> Layout:
+    """Write a Truss and lay out its image in `folder`."""
     truss = write(folder / "truss", model, config)
     return lay_out(build_context(truss, truss / "config.yaml", folder / "build"), folder / "root")

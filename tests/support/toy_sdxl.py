@@ -12,9 +12,9 @@ VOCABULARY = 960  # of the copied tokenizer
 
 
 def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | None = None) -> Path:
-    """Write the toy in diffusers' layout, with `tokenizer` (a CLIP tokenizer folder) twice. Returns `folder`.
+    """Write the toy in diffusers' layout, with two copies of `tokenizer` (a CLIP tokenizer folder). Returns `folder`.
 
-    `timestep_cond`: width of the guidance scale that the UNet embeds, as distilled ones do; None: it embeds none.
+    `timestep_cond`: width of the embedded guidance scale of a distilled UNet. None: the UNet embeds no guidance scale.
     """
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
@@ -64,7 +64,7 @@ def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | Non
     for name, network in networks.items():
         with torch.no_grad():
             for key, parameter in network.named_parameters():
-                # Also tensors of zeros and ones: no tensor of a toy may be in an engine by chance.
+                # Also for parameters that start as zeros or ones: no tensor of a toy may equal a constant of an engine.
                 mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
                 # Large, so that guidance changes the image visibly.
                 spread = 2.0 if "cond_proj" in key else 0.1

@@ -26,8 +26,8 @@ REFINER_WIDTHS = replace(
 SCHEDULE = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False)
 
 
-class Words:
-    """A tokenizer of whole words: each word's length is its id."""
+class WordTokenizer:
+    """A tokenizer of whole words. The id of a word is its length."""
 
     class settings:
         max_length = WIDTHS.tokens
@@ -42,7 +42,10 @@ class Words:
 
 @dataclass
 class Stub:
-    """An engine that remembers its inputs. Text is its ids, noise a share of the latents, pixels the latents."""
+    """An engine that records its inputs.
+
+    Hidden states are the token ids, the noise is half the latents and a little conditioning, pixels are the latents.
+    """
 
     component: str
     signature: Signature
@@ -50,9 +53,9 @@ class Stub:
     def __post_init__(self) -> None:
         self.bucket = ANY_BUCKET
         self.concurrent = True
-        self.seen: list[dict[str, torch.Tensor]] = []
-        self.poison: tuple[int, float] | None = None  # (call, value) of an output that is no number
-        self.fails: Exception | None = None  # raised by every call while it is set
+        self.seen: list[dict[str, torch.Tensor]] = []  # inputs of each run
+        self.poison: tuple[int, float] | None = None  # number of a run, and the value (nan, inf) in its output
+        self.fails: Exception | None = None  # raised by every run while it is set
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.fails is not None:
@@ -76,17 +79,16 @@ class Stub:
         if "sample" in inputs:
             conditioning = inputs["keys_values"].mean((1, 2)) + 1e-3 * inputs["time_embeds"].mean(1)
             return {"noise": 0.5 * inputs["sample"] + 0.01 * conditioning.reshape(-1, 1, 1, 1)}
-        large = torch.nn.functional.interpolate(inputs["latents"][:, :3], scale_factor=8)
-        return {"pixels": large.clone()}
+        return {"pixels": torch.nn.functional.interpolate(inputs["latents"][:, :3], scale_factor=8)}
 
 
-def line_model() -> LoadedModel:
-    """A model of these networks, with a refiner. Its native size is 64x64."""
+def linear_model() -> LoadedModel:
+    """Return a model of these networks, with a refiner. Its native size is 64x64."""
     widths = {"base": WIDTHS, "refiner": REFINER_WIDTHS}
     signatures = {name: component.signature(widths[component.part], "float32") for name, component in SDXL.items()}
     return LoadedModel(
         engines={name: EngineSet([Stub(name, signature)]) for name, signature in signatures.items()},
-        tokenizers={"tokenizer": Words(), "tokenizer_2": Words()},  # type: ignore[dict-item]
+        tokenizers={"tokenizer": WordTokenizer(), "tokenizer_2": WordTokenizer()},  # type: ignore[dict-item]
         noise_schedules={"base": SCHEDULE, "refiner": SCHEDULE},
         settings=ModelFacts(
             native_height=64,
@@ -102,6 +104,7 @@ def line_model() -> LoadedModel:
 
 
 def stub(model: LoadedModel, component: str) -> Stub:
+    """Return the stub engine of a component."""
     engine = model.engines[component].engines[0]
     assert isinstance(engine, Stub)
     return engine
