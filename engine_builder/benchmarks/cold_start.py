@@ -25,7 +25,7 @@ from model.errors import PreheatError
 from model.store.keys import blob_key
 from model.store.manifest import Blob
 from model.store.options import StoreOptions
-from model.store.s3 import PART_BYTES, split_url
+from model.store.s3 import split_url
 from model.store.s3_client import connect
 
 _CONCURRENT_PHASES = ("stream",)  # they overlap with others, so they do not count in the sum
@@ -127,12 +127,12 @@ def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
     """Read these blobs from a bucket and discard them unhashed. Returns the seconds that it took."""
     bucket, prefix = split_url(url)
     client = connect(options, _CONNECTIONS)
-    parts = [(blob, at) for blob in blobs for at in range(0, blob.bytes, PART_BYTES)]
+    parts = [(blob, at) for blob in blobs for at in range(0, blob.bytes, options.part_bytes)]
 
     def read(part: tuple[Blob, int]) -> None:
         blob, at = part
         key = f"{prefix}/{blob_key(blob.sha256)}" if prefix else blob_key(blob.sha256)
-        last = min(at + PART_BYTES, blob.bytes) - 1
+        last = min(at + options.part_bytes, blob.bytes) - 1
         body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={at}-{last}")["Body"]
         while body.read(2**20):
             pass

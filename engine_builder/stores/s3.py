@@ -15,7 +15,7 @@ from engine_builder.stores.writing import checked_json, needs_refresh, record_ke
 from model.errors import StoreError
 from model.store.keys import BLOBS, blob_damaged, blob_missing, is_digest, release_key
 from model.store.manifest import Manifest
-from model.store.s3 import CONNECTIONS, PART_BYTES, S3Store
+from model.store.s3 import CONNECTIONS, S3Store
 
 
 class WritableS3Store(S3Store):
@@ -40,8 +40,9 @@ class WritableS3Store(S3Store):
             hasher.update(data)
             self._options.report(len(data))
 
-        for start in range(0, max(1, size), PART_BYTES):
-            self._bucket.fetch_range(digest, start, min(size, start + PART_BYTES), size, update)
+        part_bytes = self._options.part_bytes
+        for start in range(0, max(1, size), part_bytes):
+            self._bucket.fetch_range(digest, start, min(size, start + part_bytes), size, update)
         if hasher.hexdigest() != digest:
             raise blob_damaged(digest, self.url, "its bytes have changed")
 

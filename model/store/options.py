@@ -25,8 +25,12 @@ class StoreOptions:
     access_key_id: str | None = None
     secret_access_key: str | None = None
     session_token: str | None = None
+    part_bytes: int = 16 * 2**20
+    """Bytes of one range: large compared with a request's latency, small enough to share connections."""
     attempts: int = 5
     """Tries of one request, or of one part of a body."""
+    retry_pause: float = 0.1
+    """Seconds before the first retry; doubled for each further one."""
     timeout: float = 30.0
     """Seconds without a byte after which a connection is closed."""
     report: Report = lambda moved: None

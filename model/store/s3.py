@@ -25,7 +25,6 @@ from model.store.sink import DiscardSink, Sink
 if TYPE_CHECKING:
     from model.store.s3_bucket import Bucket
 
-PART_BYTES = 16 * 2**20  # of one range: large compared with a request's latency, small enough to share connections
 CONNECTIONS = 16
 _CONCURRENT_BLOBS = 8
 _CHUNK_BYTES = 2**20  # that are hashed at a time
@@ -65,8 +64,8 @@ class S3Store:
     # -- blobs ---------------------------------------------------------------------------------------------------
 
     def get(self, digest: str, size: int) -> Path:
-        discard = DiscardSink(_CHUNK_BYTES)
-        return self._cache.fetch_blob(digest, size, PART_BYTES, lambda partial: self._fill(digest, partial, discard))
+        discard, part_bytes = DiscardSink(_CHUNK_BYTES), self._options.part_bytes
+        return self._cache.fetch_blob(digest, size, part_bytes, lambda partial: self._fill(digest, partial, discard))
 
     def read(self, digest: str, into: memoryview) -> None:
         self.get(digest, len(into))
@@ -82,7 +81,7 @@ class S3Store:
             self._fill(digest, partial, sink)
 
         if not self._cache.stream_cached(digest, size, sink):
-            self._cache.fetch_blob(digest, size, PART_BYTES, fill)
+            self._cache.fetch_blob(digest, size, self._options.part_bytes, fill)
             if not fetched:  # another process fetched it while this one waited
                 self._cache.stream(digest, size, sink)
 

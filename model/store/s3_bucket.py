@@ -24,8 +24,6 @@ from model.store.options import StoreOptions
 from model.store.s3_client import connect
 from model.store.s3_errors import code_of, is_missing, store_error
 
-LIST_PAGE_KEYS = 1000  # keys of one answer, the maximum of S3
-FIRST_PAUSE_SECONDS = 0.1  # before the first retry; doubled for each further one
 _LONGEST_PAUSE_SECONDS = 5.0
 _CHUNK_BYTES = 2**20  # read from a connection at a time
 _BODY_ERRORS = (BotoCoreError, HTTPError)  # while a body is read; failed requests are StoreErrors by then
@@ -121,7 +119,7 @@ class Bucket:
         skip = len(self._key(folder)) - len(folder)
         with self._requesting(f"The list of {folder}"):
             for page in self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.name, Prefix=self._key(folder), PaginationConfig={"PageSize": LIST_PAGE_KEYS}
+                Bucket=self.name, Prefix=self._key(folder)
             ):
                 for entry in page.get("Contents", []):
                     yield entry["Key"][skip:], entry["Size"], entry["LastModified"].timestamp()
@@ -131,7 +129,7 @@ class Bucket:
         for attempt in range(self._options.attempts):
             if attempt:
                 # Longer each time, and of random length, so that clients do not retry all at the same time.
-                pause = min(_LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+                pause = min(_LONGEST_PAUSE_SECONDS, self._options.retry_pause * 2 ** (attempt - 1))
                 time.sleep(pause * random.uniform(0.5, 1))
             yield attempt
 
