@@ -35,7 +35,7 @@ from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import copy, gc, keygen, publish, releases, run_publish, verify
 from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
-from engine_builder.local_server.client import CallFailed, check_targets, save_images, save_predicted
+from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
 from model.errors import PreheatError
 
@@ -135,7 +135,7 @@ def generate(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
     """Request images from a running server and save them."""
-    check_targets(out, _suffix_of(out), images)
+    check_output_paths(out, _suffix_of(out), images)
     given = {
         "negative_prompt": negative_prompt,
         "width": width,
@@ -174,7 +174,7 @@ def demo(
     """Build, publish, start the real server, request one image over HTTP, and print the times.
 
     Compiles only what the image needs: the refiner with --refiner alone."""
-    check_targets(out, _suffix_of(out), 1)
+    check_output_paths(out, _suffix_of(out), 1)
     store = opened(DEFAULT_STORE)
     draft = run_build(store, parse_plan(str(model), with_refiner=refiner))
     manifest = run_publish(store, draft.model)

@@ -1,7 +1,7 @@
-"""Client of a running server: send a request, and write the images of its response to files.
+"""Send a request to a running server, and write the images of its response to files.
 
-Responses come from HTTP or from the output of `truss predict`. Of a response this module knows only the images and the
-error message. An image's format, and so its suffix, is read from its bytes.
+Responses come from HTTP or from the output of `truss predict`. This module reads only the images and the error message
+of a response. An image's bytes give its format, and so its suffix.
 """
 
 import base64
@@ -18,8 +18,8 @@ from model.errors import PreheatError
 
 MAX_TIMEOUT_SECONDS = 86_400
 _JSON = {"Content-Type": "application/json"}
-_MAX_CHECKED = 64  # paths; no server returns more images
-_PIPE = "Pipe the whole output of `truss predict` into `preheat save`."
+_MAX_CHECKED_PATHS = 64  # no server returns more images
+_PIPE_REMEDY = "Pipe the whole output of `truss predict` into `preheat save`."
 
 
 class CallFailed(PreheatError):
@@ -42,13 +42,13 @@ def generate(
         raise CallFailed(f"A timeout of {timeout:g} s is not possible.", remedy=f"Wait 1 to {MAX_TIMEOUT_SECONDS} s.")
     body = _encode(request if progress is None else request | {"stream": True})
     try:
-        local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+        is_local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
     except ValueError as error:
         raise _invalid_url(url, error) from error
     address = f"{url.rstrip('/')}/v1/models/model:predict"
     try:
         # A proxy from the environment cannot reach this machine's loopback address.
-        with httpx.Client(trust_env=not local, timeout=timeout) as client:
+        with httpx.Client(trust_env=not is_local, timeout=timeout) as client:
             if progress is None:
                 return _read_response(url, client.post(address, content=body, headers=_JSON))
             with client.stream("POST", address, content=body, headers=_JSON) as answer:
@@ -69,7 +69,7 @@ def _invalid_url(url: str, error: Exception) -> CallFailed:
 
 
 def _encode(request: dict[str, Any]) -> bytes:
-    """Return the request as JSON. Raises CallFailed for what JSON cannot hold."""
+    """Return the request as JSON. Raises CallFailed for a value that JSON cannot hold."""
     for name, value in request.items():
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -108,20 +108,20 @@ def _assemble_response(url: str, lines: Iterator[str], progress: Callable[[dict[
             progress({"event": kind, **event})
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise CallFailed(f"{url} sent an invalid event: {line[:200]!r}.") from error
-    raise CallFailed(f"{url} ended its answer before the images were finished.", remedy="Look into the server's log.")
+    raise CallFailed(f"{url} ended its answer before the images were finished.", remedy="Read the server's log.")
 
 
-def check_targets(out: Path, suffix: str, count: int) -> None:
-    """Raise NotWritable if images could not be saved as `out`. Called before they are requested."""
+def check_output_paths(out: Path, suffix: str, count: int) -> None:
+    """Raise NotWritable if images could not be saved as `out`. Call it before they are requested."""
     check_writable(out)
-    for path in _paths(out, [suffix] * max(1, min(count, _MAX_CHECKED))):
+    for path in _paths(out, [suffix] * max(1, min(count, _MAX_CHECKED_PATHS))):
         check_writable(path)
 
 
 def save_images(response: dict[str, Any], out: Path) -> list[Path]:
     """Write the response's images as `out`, or as `out-1`, `out-2`, ... if there are several.
 
-    A suffix is replaced if it does not match the image: out.png becomes out.jpg for a JPEG. Writes nothing unless all
+    A suffix that does not match the image is replaced: out.png becomes out.jpg for a JPEG. Writes nothing unless all
     images are valid and all paths can be written. Raises CallFailed and NotWritable.
     """
     images = _decode_images(response)
@@ -137,8 +137,8 @@ def _decode_images(response: dict[str, Any]) -> list[bytes]:
     entries = response.get("images") or [{"data": response.get("data")}]
     if not isinstance(entries, list):
         raise CallFailed(f"The server returned no image: {_error_text(response)}")
-    found = [entry.get("data") if isinstance(entry, dict) else None for entry in entries]
-    encoded = [data for data in found if isinstance(data, str)]
+    values = [entry.get("data") if isinstance(entry, dict) else None for entry in entries]
+    encoded = [value for value in values if isinstance(value, str)]
     if len(encoded) < len(entries):
         raise CallFailed(f"The server returned no image: {_error_text(response)}")
     try:
@@ -148,12 +148,12 @@ def _decode_images(response: dict[str, Any]) -> list[bytes]:
 
 
 def _paths(out: Path, suffixes: list[str]) -> list[Path]:
-    """Return the path of each image. `out` is the name of a file."""
+    """Return the path of each image, numbered if there are several. A suffix of `out` for images is replaced."""
     stem = out.with_suffix("") if out.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") else out
     numbers = [f"-{number}" for number in range(1, len(suffixes) + 1)] if len(suffixes) > 1 else [""]
-    own = out.suffix if out.suffix.lower() == ".jpeg" else ".jpg"
+    jpeg_suffix = out.suffix if out.suffix.lower() == ".jpeg" else ".jpg"
     return [
-        stem.with_name(stem.name + number + (own if suffix == ".jpg" else suffix))
+        stem.with_name(stem.name + number + (jpeg_suffix if suffix == ".jpg" else suffix))
         for number, suffix in zip(numbers, suffixes, strict=True)
     ]
 
@@ -161,27 +161,28 @@ def _paths(out: Path, suffixes: list[str]) -> list[Path]:
 def save_predicted(output: IO[bytes], out: Path) -> list[Path]:
     """Write the images in the output of `truss predict`: a line of text, then the response as JSON.
 
-    truss predict exits with 0 even if the server refused the request. Raises CallFailed for that, too, and NotWritable.
+    `truss predict` exits with 0 even if the server refused the request. Raises CallFailed, also for such a refusal, and
+    NotWritable.
     """
     text = output.read().decode(errors="replace")
     start = text.find("{")
     try:
         response, _ = json.JSONDecoder().raw_decode(text, start) if start >= 0 else (None, 0)
     except (ValueError, RecursionError) as error:
-        raise CallFailed(f"The response is cut off or not JSON: {error}.", remedy=_PIPE) from error
+        raise CallFailed(f"The response is cut off or not JSON: {error}.", remedy=_PIPE_REMEDY) from error
     if response is None:
-        raise CallFailed(f"There is no response to save in {text.strip()[:200]!r}.", remedy=_PIPE)
+        raise CallFailed(f"Found no response to save in {text.strip()[:200]!r}.", remedy=_PIPE_REMEDY)
     return save_images(response, out)
 
 
 def _error_text(response: object) -> str:
-    """Return the readable part of a response without an image."""
+    """Return the error message of a response without an image, else its JSON."""
     error = response.get("error") if isinstance(response, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or error
     if error:
         return error if isinstance(error, str) else json.dumps(error)
-    return f"its answer is {json.dumps(response)[:500]}"
+    return f"its response is {json.dumps(response)[:500]}"
 
 
 def _suffix_of(image: bytes) -> str:

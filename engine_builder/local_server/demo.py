@@ -26,10 +26,10 @@ def serving(
 ) -> Iterator[Server]:
     """Run the real Truss server on 127.0.0.1, from a Docker context of `root`, serving one release.
 
-    The context, the image's files and the log are kept in a new folder under `work`. In the end the log
-    replaces the file `kept_log`. Raises ConfigError, ServerFailed or FolderFailed.
+    The context, the image's files and the log are written to a new folder under `work`. At the end the log is
+    copied to the file `kept_log`, and the folder is deleted. Raises ConfigError, ServerFailed or FolderFailed.
     """
-    check_config(config)  # first, so that a refused config leaves no folder
+    check_config(config)  # before the folder is made, so that a refused config leaves none
     with server_folder(work) as folder:
         layout = lay_out(build_context(root, config, folder.path), folder.path / "image")
         environment = {"PREHEAT_STORE": store, "PREHEAT_RELEASE": release}
@@ -40,7 +40,7 @@ def serving(
         finally:
             if kept_log is not None and log.exists():
                 kept_log.parent.mkdir(parents=True, exist_ok=True)
-                # Copied, because an error names the log in the folder. Moved into place, because two may end at once.
+                # Copied, because an error names the log in the folder. Then moved, because two servers may end at once.
                 shutil.copyfile(log, folder.path / "kept.log")
                 os.replace(folder.path / "kept.log", kept_log)
 
@@ -51,5 +51,5 @@ def cold_start_phases(url: str) -> dict[str, float]:
         text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
     except httpx.TransportError as error:
         raise CallFailed(f"{url}/metrics/ cannot be read: {error}.") from error
-    found = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
-    return {phase: float(seconds) for phase, seconds in found}
+    matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
+    return {phase: float(seconds) for phase, seconds in matches}

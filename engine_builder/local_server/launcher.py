@@ -1,14 +1,14 @@
 """Run the image's main.py as the image runs it. server.py starts this file in a process of its own.
 
-With `-S -P` neither this file's folder nor the entries of .pth files (an editable install, say) are on the import path.
-The path is an argument, so an import that fails in the image fails here. Two things differ from the image: the server
-accepts connections from a socket that it inherits, and it ends with the process that started it. Imports only the
-standard library and what the server imports anyway.
+With `-S -P` the import path holds neither this file's folder nor entries of .pth files, such as editable installs. The
+path is an argument, so an import that fails in the image fails here, too. Two things differ from the image: the server
+accepts connections on an inherited socket, and it ends with the process that started it. This file imports only the
+standard library and modules that the server imports anyway.
 
     python -S -P launcher.py SOCKET IMPORT_PATH
 
-SOCKET is the descriptor of a listening socket. IMPORT_PATH is os.pathsep-joined; the image's /app is first, and the
-current folder.
+SOCKET is the descriptor of a listening socket. IMPORT_PATH holds folders joined by os.pathsep. The first is the image's
+/app, which is also the current folder.
 """
 
 import os
@@ -21,14 +21,14 @@ from typing import Any
 
 
 def _end_with_parent() -> None:
-    """Kill this process group when the parent closes its end of stdin, or dies."""
+    """Kill this process group when the parent ends, or closes its end of stdin."""
     while os.read(0, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 def _accept_from(descriptor: int) -> None:
-    """Make uvicorn use this listening socket instead of the address that it is given."""
+    """Make uvicorn use this listening socket instead of its configured address."""
     import uvicorn
 
     class InheritingServer(uvicorn.Server):

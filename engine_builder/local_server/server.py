@@ -1,9 +1,9 @@
 """Run the real Truss server of this repository on this machine, without Docker.
 
 `build_context` makes the Docker context that `truss push` and the platform make. `lay_out` copies it into a folder as
-the Dockerfile copies it into an image. `Server` runs the server of that folder in its own process. Only what reaches
-the image can be imported there: `import engine_builder` fails, as in production. The server listens on 127.0.0.1 only,
-and ends with `stop` or with the process that started it. For Linux only.
+the Dockerfile copies it into an image. `Server` runs the server of that folder in its own process. It can
+import only modules that reach the image: `import engine_builder` fails, as in production. The server listens on
+127.0.0.1 only. It ends with `stop`, or with the process that started it. For Linux only.
 """
 
 import errno
@@ -30,16 +30,16 @@ from engine_builder.truss_config import read_truss_config
 from model.errors import PreheatError
 from model.settings import read_settings
 
-# Variables that a container gets from its host. The server gets no others of this environment.
+# Variables that a container gets from its host. The server gets no other variables of this environment.
 _PASSED_VARIABLES = re.compile(
     r"(PREHEAT|TRUSS_SECRET|AWS|CUDA|NVIDIA|LC)_.*"
     r"|PATH|LD_LIBRARY_PATH|LANG|TZ|TMPDIR|SSL_CERT_FILE|NO_PROXY|no_proxy"
 )
 _POLL_SECONDS = 0.05
 _ERROR_LOG_LINES = 8
-_BACKLOG = 2048  # like uvicorn
+_BACKLOG = 2048  # connections; uvicorn's default
 _TRACEBACK = "Traceback (most recent call last):\n"
-_OWN_ERROR = re.compile(r"model\.[\w.]+: ")
+_MODEL_ERROR = re.compile(r"model\.[\w.]+: ")
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -51,8 +51,8 @@ class ServerFailed(PreheatError):
 class Layout:
     """The files of the image on this machine.
 
-    `root` stands for the image's `/`, `app` for /app (server, model/, data/ and the expanded config.yaml), `packages`
-    for /packages. `config` is the expanded config.yaml.
+    `root` is the image's `/`, `app` is /app (server, model/, data/ and the expanded config.yaml), `packages`
+    is /packages. `config` is the expanded config.yaml.
     """
 
     root: Path
@@ -65,14 +65,14 @@ def build_context(root: Path, config: Path, out: Path) -> Path:
     """Make the Docker context that pushing `root` with `config` makes. Returns its folder, which is under `out`.
 
     Runs truss's own code for upload and build. The build reads only the config.yaml at the root of the upload, so it
-    works on an unpacked copy and never on the repository itself. Raises ConfigError.
+    works on an unpacked copy, never on the repository itself. Raises ConfigError.
     """
     check_config(config)
     upload, context = out / "upload", out / "context"
     for folder in (upload, context):
         shutil.rmtree(folder, ignore_errors=True)
     with warnings.catch_warnings(action="ignore"):  # truss and its dependencies warn about each other
-        # Imported here, because it takes most of a second.
+        # Imported here, because the import takes most of a second.
         from truss.remote.baseten.core import archive_dir  # type: ignore[import-untyped]
         from truss.truss_handle.build import load  # type: ignore[import-untyped]
 
@@ -119,9 +119,9 @@ class Server:
             server.wait_ready(timeout=60)
             httpx.post(f"{server.url}/v1/models/model:predict", json=...)
 
-    `environment` overrides the variables of this process that are passed on (PREHEAT_*, TRUSS_SECRET_*, AWS_* and those
-    that a container's host sets). Those override the config's. `log` is kept; a log without a path ends with `stop`.
-    `inherited`: file descriptors that stay open in the process, for example a lock.
+    The server's variables come from the config, from this process (PREHEAT_*, TRUSS_SECRET_*, AWS_* and those that a
+    container's host sets) and from `environment`; later ones override earlier ones. `log`: file of the log; without it
+    `stop` deletes the log. `inherited`: file descriptors that stay open in the process, for example a lock.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        return self._started().pid
+        return self._require_process().pid
 
     @property
     def running(self) -> bool:
@@ -158,7 +158,7 @@ class Server:
         """Start the process and return at once. Raises ServerFailed if the port cannot be used."""
         if self._process is not None:
             raise ServerFailed("The server was started already.", "Stop it first.")
-        # The process inherits the listening socket, so no other server can take the port and answer for this one.
+        # The process inherits the listening socket, so no other server can take the port meanwhile.
         with _listen(self.port) as listener:
             self.port = listener.getsockname()[1]
             self._start(listener.fileno())
@@ -175,7 +175,7 @@ class Server:
                 [sys.executable, "-S", "-P", "-u", str(_LAUNCHER), str(listener), _import_path(self.layout)],
                 cwd=self.layout.app,
                 env=self._variables(home),
-                stdin=subprocess.PIPE,  # nothing is written: it closes with this process, and the server then ends
+                stdin=subprocess.PIPE,  # never written; it closes with this process, and the server then ends
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(listener, *self._inherited),
@@ -187,8 +187,8 @@ class Server:
 
         Raises ServerFailed if the process ends, or after `timeout` seconds. The process is stopped in both cases.
         """
-        log = self._read_log()
-        end = time.monotonic() + timeout
+        log = self._require_log()
+        deadline = time.monotonic() + timeout
 
         def report() -> None:
             for message in log.new_messages():
@@ -199,23 +199,23 @@ class Server:
         # The port accepts connections before the server reads them, so a short timeout keeps `progress` going.
         with httpx.Client(trust_env=False, timeout=1.0) as client:
             while True:
-                # The process's state before its log, so that an ended process's log is read to its end.
+                # Read the process's state before its log, so that an ended process's log is read completely.
                 exit_code = self._exit_code()
                 report()
                 if exit_code is not None:
                     raise self._failed(f"The server ended before it was ready ({_describe_exit(exit_code)}).")
-                if time.monotonic() > end:
+                if time.monotonic() > deadline:
                     raise self._failed(f"The server was not ready after {timeout:g} s.")
                 try:
                     if client.get(f"{self.url}/v1/models/model").status_code == 200:
-                        report()  # the messages logged since, up to "Completed"
+                        report()  # messages logged since the last check
                         return
                 except httpx.TransportError:
-                    pass  # not reading yet, or ending, which the next check finds
+                    pass  # the server does not read yet, or is ending, which the next check finds
                 time.sleep(_POLL_SECONDS)
 
     def wait(self) -> int:
-        """Wait until the server ends by itself. Returns its exit code; of a signal the negative number."""
+        """Wait until the server ends by itself. Returns its exit code, or the negative number of a signal."""
         exit_code = self._exit_code(block=True)
         assert exit_code is not None
         return exit_code
@@ -233,12 +233,12 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _require_process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise ServerFailed("The server was not started.")
         return self._process
 
-    def _read_log(self) -> "_Log":
+    def _require_log(self) -> "_Log":
         assert self._log is not None
         return self._log
 
@@ -248,9 +248,9 @@ class Server:
         return {**config, **passed, **self._environment, "HOME": str(home), "INFERENCE_SERVER_PORT": str(self.port)}
 
     def _exit_code(self, block: bool = False) -> int | None:
-        """Return the exit code, or None while it runs. Does not reap the process: `stop` signals its group."""
+        """Return the exit code, or None while the process runs. Does not reap it, because `stop` signals its group."""
         options = os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG)
-        ended = os.waitid(os.P_PID, self._started().pid, options)
+        ended = os.waitid(os.P_PID, self._require_process().pid, options)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -260,8 +260,8 @@ class Server:
         if process is None:
             return
         os.kill(process.pid, signal.SIGTERM)
-        end = time.monotonic() + grace
-        while self._exit_code() is None and time.monotonic() < end:
+        deadline = time.monotonic() + grace
+        while self._exit_code() is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -270,15 +270,16 @@ class Server:
         self._process = None
 
     def _failed(self, event: str) -> ServerFailed:
-        log = self._read_log()
+        """Stop the server. Returns an error with the logged reason, `event` and the last messages."""
+        log = self._require_log()
         self._end(grace=1.0)
         log.new_messages()  # before `stop` removes the log
         self.stop()
-        kept = [f"The whole log: {self._log_path}"] if self._log_path is not None else []
+        log_path = [f"The whole log: {self._log_path}"] if self._log_path is not None else []
         if refusal := log.refusal():
-            return ServerFailed("\n".join([f"The server refused to start. {refusal}", *kept]))
+            return ServerFailed("\n".join([f"The server refused to start. {refusal}", *log_path]))
         logged = [f"  {message}" for message in log.until_failure()[-_ERROR_LOG_LINES:]]
-        return ServerFailed("\n".join([*filter(None, [log.reason()]), event, *logged, *kept]))
+        return ServerFailed("\n".join([*filter(None, [log.reason()]), event, *logged, *log_path]))
 
 
 def _import_path(layout: Layout) -> str:
@@ -291,7 +292,7 @@ def _listen(port: int) -> socket.socket:
     """Listen on a port of 127.0.0.1, or on any free one for 0. Raises ServerFailed."""
     listener = socket.socket()
     try:
-        # As uvicorn sets it: the port of a server that has just ended is free.
+        # As uvicorn sets it, so that the port of a server that has just ended is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(_BACKLOG)
@@ -314,15 +315,15 @@ class _Log:
         self.messages: list[str] = []
         self._trace = ""
         self._error = ""
-        self._failed_at: int | None = None  # number of messages up to and with the last exception
+        self._failed_at: int | None = None  # number of messages up to the last exception, which is included
         self._offset = 0
 
     def new_messages(self) -> list[str]:
         """Return the messages of the complete lines written since the last call."""
-        known = len(self.messages)
+        previous = len(self.messages)
         for line in self._new_lines():
             self._read(line)
-        return self.messages[known:]
+        return self.messages[previous:]
 
     def until_failure(self) -> list[str]:
         """Return the messages up to the last logged exception. The later ones are about the shutdown."""
@@ -337,7 +338,7 @@ class _Log:
 
     def refusal(self) -> str:
         """Return the message of the last logged exception if its class is one of model/, else ""."""
-        return exception_sentence(self._trace) if _OWN_ERROR.match(_last_exception(self._trace)) else ""
+        return exception_sentence(self._trace) if _MODEL_ERROR.match(_last_exception(self._trace)) else ""
 
     def _new_lines(self) -> Iterator[str]:
         try:
@@ -369,12 +370,12 @@ class _Log:
 def exception_sentence(trace: str) -> str:
     """Return the exception's message at the end of a printed traceback.
 
-    It begins with the exception's class, except for classes of model/, whose messages need none.
+    It begins with the exception's class, except for classes of model/. Their messages need no class.
 
     >>> exception_sentence('Traceback (most recent call last):\\n  File "x.py", line 1\\nKeyError: 3')
     'KeyError: 3'
     """
-    return _OWN_ERROR.sub("", _last_exception(trace), count=1)
+    return _MODEL_ERROR.sub("", _last_exception(trace), count=1)
 
 
 def _last_exception(trace: str) -> str:

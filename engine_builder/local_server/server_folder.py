@@ -1,7 +1,8 @@
 """Folders for the files of local servers: one for each server, deleted when it ends.
 
-The owner holds a lock on its folder, and its server process inherits it. The kernel releases it when both have ended,
-also after kill -9. So a folder whose lock is free belongs to nobody, and the next server deletes it.
+The process that starts a server locks its folder, and the server's process inherits the lock. The kernel releases the
+lock when both have ended, also after kill -9. So a folder with a free lock is abandoned, and the next server deletes
+it.
 """
 
 import fcntl
@@ -19,12 +20,12 @@ from model.errors import PreheatError
 class FolderFailed(PreheatError):
     """The folder of a server cannot be made."""
 
-    remedy = "Make room or change its permissions."
+    remedy = "Free disk space, or change the folder's permissions."
 
 
 @dataclass(frozen=True)
 class ServerFolder:
-    """The folder `path`, and the file descriptor `lock`, which the server's process must inherit."""
+    """A locked folder. `lock`: a file descriptor that the server's process must inherit."""
 
     path: Path
     lock: int
@@ -34,7 +35,7 @@ class ServerFolder:
 def server_folder(parent: Path) -> Iterator[ServerFolder]:
     """Make a folder under `parent` for one server, and delete it at the end.
 
-    After an error it stays for its log, until the next server starts. Deletes abandoned folders first. Raises
+    After an error the folder with its log stays until the next server starts. Deletes abandoned folders first. Raises
     FolderFailed.
     """
     try:
@@ -72,7 +73,7 @@ def _exclusive(parent: Path) -> Iterator[None]:
 
 def _delete_abandoned(parent: Path) -> None:
     for path in parent.glob("server-*"):
-        with suppress(FileNotFoundError):  # no lock: its owner was killed while it made or deleted the folder
+        with suppress(FileNotFoundError):  # no lock: a process was killed while it made or deleted the folder
             lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
