@@ -1,4 +1,4 @@
-"""A GPU's streams without a GPU, and a detector of races between them.
+"""A GPU's streams, events and graphs without a GPU, and a detector of races between streams.
 
 Every operation on tensors is recorded with its stream. It is a race if it reads memory that another stream may not have
 written yet, or that the allocator may have reused meanwhile.
@@ -49,13 +49,16 @@ class Streams:
         self.main = self.current = Stream("main")
         self.side: dict[str, Stream] = {}
         """The side streams of the model, by name."""
+        self.awaited_events: list[Event] = []
         self._new = self.main
         self._writers: dict[int, tuple[Stream, int]] = {}  # address -> stream, and its count after writing
         self._recorded: set[tuple[int, Stream]] = set()
         self._kept: list[torch.Tensor] = []  # so that no address is used twice
         monkeypatch.setattr(torch.cuda, "Stream", self._create)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
-        monkeypatch.setattr(torch.cuda, "stream", self._make_current)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: self.main)
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
 
     def add_side_streams(self, model: LoadedModel) -> None:
@@ -70,7 +73,8 @@ class Streams:
         return self._new
 
     @contextmanager
-    def _make_current(self, stream: Stream) -> Iterator[None]:
+    def use(self, stream: Stream) -> Iterator[None]:
+        """Make `stream` the current one."""
         before, self.current = self.current, stream
         try:
             yield
@@ -80,6 +84,10 @@ class Streams:
     def _record(self, tensor: torch.Tensor, stream: Stream) -> None:
         if stream.records:
             self._recorded.add((tensor.untyped_storage().data_ptr(), stream))
+
+    def writer(self, tensor: torch.Tensor) -> Stream:
+        """The stream that wrote a tensor while operations were checked."""
+        return self._writers[tensor.untyped_storage().data_ptr()][0]
 
     def check(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Record an operation of the current stream. Raises Race."""
@@ -102,6 +110,56 @@ class Streams:
     def checking(self) -> Iterator[None]:
         """Check every operation of this thread."""
         with _Check(self):
+            yield
+
+
+class Event:
+    """An event with a time: the operations of its stream until then, as milliseconds."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._time = 0
+
+    def record(self) -> None:
+        self._time = self._streams.current.count
+
+    def synchronize(self) -> None:
+        self._streams.awaited_events.append(self)
+
+    def elapsed_time(self, later: "Event") -> float:
+        return float(later._time - self._time)
+
+
+class Graph:
+    """A captured graph that counts its replays and does no work."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class Graphs:
+    """Captures of CUDA graphs on fake streams."""
+
+    def __init__(self, streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.captures: list[tuple[object, Stream, Graph]] = []
+        """Pool, stream and graph of each capture."""
+        self.events: list[str] = []
+        """Has "clear" for each time that the workspaces of cuBLAS were cleared, and what tests add."""
+        self._streams = streams
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", self._capture)
+        clear = "_cuda_clearCublasWorkspaces"  # PyTorch has no public function for it
+        monkeypatch.setattr(torch._C, clear, lambda: self.events.append("clear"), raising=False)
+
+    @contextmanager
+    def _capture(self, graph: Graph, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        self.captures.append((pool, stream, graph))
+        with self._streams.use(stream):
             yield
 
 

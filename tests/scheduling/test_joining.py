@@ -1,0 +1,209 @@
+"""The order in which images join the denoising loops, and how many of them run at once."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from model.errors import Overloaded
+from model.pipeline import spec
+from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
+from tests.support.scheduling import Gate, params, paused, results
+from tests.support.waiting import eventually
+
+
+def test_new_request_joins_after_one_step(gate: Gate, scheduler: Scheduler) -> None:
+    first = scheduler.submit(params(1))
+    gate.run(1)
+    second = scheduler.submit(params(2))
+    gate.open()
+    results(first, second)
+    joint = [2 in seeds for seeds in gate.seeds].index(True)
+    assert joint <= 2  # it misses the step in flight, and at most one that begins while it arrives
+    assert gate.seeds[joint] == [1, 2]
+
+
+def test_images_of_a_request_join_singly_in_order_of_arrival(gate: Gate, scheduler: Scheduler) -> None:
+    jobs = [scheduler.submit(params(0)), scheduler.submit(params(10, num_images=3)), scheduler.submit(params(20))]
+    gate.open()
+    results(*jobs)
+    assert gate.order == [0, 10, 11, 12, 20]
+    assert max(len(seeds) for seeds in gate.seeds) == 2
+
+
+def test_guided_and_unguided_images_fill_a_batch(gate: Gate, scheduler: Scheduler) -> None:
+    scales = [1.0, 7.5, 1.0, 1.0]
+    jobs = [scheduler.submit(params(seed, guidance_scale=scale)) for seed, scale in enumerate(scales)]
+    gate.run(1)
+    gate.open()
+    results(*jobs)
+    assert gate.seeds[1] == [0, 1, 2]  # four batch entries; the fourth image waits until the first is done
+    assert gate.seeds.count([0, 1, 2]) >= 3
+    assert all(len(seeds) <= 3 for seeds in gate.seeds)
+
+
+def test_smaller_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> None:
+    """The guidance of the first image ends after two steps, which frees one entry. The next in the queue needs two."""
+    gate.limit_batch(capacity=3, efficient=3)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(0, end_cfg_frac=0.5)), scheduler.submit(params(1))]
+        jobs.append(scheduler.submit(params(2, guidance_scale=1.0)))
+    gate.open()
+    results(*jobs)
+    assert gate.seeds == [[0], [0], [0, 1], [0, 1], [1, 2], [1, 2], [2], [2]]
+
+
+def test_only_an_efficient_number_runs_at_once(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    jobs = [scheduler.submit(params(seed)) for seed in (0, 10, 20)]
+    gate.open()
+    results(*jobs)
+    assert gate.seeds == [[seed] for seed in (0, 10, 20) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    "first, second, joint_steps",
+    [
+        ({"num_inference_steps": 12}, {"num_inference_steps": 5}, 5),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 6}, 0),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 7, "guidance_scale": 1.0}, 7),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 8, "guidance_scale": 1.0}, 0),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 3, "num_images": 2}, 3),
+        ({"num_inference_steps": 12}, {"num_inference_steps": 4, "num_images": 2}, 0),
+        ({"num_inference_steps": 8, "use_refiner": True, "denoising_frac": 0.25}, {"num_inference_steps": 3}, 2),
+    ],
+)
+def test_short_request_joins_beyond_the_efficient_number(
+    first: dict[str, Any], second: dict[str, Any], joint_steps: int, gate: Gate, scheduler: Scheduler
+) -> None:
+    gate.limit_batch(capacity=16, efficient=2)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(0, **first)), scheduler.submit(params(10, **second))]
+    gate.open()
+    results(*jobs)
+    joint = [step for step in gate.steps if step.unet == spec.UNET and {0, 10} <= set(step.seeds)]
+    assert len(joint) == joint_steps
+
+
+def test_short_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=16, efficient=2)
+    with paused(scheduler):
+        steps_by_seed = {0: 4, 1: 4, 2: 1}
+        jobs = [scheduler.submit(params(seed, num_inference_steps=steps)) for seed, steps in steps_by_seed.items()]
+    gate.open()
+    results(*jobs)
+    assert gate.seeds == [[0]] * 4 + [[1, 2]] + [[1]] * 3
+
+
+def test_images_of_a_request_run_together_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    jobs = [scheduler.submit(params(0)), scheduler.submit(params(10, num_images=2))]
+    gate.open()
+    results(*jobs)
+    assert gate.seeds == [[0]] * 4 + [[10, 11]] * 4
+
+
+def test_all_join_once_enough_wait_to_fill_the_batch(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    jobs = [scheduler.submit(params(seed)) for seed in range(3)]
+    gate.run(1)
+    jobs.append(scheduler.submit(params(3, num_images=2)))  # five images; the second step may have begun
+    gate.run(1)
+    gate.open()
+    results(*jobs)
+    full = gate.seeds.index([0, 1, 2, 3])
+    assert gate.seeds[:full] in ([[0]], [[0], [0]])
+    assert gate.seeds[4] == [1, 2, 3, 4]  # the first has left, and four remain
+    assert gate.seeds[-1] == [4] and len(gate.seeds) == 8  # the fifth joined then, and not after the other three
+
+
+def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    jobs = [scheduler.submit(params(seed, use_refiner=True)) for seed in (0, 1)]
+    gate.open()
+    results(*jobs)
+    unets = (spec.UNET, spec.UNET, spec.REFINER_UNET, spec.REFINER_UNET)
+    assert [(step.unet, step.seeds) for step in gate.steps] == [(unet, [seed]) for seed in (0, 1) for unet in unets]
+
+
+def test_refiner_admits_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    gate.open()
+    results(scheduler.submit(params(4, num_images=4, use_refiner=True)))
+    assert gate.seeds == [[4, 5, 6, 7]] * 4
+
+
+def test_images_wait_for_a_full_refiner(gate: Gate, scheduler: Scheduler) -> None:
+    """One step of the base and three of the refiner: two images are in it when the next two come from the base."""
+    jobs = [scheduler.submit(params(seed, use_refiner=True, denoising_frac=0.25)) for seed in range(4)]
+    gate.open()
+    results(*jobs)
+    refined = [step.seeds for step in gate.steps if step.unet == spec.REFINER_UNET]
+    assert max(len(seeds) for seeds in refined) == 2
+    assert list(dict.fromkeys(seed for seeds in refined for seed in seeds)) == [0, 1, 2, 3]
+
+
+def test_efficient_number_applies_to_each_size(gate: Gate, scheduler: Scheduler) -> None:
+    gate.limit_batch(capacity=8, efficient=2)
+    jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96))]
+    gate.open()
+    results(*jobs)
+    assert {len(seeds) for seeds in gate.seeds} == {1}
+    position = gate.order.index
+    assert position(0) < position(1) and position(2) < position(3)
+    assert abs(position(0) - position(2)) == 1  # neither size waited for the other's second image
+
+
+def test_sizes_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
+    jobs = [scheduler.submit(params(seed, width=width)) for seed, width in enumerate((64, 64, 96, 96, 64))]
+    gate.open()
+    results(*jobs)
+    widths = [step.width for step in gate.steps]
+    last = {width: len(widths) - 1 - widths[::-1].index(width) for width in (64, 96)}
+    both = widths[widths.index(96) : min(last.values()) + 1]
+    assert len(both) >= 7 and all(one != next_one for one, next_one in itertools.pairwise(both))
+
+
+def test_base_and_refiner_alternate_step_by_step(gate: Gate, scheduler: Scheduler) -> None:
+    jobs = [scheduler.submit(params(1, use_refiner=True)), scheduler.submit(params(2, num_inference_steps=12))]
+    gate.open()
+    results(*jobs)
+    unets = [step.unet for step in gate.steps]
+    first = unets.index(spec.REFINER_UNET)
+    assert unets[first : first + 3] == [spec.REFINER_UNET, spec.UNET, spec.REFINER_UNET]
+
+
+def test_queue_position_does_not_count_running_images(gate: Gate, scheduler: Scheduler) -> None:
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(seed)) for seed in range(4)]  # two run, two wait
+    gate.run(1)
+    eventually(lambda: [job.queue_position for job in jobs] == [0, 0, 0, 1], "positions after the first step")
+    small = scheduler.submit(params(4, width=64))
+    gate.run(1)
+    eventually(lambda: small.joined == 1, "the image of another size joins")
+    assert (small.queue_position, jobs[3].queue_position) == (0, 1)
+
+
+@pytest.mark.parametrize("limits", [Limits(max_queue=64, sizes_at_once=1)])
+def test_later_requests_do_not_overtake_a_waiting_size(gate: Gate, scheduler: Scheduler) -> None:
+    jobs = [scheduler.submit(params(0))]
+    eventually(lambda: jobs[0].joined == 1, "the first image joins")
+    jobs.append(scheduler.submit(params(1, width=64)))
+    jobs += [scheduler.submit(params(seed)) for seed in range(2, 6)]
+    gate.open()
+    results(*jobs)
+    assert gate.order == [0, 1, 2, 3, 4, 5]
+
+
+def test_refuses_images_that_exceed_the_queue(gate: Gate, scheduler: Scheduler) -> None:
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(seed)) for seed in (1, 2)]
+    gate.run(1)  # both have left the queue
+    jobs.append(scheduler.submit(params(3, num_images=8)))
+    with pytest.raises(Overloaded, match="8 images are waiting, and this server queues 8") as refused:
+        scheduler.submit(params(4))
+    assert 1 <= refused.value.retry_after <= 60
+    gate.open()
+    results(*jobs)
+    results(scheduler.submit(params(4, num_images=8)))  # all places in the queue are free again
