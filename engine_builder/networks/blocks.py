@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from engine_builder.networks.winograd import WinogradConv
 
 # Group norm, as measured on an H200.
-_MAX_RUN_PIXELS = 256  # of one partial statistic
-_MAX_RUN_PIXELS_LARGE, _LARGE_ELEMENTS = 1024, 100_000_000  # the same, for tensors of that many elements
+_MAX_RUN_PIXELS = 256  # pixels that one partial statistic covers
+_MAX_RUN_PIXELS_LARGE, _LARGE_ELEMENTS = 1024, 100_000_000  # the same, for tensors of at least so many elements
 _MIN_PARTIALS = 8448  # with fewer partial statistics the compiler splits each of them, in an extra kernel
 _SMALL_ELEMENTS = 4_000_000  # up to this size `_affine_via_store` is faster
 # Where the Triton kernels are faster, as measured on an H200.
@@ -25,7 +25,7 @@ _PLAIN = ContextVar("_PLAIN", default=False)
 
 @contextmanager
 def plain_operations() -> Iterator[None]:
-    """Run PyTorch's own operations in place of the Triton kernels. Engines are validated against those."""
+    """Run PyTorch's own operations in place of the Triton kernels, to validate engines against them."""
     before = _PLAIN.set(True)
     try:
         yield
@@ -87,8 +87,8 @@ def _statistics(norm: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
 def _affine_via_sum(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Return scale and shift of each channel, [batch, channels], from statistics of each group, [batch, groups].
 
-    A channel's value is written as a sum over all groups with one non-zero term. The compiler stores the results of
-    sums, and would compute anything else again for each pixel.
+    A channel's value is written as a sum over all groups with one non-zero term, because the compiler stores the
+    results of sums. It would compute any other expression again for each pixel.
     """
     channels, groups = norm.weight.shape[0], mean.shape[1]
     group = torch.arange(groups, device=mean.device)
@@ -101,8 +101,8 @@ def _affine_via_sum(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, 
 def _affine_via_store(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     """Return what `_affine_via_sum` returns, without an extra kernel.
 
-    The kernel of the statistics stores mean and deviation, and each pixel computes the rest. On small tensors that is
-    faster than a kernel launch.
+    The statistics' kernel stores mean and deviation, and the rest is computed again for each pixel. On small tensors
+    that is faster than a kernel launch.
     """
     batch, groups = mean.shape
     channels = norm.weight.shape[0]
@@ -117,7 +117,7 @@ def _affine_via_store(norm: Any, mean: Tensor, variance: Tensor) -> tuple[Tensor
 
 
 def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A ResNet block: [batch, channels in, height, width] -> [batch, channels out, height, width].
+    """Run a ResNet block: [batch, channels in, height, width] -> [batch, channels out, height, width].
 
     `bias` [batch, channels out] is the time embedding's projection, added between the convolutions. Its batch may be a
     multiple of `hidden`'s, which is then repeated.
@@ -131,7 +131,7 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
 def _norm_silu_conv(
     norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] for every pixel or `residual` of its shape."""
+    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
     if isinstance(conv, WinogradConv) and not _PLAIN.get():
         return _winograd_conv(norm, conv, hidden, bias, residual)
     out: Tensor = conv(F.silu(group_norm(norm, hidden)))
@@ -143,7 +143,7 @@ def _norm_silu_conv(
 def _winograd_conv(
     norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """Return what `_norm_silu_conv` returns, on a GPU. The norm, SiLU and sums are fused into Winograd's transforms."""
+    """Return what `_norm_silu_conv` returns, on a GPU. Norm, SiLU and sums are fused into Winograd's transforms."""
     from engine_builder.networks import winograd_kernels as kernels
 
     if bias is not None:
@@ -159,16 +159,16 @@ def _winograd_conv(
 
 
 def repeat_batch(hidden: Tensor, batch: int) -> Tensor:
-    """Repeat the whole of `hidden` along its batch, up to `batch` entries, a multiple of its own."""
-    own = hidden.shape[0]
-    return hidden if own == batch else torch.cat([hidden] * (batch // own))
+    """Repeat `hidden` along its batch dimension up to `batch` entries, a multiple of its own."""
+    entries = hidden.shape[0]
+    return hidden if entries == batch else torch.cat([hidden] * (batch // entries))
 
 
 def subpixel_upsample(upsampler: Any) -> None:
     """Replace an upsampler's 3x3 `conv` by `phases`, which `upsample` applies before it upsamples.
 
     After nearest-neighbour upsampling, a 3x3 kernel reads 2x2 different pixels. The parity of a pixel's row and column,
-    its phase, decides which weights fall on the same one. So one 2x2 convolution computes the channels of all four
+    its phase, decides which weights apply to the same one. So one 2x2 convolution computes the channels of all four
     phases, in 16 products instead of 36. Source: Aitken et al., "Checkerboard artifact free sub-pixel convolution",
     2017.
     """
@@ -180,11 +180,11 @@ def subpixel_upsample(upsampler: Any) -> None:
 
 
 def phase_weights(weight: Tensor) -> Tensor:
-    """Convolution weights [out, in, 3, 3] -> weights of the four phases, [4 out, in, 2, 2].
+    """Return the weights of the four phases, [4 out, in, 2, 2], from convolution weights [out, in, 3, 3].
 
-    The order is even rows and columns, odd columns, odd rows, both odd. Sums are in fp32 or wider and rounded once. In
-    an even row the kernel's second and third row fall on the same pixels, in an odd row the first and second; likewise
-    for columns.
+    The phases are in the order: both even, odd columns, odd rows, both odd. Sums are in fp32 or wider and rounded once.
+    In an even row the kernel's second and third row read the same pixels, in an odd row the first and second. The same
+    holds for columns.
     """
     kernel = weight.to(torch.promote_types(weight.dtype, torch.float32))
     rows = [torch.stack(taps, 2) for taps in _phase_taps(*kernel.unbind(2))]
@@ -209,7 +209,7 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
 
 
 def concat_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """Return one Linear with the concatenated outputs of several that take the same input. It is faster than they."""
+    """Return one Linear with the concatenated outputs of several that take the same input. One product is faster."""
     weights: list[Tensor] = [linear.weight for linear in linears]
     biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     width = sum(linear.out_features for linear in linears)
@@ -221,7 +221,7 @@ def concat_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
-    """Attention. Queries [batch, n, channels], keys and values [batch, m, channels] -> [batch, n, channels]."""
+    """Return attention [batch, n, channels] of queries [batch, n, channels] to keys, values [batch, m, channels]."""
 
     def split(tensor: Tensor) -> Tensor:
         return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
@@ -231,7 +231,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
 
 
 def self_attention(fused: Tensor, heads: int) -> Tensor:
-    """Queries, keys and values in one tensor [batch, n, 3 * channels] -> [batch, n, channels]."""
+    """Return self-attention [batch, n, channels]. `fused`: queries, keys and values, [batch, n, 3 * channels]."""
     batch, tokens, width = fused.shape
     if _has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
         if batch * tokens <= _MAX_SELF_ATTENTION_TOKENS:
@@ -244,7 +244,7 @@ def self_attention(fused: Tensor, heads: int) -> Tensor:
 
 
 def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
-    """`attend` to the few tokens of a text, in the form that is fast on the tensors' device."""
+    """Return what `attend` returns, for the few tokens of a text, in the form that is fast on the tensors' device."""
     if _has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
 
@@ -258,11 +258,11 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
     batch, count, inner = tokens.shape
     width = projection.out_features // 2
     if _has_half_kernels(tokens) and width % 128 == 0 and inner % 64 == 0:
-        # The kernel is faster on an H200 for a batch of one at about a million pixels, and above. Smaller products
-        # leave multiprocessors without a tile, and cuBLAS splits them better.
-        enough = batch * count >= (_MIN_GEGLU_TOKENS_WIDE if inner >= 1280 else _MIN_GEGLU_TOKENS) and inner >= 640
-        # Not on 12.x: it gives a program 99 KiB of shared memory, and the kernel compiled for it needs 129.
-        if enough and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
+        # On an H200 the kernel is faster from a batch of one at about a million pixels on. Smaller products leave
+        # multiprocessors without a tile, and cuBLAS splits them better.
+        is_large = batch * count >= (_MIN_GEGLU_TOKENS_WIDE if inner >= 1280 else _MIN_GEGLU_TOKENS) and inner >= 640
+        # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs 129.
+        if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
             from engine_builder.networks import kernels
 
             gated: Tensor = kernels.geglu(tokens, projection.weight, projection.bias)

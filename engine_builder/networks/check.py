@@ -1,6 +1,6 @@
 """Check a model, its base and its refiner, before any weights are read.
 
-A mistake is found in seconds, and not after minutes of reading and compiling.
+So a mistake is reported in seconds, and not after minutes of reading and compiling.
 """
 
 import torch
@@ -11,12 +11,12 @@ from engine_builder.networks.network import load_shapes
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import BASE, REFINER, SDXL
 
-_MOST_LAYERS = 128  # of one block; SDXL's second text encoder has 32
-_LAYERS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
+_MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
+_LAYER_COUNTS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
 
 
 def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
-    """Raise CheckpointError for a file that is missing, damaged or not an SDXL's. It names the file and the fix."""
+    """Raise CheckpointError for a file that is missing, damaged or not SDXL's. The error names the file and the fix."""
     checkpoints = {"base": base} | ({"refiner": refiner} if refiner is not None else {})
     for part, checkpoint in checkpoints.items():
         networks = {spec.checkpoint_folder: spec for spec in SDXL.values() if spec.part == part}
@@ -44,13 +44,13 @@ def _readers_of_tokenizers(checkpoints: dict[str, Checkpoint]) -> dict[str, list
 def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name: str) -> None:
     """Check that a config.json describes a network, and that the stored tensors have its shapes.
 
-    Which tensors are missing is left to the library that loads them: it knows the older names.
+    Missing tensors are found later, by the library that loads them, because it also accepts their older names.
     """
     config, path = checkpoint.config(folder), checkpoint.root / folder / "config.json"
-    for key in _LAYERS:
+    for key in _LAYER_COUNTS:
         counts = config.get(key, 1)
-        if any(type(count) is int and not 0 < count <= _MOST_LAYERS for count in _flat(counts)):
-            raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from 1 to {_MOST_LAYERS}.")
+        if any(type(count) is int and not 0 < count <= _MAX_LAYERS for count in _flatten(counts)):
+            raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from 1 to {_MAX_LAYERS}.")
     stored = read_shapes(checkpoint, folder)
     try:
         network = load_shapes(package, class_name, checkpoint, folder, torch.float32)
@@ -59,14 +59,14 @@ def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name
         raise CheckpointError(f"{path} does not describe a {class_name} ({type(error).__name__}: {reason}).") from error
     for name, tensor in network.state_dict().items():
         expected = tuple(tensor.shape)
-        for found in (stored[key] for key in (name, f"text_model.{name}") if key in stored):
-            if found != expected:
+        for shape in (stored[key] for key in (name, f"text_model.{name}") if key in stored):
+            if shape != expected:
                 raise CheckpointError(
-                    f"{checkpoint.root}/{folder}: the shape of {name} is {list(found)}, and config.json describes "
+                    f"{checkpoint.root}/{folder}: the shape of {name} is {list(shape)}, and config.json describes "
                     f"{list(expected)}.",
                     "Use the weights and the config.json of one model.",
                 )
 
 
-def _flat(value: object) -> list[object]:
-    return [one for item in value for one in _flat(item)] if isinstance(value, list) else [value]
+def _flatten(value: object) -> list[object]:
+    return [leaf for item in value for leaf in _flatten(item)] if isinstance(value, list) else [value]

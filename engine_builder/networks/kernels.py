@@ -1,8 +1,8 @@
-"""Triton kernels that are faster than what the compiler generates. For GPUs only: imported once a network is on one.
+"""Triton kernels that are faster than those the compiler generates. Imported only once a network is on a GPU.
 
 They become part of the compiled engine. A server needs neither this module nor Triton.
 
-Kernels take tensors and integers at run time; a fraction is a tl.constexpr. The compiler passes Python floats as
+Kernels take tensors and integers at run time. A fraction must be a tl.constexpr: the compiler passes Python floats as
 doubles, and everything computed with a double is computed in fp64.
 """
 
@@ -15,55 +15,55 @@ from torch import Tensor, library
 
 # Cross-attention, as measured on an H200.
 _TEXT_BLOCK, _TEXT_WARPS, _TEXT_STAGES = 64, 4, 2
-_TEXT_PROGRAMS = 528  # with more blocks of tokens than this, a program runs several
+_TEXT_PROGRAMS = 528  # with at least twice as many blocks of tokens, a program runs several
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, tokens, texts, text_stride, channels, heads,
-    SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MORE: tl.constexpr, WIDTH: tl.constexpr,
+    queries, keys, values, out, tokens, text_tokens, text_stride, channels, heads,
+    SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # All keys fit into registers at once, so one softmax is enough. Keys and values are loaded once for several blocks
-    # of tokens, in two parts, because 77 is far from a power of two.
-    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    # of tokens, in two parts of 64 and TAIL text tokens, because 77 is far from a power of two.
+    entry, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k = head * WIDTH + tl.arange(0, WIDTH)
-    some, more = tl.arange(0, 64), 64 + tl.arange(0, MORE)
-    place, place_2 = (row * texts + some) * text_stride, (row * texts + more) * text_stride
-    key = tl.load(keys + place[None, :] + k[:, None], mask=(some < texts)[None, :], other=0.0)
-    value = tl.load(values + place[:, None] + k[None, :], mask=(some < texts)[:, None], other=0.0)
-    key_2 = tl.load(keys + place_2[None, :] + k[:, None], mask=(more < texts)[None, :], other=0.0)
-    value_2 = tl.load(values + place_2[:, None] + k[None, :], mask=(more < texts)[:, None], other=0.0)
+    text, text_2 = tl.arange(0, 64), 64 + tl.arange(0, TAIL)
+    start, start_2 = (entry * text_tokens + text) * text_stride, (entry * text_tokens + text_2) * text_stride
+    key = tl.load(keys + start[None, :] + k[:, None], mask=(text < text_tokens)[None, :], other=0.0)
+    value = tl.load(values + start[:, None] + k[None, :], mask=(text < text_tokens)[:, None], other=0.0)
+    key_2 = tl.load(keys + start_2[None, :] + k[:, None], mask=(text_2 < text_tokens)[None, :], other=0.0)
+    value_2 = tl.load(values + start_2[:, None] + k[None, :], mask=(text_2 < text_tokens)[:, None], other=0.0)
     for block in tl.range(0, BLOCKS, num_stages=STAGES):
         token = (tl.program_id(0) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        at = (row * tokens + token[:, None]) * channels + k[None, :]
-        q = tl.load(queries + at, mask=(token < tokens)[:, None], other=0.0)
-        scores = tl.where((some < texts)[None, :], tl.dot(q, key) * SCALE, -float("inf"))
-        scores_2 = tl.where((more < texts)[None, :], tl.dot(q, key_2) * SCALE, -float("inf"))
-        most = tl.maximum(tl.max(scores, 1), tl.max(scores_2, 1))[:, None]
-        weights, weights_2 = tl.exp2(scores - most), tl.exp2(scores_2 - most)
+        offsets = (entry * tokens + token[:, None]) * channels + k[None, :]
+        q = tl.load(queries + offsets, mask=(token < tokens)[:, None], other=0.0)
+        scores = tl.where((text < text_tokens)[None, :], tl.dot(q, key) * SCALE, -float("inf"))
+        scores_2 = tl.where((text_2 < text_tokens)[None, :], tl.dot(q, key_2) * SCALE, -float("inf"))
+        maximum = tl.maximum(tl.max(scores, 1), tl.max(scores_2, 1))[:, None]
+        weights, weights_2 = tl.exp2(scores - maximum), tl.exp2(scores_2 - maximum)
         mixed = tl.dot(weights_2.to(value.dtype), value_2, tl.dot(weights.to(value.dtype), value))
         mixed /= (tl.sum(weights, 1) + tl.sum(weights_2, 1))[:, None]
-        tl.store(out + at, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
+        tl.store(out + offsets, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
 @library.triton_op("preheat::attend_to_text", mutates_args={})
 def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Cross-attention to a text of at most 128 tokens: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
-    queries: [batch, tokens, heads * 64], contiguous; keys and values: [batch, texts, heads * 64], with any token stride
-    and a batch stride of `texts` token strides. Returns [batch, tokens, heads * 64].
+    queries: [batch, tokens, heads * 64], contiguous; keys and values: [batch, text_tokens, heads * 64], with any token
+    stride and a batch stride of `text_tokens` token strides. Returns [batch, tokens, heads * 64].
     """
-    rows, tokens, channels = queries.shape
-    texts = keys.shape[1]
+    batch, tokens, channels = queries.shape
+    text_tokens = keys.shape[1]
     out = torch.empty_like(queries)
-    across = -(-tokens // _TEXT_BLOCK)
-    blocks = 1  # per program, which loads keys and values once for all of them
-    while 2 * blocks <= min(across, 16) and across // (2 * blocks) * rows * heads >= _TEXT_PROGRAMS:
+    token_blocks = -(-tokens // _TEXT_BLOCK)
+    blocks = 1  # of tokens per program, which loads keys and values once for all of them
+    while 2 * blocks <= min(token_blocks, 16) and token_blocks // (2 * blocks) * batch * heads >= _TEXT_PROGRAMS:
         blocks *= 2
-    library.wrap_triton(_attend_kernel)[(-(-across // blocks), rows * heads)](
-        queries, keys, values, out, tokens, texts, keys.stride(1), channels, heads,
-        SCALE=math.log2(math.e) / 8, BLOCK=_TEXT_BLOCK, BLOCKS=blocks, MORE=16 if texts <= 80 else 64, WIDTH=64,
+    library.wrap_triton(_attend_kernel)[(-(-token_blocks // blocks), batch * heads)](
+        queries, keys, values, out, tokens, text_tokens, keys.stride(1), channels, heads,
+        SCALE=math.log2(math.e) / 8, BLOCK=_TEXT_BLOCK, BLOCKS=blocks, TAIL=16 if text_tokens <= 80 else 64, WIDTH=64,
         STAGES=_TEXT_STAGES, num_warps=_TEXT_WARPS, num_stages=_TEXT_STAGES,
     )  # fmt: skip
     return out
@@ -94,18 +94,19 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
     down: tl.constexpr = (ROWS + TILE_ROWS - 1) // TILE_ROWS
     across: tl.constexpr = WIDTH // TILE_WIDTH
     for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
-        # Concurrent programs share the rows of x of GROUP tiles, so that weights are read from the cache.
+        # Concurrent programs work on the same GROUP tiles of rows, so weights are read from the cache.
         first = tile // (GROUP * across) * GROUP
         size = tl.minimum(down - first, GROUP)
         row = (first + tile % (GROUP * across) % size) * TILE_ROWS
         column = tile % (GROUP * across) // size * TILE_WIDTH
-        # Value and gate are adjacent in one accumulator, in the same thread: the split moves no data.
+        # A value and its gate are adjacent in one accumulator, in the same thread, so the split moves no data.
         both = tl.zeros((TILE_ROWS, 2 * TILE_WIDTH), tl.float32)
         for depth in range(0, INNER, TILE_DEPTH):
             both = tl.dot(x_tiles.load([row, depth]), weight_tiles.load([2 * column, depth]).T, both)
         both += tl.load(bias + 2 * column + tl.arange(0, 2 * TILE_WIDTH))[None, :].to(tl.float32)
         values, gates = tl.split(tl.reshape(both, (TILE_ROWS, TILE_WIDTH, 2)))
-        # The normal distribution as a logistic function of an odd polynomial: within 3e-6 of gelu, apart from tanh.
+        # The normal distribution as a logistic function of an odd polynomial. Apart from tanh's own error the result is
+        # within 3e-6 of gelu.
         square = gates * gates
         slope = ((1.11908260e-06 * square - 3.05810267e-05) * square - 1.24861593e-04) * square + 3.64687906e-02
         half = 0.5 * values * gates
@@ -115,20 +116,20 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
 
 @library.triton_op("preheat::geglu", mutates_args={})
 def geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """values * gelu(gates), where values and gates alternate in x weight^T + bias, in one kernel.
+    """Return values * gelu(gates), where values and gates alternate in x weight^T + bias, in one kernel.
 
     x: [batch, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. width is a multiple of 128,
     inner of 64. Returns [batch, tokens, width]. For GPUs with tensor memory accelerators.
     """
-    rows, tokens, inner = x.shape
+    batch, tokens, inner = x.shape
     width = weight.shape[0] // 2
-    out = x.new_empty(rows, tokens, width)
-    tiles = -(-rows * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
+    out = x.new_empty(batch, tokens, width)
+    tiles = -(-batch * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
-    # Triton allocates memory for the descriptors through this; a compiled engine has its own.
+    # Triton allocates the descriptors' memory through this function; a compiled engine has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
     library.wrap_triton(_geglu_kernel)[(programs,)](
-        x, weight, bias, out, ROWS=rows * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
+        x, weight, bias, out, ROWS=batch * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
         TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, TILE_DEPTH=_TILE_DEPTH, GROUP=_GROUP,
         num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
@@ -140,25 +141,25 @@ def _attend_self_kernel(  # type: ignore[no-untyped-def]
     fused, out, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    # One pass over the keys with a running maximum (Dao et al., "FlashAttention", 2022), in powers of two.
+    # One pass over the keys with a running maximum (Dao et al., "FlashAttention", 2022). Exponentials have base two.
     heads: tl.constexpr = CHANNELS // WIDTH
-    row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    token = row * TOKENS + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key, k = row * TOKENS + tl.arange(0, KEYS), head * WIDTH + tl.arange(0, WIDTH)
+    entry, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    token = entry * TOKENS + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key, k = entry * TOKENS + tl.arange(0, KEYS), head * WIDTH + tl.arange(0, WIDTH)
     q = tl.load(fused + token[:, None] * (3 * CHANNELS) + k[None, :])
     keys = fused + CHANNELS + key[None, :] * (3 * CHANNELS) + k[:, None]
     values = fused + 2 * CHANNELS + key[:, None] * (3 * CHANNELS) + k[None, :]
-    most = tl.full((BLOCK,), -float("inf"), tl.float32)
+    maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     mixed = tl.zeros((BLOCK, WIDTH), tl.float32)
     for _ in range(0, TOKENS, KEYS):
         scores = tl.dot(q, tl.load(keys))
-        higher = tl.maximum(most, tl.max(scores, 1) * SCALE)
-        faded = tl.exp2(most - higher)
-        weights = tl.exp2(scores * SCALE - higher[:, None])
-        total = total * faded + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(q.dtype), tl.load(values), mixed * faded[:, None])
-        most = higher
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * SCALE)
+        rescale = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores * SCALE - new_maximum[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(q.dtype), tl.load(values), mixed * rescale[:, None])
+        maximum = new_maximum
         keys += KEYS * 3 * CHANNELS
         values += KEYS * 3 * CHANNELS
     tl.store(out + token[:, None] * CHANNELS + k[None, :], (mixed / total[:, None]).to(out.dtype.element_ty))
@@ -171,10 +172,10 @@ def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
     fused: concatenated queries, keys and values, [batch, tokens, 3 * heads * 64], contiguous; tokens are a multiple of
     128. Returns [batch, tokens, heads * 64].
     """
-    rows, tokens, channels = fused.shape[0], fused.shape[1], fused.shape[2] // 3
-    out = fused.new_empty(rows, tokens, channels)
+    batch, tokens, channels = fused.shape[0], fused.shape[1], fused.shape[2] // 3
+    out = fused.new_empty(batch, tokens, channels)
     block, keys, warps, stages = 64, 128, 4, 2  # as measured on an H200
-    library.wrap_triton(_attend_self_kernel)[(tokens // block, rows * heads)](
+    library.wrap_triton(_attend_self_kernel)[(tokens // block, batch * heads)](
         fused, out, TOKENS=tokens, CHANNELS=channels, WIDTH=64, SCALE=math.log2(math.e) / 8, BLOCK=block, KEYS=keys,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

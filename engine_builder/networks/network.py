@@ -41,13 +41,16 @@ def library_versions() -> dict[str, str]:
 
 
 def digest_json(value: object) -> str:
-    """Return the SHA-256 of `value` as JSON with sorted keys. Engine, graph and plan keys are made with it."""
+    """Return the SHA-256 of `value` as JSON with sorted keys. Engine, graph and plan keys are such digests."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Network:
-    """A component ready to export. `multiple`: pixels that height and width are multiples of; None: it has no size."""
+    """A component ready to export.
+
+    `multiple`: height and width are multiples of so many pixels; None: the component has no height and width.
+    """
 
     component: str
     module: nn.Module
@@ -71,8 +74,8 @@ def public_name(name: str) -> str:
 def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     """Return the entries of a config.json that decide which code is compiled.
 
-    Only the time network embeds the guidance scale. So the other engines of a model serve one that was distilled from
-    it to embed guidance.
+    Only the time network embeds the guidance scale. So a model's other engines also serve models that were distilled
+    from it to embed guidance.
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
     if "time_cond_proj_dim" in entries and find_component(component)[0].phase != "request":
@@ -112,10 +115,10 @@ def load_network(
 ) -> Network:
     """Load a component in eval mode on `device`. On "meta" it has shapes only, and no weights are read.
 
-    `component` is a name of `model.pipeline.spec`, also of a variant. Refiner components need the refiner's own
-    checkpoint. Pass one `reader` to load several components in turn. `plain` selects the CPU's weight layout and
-    convolutions on any device: ONNX can express those. Raises CheckpointError if the component is missing or not
-    SDXL's.
+    `component` is the name of a component or variant in `model.pipeline.spec`. Refiner components need the refiner's
+    own checkpoint. Pass one `reader` to load several components one after the other. `plain` selects the CPU's weight
+    layout and convolutions on any device, because ONNX can express those. Raises CheckpointError if the component is
+    missing or not SDXL's.
     """
     spec, variant = find_component(component)
     wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
@@ -128,7 +131,7 @@ def load_network(
     if spec.checkpoint_folder == "unet":
         widths = replace(widths, time_embeds_width=time_width(network), keys_values_width=text_width(network))
     options = {}
-    if wrapper.convolves:
+    if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
     module = wrapper.wrap(network, **options)
     multiples = {"cfg_half": checkpoint.size_step(), "image": widths.vae_scale}
@@ -155,11 +158,11 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
     dtype_option = "torch_dtype" if library == "diffusers" else "dtype"
     options = {"variant": variant, "use_safetensors": True, "output_loading_info": True, dtype_option: dtype}
     try:
-        network, found = network_class.from_pretrained(checkpoint.root / subfolder, **options)
+        network, loading_info = network_class.from_pretrained(checkpoint.root / subfolder, **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise CheckpointError(f"{checkpoint.root}/{subfolder} cannot be loaded ({reason}).", DOWNLOAD_AGAIN) from error
-    if missing := sorted(found["missing_keys"]):  # the library would fill them with random numbers
+    if missing := sorted(loading_info["missing_keys"]):  # the library fills them with random numbers
         raise CheckpointError(
             f"{checkpoint.root}/{subfolder} lacks {len(missing)} of its network's weights, {missing[0]} first.",
             DOWNLOAD_AGAIN,

@@ -28,7 +28,7 @@ class TextNetwork(nn.Module):
 
 
 class PooledTextNetwork(TextNetwork):
-    """CLIP with projection: also the projection of the first end-of-text token, [batch, pooled width]."""
+    """CLIP with projection. It also returns the projection of the first end-of-text token, [batch, pooled width]."""
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
         output = self.network(input_ids, output_hidden_states=True, return_dict=True)
@@ -38,7 +38,7 @@ class PooledTextNetwork(TextNetwork):
 class _SelfAttention(nn.Module):
     """Causal CLIPAttention with one product for queries, keys and values.
 
-    A text has few tokens, so that on a GPU a product takes longer to launch than to compute.
+    A text has few tokens, so on a GPU a product takes longer to launch than to compute.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -48,7 +48,7 @@ class _SelfAttention(nn.Module):
         self.out_proj = attention.out_proj
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[batch, tokens, width] -> (the same shape, None). Attention masks are ignored: SDXL passes none."""
+        """Return attention of the shape [batch, tokens, width], and None. Masks are ignored: SDXL passes none."""
         fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [batch, heads, tokens, head width]
         if hidden_states.is_cuda:

@@ -1,4 +1,4 @@
-"""SDXL's UNet as three networks: computed once per text, once per request and once per step.
+"""SDXL's UNet as three networks, which run once per text, once per request and once per step.
 
 `UnetTextNetwork` computes the keys and values of every cross-attention from the text. `UnetTimeNetwork` computes every
 ResNet block's bias from the timestep and the sizes. `UnetNetwork` does the rest. Together they compute what diffusers'
@@ -29,7 +29,7 @@ from engine_builder.networks.blocks import (
 from engine_builder.networks.winograd import replace_wide_convs
 from model.store.manifest import BLOB_LIMIT
 
-_MAX_WEIGHTS = BLOB_LIMIT // 5  # of one product: 4 bytes each in fp32, which leaves space for a blob's header
+_MAX_WEIGHTS = BLOB_LIMIT // 5  # of one product; at 4 bytes each (fp32) this leaves space for a blob's header
 _TIME_PARAMETERS = ("time_embedding.", "add_embedding.")
 _TEXT_AND_TIME_PROJECTIONS = (".time_emb_proj.", ".attn2.to_k.", ".attn2.to_v.")
 
@@ -37,7 +37,8 @@ _TEXT_AND_TIME_PROJECTIONS = (".time_emb_proj.", ".attn2.to_k.", ".attn2.to_v.")
 class UnetTextNetwork(nn.Module):
     """encoder_hidden_states [batch, tokens, width] -> keys_values [batch, tokens, channels of all keys and values].
 
-    The keys and then the values of each cross-attention, in the order of `transformer_blocks`, as few large products.
+    keys_values has the keys and then the values of each cross-attention, in the order of `transformer_blocks`. They are
+    computed in few large products.
     """
 
     def __init__(self, network: Any) -> None:
@@ -51,10 +52,10 @@ class UnetTextNetwork(nn.Module):
 
 
 class UnetTimeNetwork(nn.Module):
-    """timestep [batch], text_embeds [batch, pooled], time_ids [batch, 5 or 6] -> time_embeds [batch, channels of all
-    ResNet blocks]: each block's projection of the time embedding, in the order of `resnets`.
+    """timestep [batch], text_embeds [batch, pooled], time_ids [batch, 5 or 6] -> time_embeds [batch, width].
 
-    A UNet that embeds the guidance scale also takes timestep_cond [batch, time_cond_proj_dim].
+    time_embeds is each ResNet block's projection of the time embedding, concatenated in the order of `resnets`. A UNet
+    that embeds the guidance scale also takes timestep_cond [batch, time_cond_proj_dim].
     """
 
     def __init__(self, network: Any) -> None:
@@ -76,12 +77,12 @@ class UnetTimeNetwork(nn.Module):
 class UnetNetwork(nn.Module):
     """sample [batch, channels, height/8, width/8], time_embeds and keys_values -> predicted noise, shaped like sample.
 
-    The batch of keys_values may be smaller. The later entries are then unconditional: they attend to zeros, which an
-    encoding of zeros results in (diffusers' `force_zeros_for_empty_prompt`), because keys and values have no bias.
+    The batch of keys_values may be smaller. The later entries are then unconditional: they attend to zeros. Keys and
+    values have no bias, so they are zeros for an encoding of zeros (diffusers' `force_zeros_for_empty_prompt`).
     """
 
     def __init__(self, network: Any, use_winograd: bool = False) -> None:
-        """`use_winograd`: compute wide convolutions as `winograd` does. For GPUs in half precision only."""
+        """`use_winograd`: replace wide convolutions by those of `winograd`. For GPUs in half precision only."""
         super().__init__()
         self.network = network
         self._time = [block.time_emb_proj.out_features for block in resnets(network)]
@@ -126,8 +127,8 @@ class GuidedUnetNetwork(UnetNetwork):
     """Both halves of classifier-free guidance against zeros in one call, for an even batch.
 
     The first half of the batch is conditional. The second half is unconditional and has the same latents, so its
-    entries of `sample` and `keys_values` are not read. Up to the first ResNet bias both halves are equal and computed
-    once.
+    entries of `sample` and `keys_values` are not read. Up to the first ResNet bias both halves are equal, and they are
+    computed once.
     """
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
@@ -178,12 +179,13 @@ def keep_parameters(network: nn.Module, is_read: Callable[[str], bool]) -> None:
 
 
 def _layers(block: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the ResNet blocks of a UNet block, each with the transformer after it or None."""
     transformers = getattr(block, "attentions", None) or [None] * len(block.resnets)
     return zip(block.resnets, transformers, strict=True)
 
 
 def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> Tensor:
-    """Run a transformer, or nothing if it is None. Takes keys and values of each of its blocks from `texts`."""
+    """Run a transformer, or return `hidden` if it is None. `texts` yields keys and values of each of its blocks."""
     if transformer is None:
         return hidden
     batch, channels, height, width = hidden.shape
@@ -233,7 +235,7 @@ def _group_linears(linears: Iterable[nn.Linear]) -> Iterator[list[nn.Linear]]:
 
 
 def _interleave_gates(widening: Any) -> None:
-    """Replace `proj` (values, then gates) by `interleaved`: each value next to its gate, for one kernel to read."""
+    """Replace `proj` (values, then gates) by `interleaved`, which has each value next to its gate for `geglu`."""
     widening.interleaved = nn.Linear(widening.proj.in_features, widening.proj.out_features, device="meta")
     for name in ("weight", "bias"):
         alternating = getattr(widening.proj, name).unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1).contiguous()

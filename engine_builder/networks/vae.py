@@ -9,7 +9,10 @@ from engine_builder.networks.blocks import group_norm, resnet, subpixel_upsample
 
 
 class VaeDecoderNetwork(nn.Module):
-    """Latents already divided by the scaling factor -> pixels in [-1, 1], [batch, 3, height, width]."""
+    """Latents, divided by the scaling factor, [batch, channels, height/8, width/8] -> pixels [batch, 3, height, width].
+
+    Pixels are nominally in [-1, 1].
+    """
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class VaeDecoderNetwork(nn.Module):
 
 
 def _attention(attention: Any, hidden: Tensor) -> Tensor:
-    """Attention between all pixels of a latent, in one head as wide as the channels (512).
+    """Add attention between all pixels of a latent, in one head as wide as the channels (512).
 
     On a GPU no fused attention is fast for so wide a head. Two plain products with a softmax between them are faster.
     """

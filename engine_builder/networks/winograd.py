@@ -2,7 +2,8 @@
 
 Each tile of 2x2 pixels is computed from the 4x4 pixels around it, in a basis where convolution is an elementwise
 product: F(2x2, 3x3) of Lavin and Gray, "Fast algorithms for convolutional neural networks", 2016. For each of the 16
-places of that basis one matrix maps all tiles' input channels to their output channels. Weights are stored in it.
+elements of that basis one matrix maps all tiles' input channels to their output channels. Weights are stored in that
+basis.
 """
 
 from typing import Any
@@ -11,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# As measured on an H200: with 320 channels on both sides, moving tiles costs as much time as the products save.
+# As measured on an H200. With 320 channels on both sides, moving tiles takes as much time as the products save.
 _MIN_WIDER_SIDE, _MIN_NARROWER_SIDE = 640, 320  # channels
 _CHANNEL_BLOCK = 64  # the least number of channels that a kernel works on at once
 
 
 class WinogradConv(nn.Module):
-    """A 3x3 convolution with a border of one pixel, in the form that `winograd_kernels` computes with.
+    """A 3x3 convolution with a border of one pixel, with the weights that `winograd_kernels` reads.
 
-    weight: [16, channels out, channels in]; bias: [channels out]. Calling it runs PyTorch's own convolution, which the
-    kernels are validated against.
+    weight: [16, channels out, channels in]; bias: [channels out]. A call runs PyTorch's own convolution, and the
+    kernels are validated against it.
     """
 
     def __init__(self, conv: nn.Conv2d) -> None:
@@ -30,12 +31,12 @@ class WinogradConv(nn.Module):
         self.bias = nn.Parameter(conv.bias.detach(), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[batch, channels in, height, width] -> [batch, channels out, height, width]."""
+        """Convolve [batch, channels in, height, width] -> [batch, channels out, height, width]."""
         return F.conv2d(hidden, restore_weight(self.weight), self.bias, padding=1)
 
 
 def replace_wide_convs(block: Any) -> None:
-    """Replace the convolutions of a ResNet block that are wide enough by `WinogradConv`."""
+    """Replace the wide convolutions of a ResNet block by `WinogradConv`."""
     for name in ("conv1", "conv2"):
         conv = getattr(block, name)
         sides = conv.in_channels, conv.out_channels
@@ -45,11 +46,14 @@ def replace_wide_convs(block: Any) -> None:
 
 
 def transform_weight(weight: Tensor) -> Tensor:
-    """Convolution weight [out, in, 3, 3] -> G weight G^T, [16, out, in]. Computed in fp32 or wider, rounded once."""
+    """Return G weight G^T, [16, out, in], of a convolution weight [out, in, 3, 3].
+
+    It is computed in fp32 or wider and rounded once.
+    """
     exact = torch.promote_types(weight.dtype, torch.float32)
     axis = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=exact, device=weight.device)
-    places = torch.kron(axis, axis) @ weight.to(exact).flatten(2).flatten(0, 1).T
-    return places.to(weight.dtype).reshape(-1, *weight.shape[:2])
+    transformed = torch.kron(axis, axis) @ weight.to(exact).flatten(2).flatten(0, 1).T
+    return transformed.to(weight.dtype).reshape(-1, *weight.shape[:2])
 
 
 def restore_weight(weight: Tensor) -> Tensor:

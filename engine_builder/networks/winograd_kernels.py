@@ -1,6 +1,6 @@
 """Triton kernels for the two transforms of `winograd`, fused with the operations before and after a convolution.
 
-Like `kernels`, they are for GPUs only and become part of the compiled engine.
+They are for GPUs only and become part of the compiled engine, like those of `kernels`.
 """
 
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -9,15 +9,15 @@ from torch import Tensor, library
 
 # As measured on an H200.
 _TILES, _TILES_WARPS = 4, 4  # tiles and warps of one program
-_TILES_CHANNELS = 128  # of one program if it divides them; otherwise half as many, with twice the tiles
+_TILES_CHANNELS = 128  # of one program, if it divides the channels; otherwise half as many, with twice the tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _winograd_places(  # type: ignore[no-untyped-def]
+def _winograd_tile_positions(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    # The program's tiles, whether each exists, the program's channels, and each tile's batch entry and first pixel of
-    # its 2x2.
+    # Returns the program's tiles, whether each exists, the program's channels, and for each tile its batch entry and
+    # the y and x of its first pixel.
     down: tl.constexpr = (HEIGHT + 1) // 2
     across: tl.constexpr = (WIDTH + 1) // 2
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -27,26 +27,26 @@ def _winograd_places(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _normed_silu(  # type: ignore[no-untyped-def]
-    hidden, scale, shift, row, y, x, known, channel,
+    hidden, scale, shift, entry, y, x, exists, channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    # One pixel of each tile. The border belongs to the convolution's input: it is zero, not normalized.
-    inside = (known & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
-    at = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
-    normed = tl.load(hidden + at, inside, 0.0).to(tl.float32) * scale + shift
+    # Returns silu(norm) of one pixel of each tile. The convolution pads after the norm, so its border is zero.
+    inside = (exists & (y >= 0) & (y < HEIGHT) & (x >= 0) & (x < WIDTH))[:, None]
+    offsets = ((entry * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
+    normed = tl.load(hidden + offsets, inside, 0.0).to(tl.float32) * scale + shift
     return tl.where(inside, normed / (1.0 + tl.exp2(normed * -1.4426950408889634)), 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_column(  # type: ignore[no-untyped-def]
-    hidden, scale, shift, row, top, x, known, channel,
+    hidden, scale, shift, entry, top, x, exists, channel,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    # A column of B^T pixels.
-    first = _normed_silu(hidden, scale, shift, row, top, x, known, channel, HEIGHT, WIDTH, CHANNELS)
-    second = _normed_silu(hidden, scale, shift, row, top + 1, x, known, channel, HEIGHT, WIDTH, CHANNELS)
-    third = _normed_silu(hidden, scale, shift, row, top + 2, x, known, channel, HEIGHT, WIDTH, CHANNELS)
-    fourth = _normed_silu(hidden, scale, shift, row, top + 3, x, known, channel, HEIGHT, WIDTH, CHANNELS)
+    # Returns a column of B^T pixels.
+    first = _normed_silu(hidden, scale, shift, entry, top, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    second = _normed_silu(hidden, scale, shift, entry, top + 1, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    third = _normed_silu(hidden, scale, shift, entry, top + 2, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    fourth = _normed_silu(hidden, scale, shift, entry, top + 3, x, exists, channel, HEIGHT, WIDTH, CHANNELS)
     return first - third, second + third, third - second, second - fourth
 
 
@@ -56,99 +56,100 @@ def _winograd_tiles_kernel(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, TILES: tl.constexpr,
     BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    place: tl.constexpr = TILES * CHANNELS
-    tile, known, channel, row, y, x = _winograd_places(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
+    plane: tl.constexpr = TILES * CHANNELS
+    tile, exists, channel, entry, y, x = _winograd_tile_positions(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
     top, left = y - 1, x - 1  # of the 4x4 pixels
-    group = row[:, None] * GROUPS + (channel // (CHANNELS // GROUPS))[None, :]
-    scale = tl.load(weight + channel).to(tl.float32)[None, :] / tl.load(deviation + group, known[:, None], 1.0)
-    shift = tl.load(bias + channel).to(tl.float32)[None, :] - tl.load(mean + group, known[:, None], 0.0) * scale
-    first = _winograd_column(hidden, scale, shift, row, top, left, known, channel, HEIGHT, WIDTH, CHANNELS)
-    second = _winograd_column(hidden, scale, shift, row, top, left + 1, known, channel, HEIGHT, WIDTH, CHANNELS)
-    third = _winograd_column(hidden, scale, shift, row, top, left + 2, known, channel, HEIGHT, WIDTH, CHANNELS)
-    fourth = _winograd_column(hidden, scale, shift, row, top, left + 3, known, channel, HEIGHT, WIDTH, CHANNELS)
+    group = entry[:, None] * GROUPS + (channel // (CHANNELS // GROUPS))[None, :]
+    scale = tl.load(weight + channel).to(tl.float32)[None, :] / tl.load(deviation + group, exists[:, None], 1.0)
+    shift = tl.load(bias + channel).to(tl.float32)[None, :] - tl.load(mean + group, exists[:, None], 0.0) * scale
+    first = _winograd_column(hidden, scale, shift, entry, top, left, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    second = _winograd_column(hidden, scale, shift, entry, top, left + 1, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    third = _winograd_column(hidden, scale, shift, entry, top, left + 2, exists, channel, HEIGHT, WIDTH, CHANNELS)
+    fourth = _winograd_column(hidden, scale, shift, entry, top, left + 3, exists, channel, HEIGHT, WIDTH, CHANNELS)
     for i in tl.static_range(4):
-        at = out + 4 * i * place + tile[:, None] * CHANNELS + channel[None, :]
-        tl.store(at, (first[i] - third[i]).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + place, (second[i] + third[i]).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + 2 * place, (third[i] - second[i]).to(out.dtype.element_ty), known[:, None])
-        tl.store(at + 3 * place, (second[i] - fourth[i]).to(out.dtype.element_ty), known[:, None])
+        row = out + 4 * i * plane + tile[:, None] * CHANNELS + channel[None, :]
+        tl.store(row, (first[i] - third[i]).to(out.dtype.element_ty), exists[:, None])
+        tl.store(row + plane, (second[i] + third[i]).to(out.dtype.element_ty), exists[:, None])
+        tl.store(row + 2 * plane, (third[i] - second[i]).to(out.dtype.element_ty), exists[:, None])
+        tl.store(row + 3 * plane, (second[i] - fourth[i]).to(out.dtype.element_ty), exists[:, None])
 
 
 @library.triton_op("preheat::winograd_tiles", mutates_args={})
 def winograd_tiles(hidden: Tensor, mean: Tensor, deviation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """silu(group norm of hidden) in tiles, in the basis of `winograd`: B^T pixels B.
+    """Return silu(group norm of hidden) in tiles, in the basis of `winograd`: B^T pixels B.
 
     hidden: [batch, height, width, channels], contiguous; mean and deviation: [batch, groups], fp32, contiguous; weight
     and bias of the norm: [channels]. channels is a multiple of 64. Returns [16, batch * tiles, channels], with
     ceil(height / 2) * ceil(width / 2) tiles.
     """
-    rows, height, width, channels = hidden.shape
-    count = rows * ((height + 1) // 2) * ((width + 1) // 2)
-    out = hidden.new_empty(16, count, channels)
-    block, part = _winograd_block(channels)
-    library.wrap_triton(_winograd_tiles_kernel)[(-(-count // block), channels // part)](
+    batch, height, width, channels = hidden.shape
+    tiles = batch * ((height + 1) // 2) * ((width + 1) // 2)
+    out = hidden.new_empty(16, tiles, channels)
+    block, slice_channels = _winograd_block(channels)
+    library.wrap_triton(_winograd_tiles_kernel)[(-(-tiles // block), channels // slice_channels)](
         hidden, mean, deviation, weight, bias, out, HEIGHT=height, WIDTH=width, CHANNELS=channels,
-        GROUPS=mean.shape[1], TILES=count, BLOCK=block, SLICE=part, num_warps=_TILES_WARPS,
+        GROUPS=mean.shape[1], TILES=tiles, BLOCK=block, SLICE=slice_channels, num_warps=_TILES_WARPS,
     )  # fmt: skip
     return out
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _winograd_row(at, known, PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-    # A row of products A: the left pixels' terms and the right pixels'.
-    first = tl.load(at, known[:, None], 0.0).to(tl.float32)
-    second = tl.load(at + PLACE, known[:, None], 0.0).to(tl.float32)
-    third = tl.load(at + 2 * PLACE, known[:, None], 0.0).to(tl.float32)
-    fourth = tl.load(at + 3 * PLACE, known[:, None], 0.0).to(tl.float32)
+def _winograd_row(products, exists, PLANE: tl.constexpr):  # type: ignore[no-untyped-def]
+    # Returns a row of products A: the terms of the left pixels and of the right pixels.
+    first = tl.load(products, exists[:, None], 0.0).to(tl.float32)
+    second = tl.load(products + PLANE, exists[:, None], 0.0).to(tl.float32)
+    third = tl.load(products + 2 * PLANE, exists[:, None], 0.0).to(tl.float32)
+    fourth = tl.load(products + 3 * PLANE, exists[:, None], 0.0).to(tl.float32)
     return first + second + third, second - third - fourth
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _winograd_pixels_kernel(  # type: ignore[no-untyped-def]
-    products, bias, more, residual, out, more_stride,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, MORE: tl.constexpr,
+    products, bias, time_bias, residual, out, time_stride,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr, TIME_BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    place: tl.constexpr = TILES * CHANNELS
-    tile, known, channel, row, top, left = _winograd_places(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
+    plane: tl.constexpr = TILES * CHANNELS
+    tile, exists, channel, entry, top, left = _winograd_tile_positions(HEIGHT, WIDTH, TILES, BLOCK, SLICE)
     added = tl.load(bias + channel).to(tl.float32)[None, :]
-    if MORE:
-        added += tl.load(more + row[:, None] * more_stride + channel[None, :], known[:, None], 0.0).to(tl.float32)
-    at = products + tile[:, None] * CHANNELS + channel[None, :]
-    first, second = _winograd_row(at, known, place), _winograd_row(at + 4 * place, known, place)
-    third, fourth = _winograd_row(at + 8 * place, known, place), _winograd_row(at + 12 * place, known, place)
+    if TIME_BIAS:
+        at = time_bias + entry[:, None] * time_stride + channel[None, :]
+        added += tl.load(at, exists[:, None], 0.0).to(tl.float32)
+    corner = products + tile[:, None] * CHANNELS + channel[None, :]
+    first, second = _winograd_row(corner, exists, plane), _winograd_row(corner + 4 * plane, exists, plane)
+    third, fourth = _winograd_row(corner + 8 * plane, exists, plane), _winograd_row(corner + 12 * plane, exists, plane)
     for i in tl.static_range(4):
         y, x = top + i // 2, left + i % 2
         if i // 2 == 0:
             pixel = first[i % 2] + second[i % 2] + third[i % 2] + added
         else:
             pixel = second[i % 2] - third[i % 2] - fourth[i % 2] + added
-        inside = (known & (y < HEIGHT) & (x < WIDTH))[:, None]
-        to = ((row * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
+        inside = (exists & (y < HEIGHT) & (x < WIDTH))[:, None]
+        offsets = ((entry * HEIGHT + y) * WIDTH + x)[:, None] * CHANNELS + channel[None, :]
         if RESIDUAL:
-            pixel += tl.load(residual + to, inside, 0.0).to(tl.float32)
-        tl.store(out + to, pixel.to(out.dtype.element_ty), inside)
+            pixel += tl.load(residual + offsets, inside, 0.0).to(tl.float32)
+        tl.store(out + offsets, pixel.to(out.dtype.element_ty), inside)
 
 
 @library.triton_op("preheat::winograd_pixels", mutates_args={})
 def winograd_pixels(
-    products: Tensor, bias: Tensor, height: int, width: int, more: Tensor | None, residual: Tensor | None
+    products: Tensor, bias: Tensor, height: int, width: int, time_bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """The convolution from its products in the basis of `winograd`: A^T products A + bias + more + residual.
+    """Return the convolution, from its products in the basis of `winograd`: A^T products A + bias.
 
-    products: [16, batch * tiles, channels], contiguous, with the tiles of `winograd_tiles`; bias: [channels]; more:
-    [batch, channels], contiguous in channels; residual: [batch, height, width, channels], contiguous. channels is a
-    multiple of 64. Returns [batch, height, width, channels].
+    time_bias and residual are added unless they are None. products: [16, batch * tiles, channels], contiguous, with the
+    tiles of `winograd_tiles`; bias: [channels]; time_bias: [batch, channels], contiguous in channels; residual and the
+    result: [batch, height, width, channels], contiguous. channels is a multiple of 64.
     """
-    count, channels = products.shape[1:]
-    rows = count // (((height + 1) // 2) * ((width + 1) // 2))
-    out = products.new_empty(rows, height, width, channels)
-    block, part = _winograd_block(channels)
-    library.wrap_triton(_winograd_pixels_kernel)[(-(-count // block), channels // part)](
-        products, bias, bias if more is None else more, bias if residual is None else residual, out,
-        0 if more is None else more.stride(0),
-        HEIGHT=height, WIDTH=width, CHANNELS=channels, TILES=count, MORE=more is not None,
-        RESIDUAL=residual is not None, BLOCK=block, SLICE=part, num_warps=_TILES_WARPS,
+    tiles, channels = products.shape[1:]
+    batch = tiles // (((height + 1) // 2) * ((width + 1) // 2))
+    out = products.new_empty(batch, height, width, channels)
+    block, slice_channels = _winograd_block(channels)
+    library.wrap_triton(_winograd_pixels_kernel)[(-(-tiles // block), channels // slice_channels)](
+        products, bias, bias if time_bias is None else time_bias, bias if residual is None else residual, out,
+        0 if time_bias is None else time_bias.stride(0),
+        HEIGHT=height, WIDTH=width, CHANNELS=channels, TILES=tiles, TIME_BIAS=time_bias is not None,
+        RESIDUAL=residual is not None, BLOCK=block, SLICE=slice_channels, num_warps=_TILES_WARPS,
     )  # fmt: skip
     return out
 

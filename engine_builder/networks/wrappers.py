@@ -18,13 +18,15 @@ from engine_builder.networks.vae import VaeDecoderNetwork
 
 @dataclass(frozen=True)
 class Wrapper:
-    """`package` and `class_name`: what reads the checkpoint's network, which `wrap` takes. `convolves`: `wrap` also
-    takes `use_winograd`."""
+    """A wrapper, and the class that reads its network from a checkpoint.
+
+    `wrap` takes the network and, if `accepts_winograd`, the option `use_winograd`.
+    """
 
     package: str
     class_name: str
     wrap: Callable[..., nn.Module]
-    convolves: bool = False
+    accepts_winograd: bool = False
 
 
 _UNET = ("diffusers", "UNet2DConditionModel")
@@ -34,8 +36,8 @@ WRAPPERS = {
     "PooledTextNetwork": Wrapper("transformers", "CLIPTextModelWithProjection", PooledTextNetwork),
     "UnetTextNetwork": Wrapper(*_UNET, UnetTextNetwork),
     "UnetTimeNetwork": Wrapper(*_UNET, UnetTimeNetwork),
-    "UnetNetwork": Wrapper(*_UNET, UnetNetwork, convolves=True),
-    "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, convolves=True),
-    "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, convolves=True),
+    "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
+    "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
+    "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
     "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
 }
