@@ -26,8 +26,8 @@ from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.release_settings import (
     read_model_facts,
+    read_noise_schedules,
     read_release_defaults,
-    read_schedulers,
     write_tokenizers,
 )
 from engine_builder.networks.check import check_model
@@ -100,7 +100,7 @@ def build(
     # 3. Record the inputs of a real denoising run.
     report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
     facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
-    schedulers = read_schedulers(plan.base, plan.refiner)
+    schedulers = read_noise_schedules(plan.base, plan.refiner)
     sizes = {(height, width) for _, height, width in plan.sizes}
     real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.target.device, sizes)
 

@@ -18,7 +18,7 @@ from engine_builder.checkpoints.folder import (
     Checkpoint,
     CheckpointError,
     read_json,
-    read_text,
+    read_small_file,
     weight_files,
 )
 from engine_builder.checkpoints.tokenizers import export_tokenizer
@@ -26,10 +26,10 @@ from model.errors import MissingComponent
 from model.pipeline.tokenizer import ClipTokenizer
 
 _WEIGHTS_LIMIT = 32 * 2**30  # bytes of one file; SDXL's UNet has 10 GB in fp32
-_TEXTS = (".txt", ".jinja")  # of a tokenizer
-_INDEX_CLASS = re.compile(r"(StableDiffusionXL|SDXL)\w*Pipeline")  # diffusers' own, and community pipelines
+_TEXT_SUFFIXES = (".txt", ".jinja")  # of a tokenizer's files
+_PIPELINE_CLASS = re.compile(r"(StableDiffusionXL|SDXL)\w*Pipeline")  # diffusers' own, and community pipelines
 _CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
-# What a subfolder's config.json or model_index.json may call its class.
+# The classes that config.json or model_index.json may name for a subfolder.
 _CLASSES = {
     "unet": ("UNet2DConditionModel",),
     "vae": ("AutoencoderKL",),
@@ -55,7 +55,7 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
         entry = index.get(subfolder)
         if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
             _check_class(path, f"class of {subfolder}", entry[1], subfolder)
-        _check_kinds(checkpoint.root / subfolder)
+        _check_folder(checkpoint.root / subfolder)
     for subfolder in ("unet", "vae"):
         _check_class(*_config_class(checkpoint, subfolder, "_class_name"), subfolder)
     for subfolder in {"text_encoder", "text_encoder_2"} & set(subfolders):
@@ -82,12 +82,12 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, readers: Collection[
         config, path = reader.config(encoder), reader.root / encoder / "config.json"
         if (positions := config.size("max_position_embeddings")) != settings.max_length:
             raise CheckpointError(
-                f"{folder} makes {settings.max_length} tokens of a prompt, and {path} takes {positions}.",
+                f"{folder} encodes a prompt as {settings.max_length} tokens, but {path} takes {positions}.",
                 "Set model_max_length in its tokenizer_config.json to max_position_embeddings, 77 for SDXL.",
             )
         if largest >= (size := config.size("vocab_size")):
             raise CheckpointError(
-                f"{folder} has a token {largest}, and the vocabulary in {path} has {size} tokens.",
+                f"{folder} has a token {largest}, but the vocabulary in {path} has {size} tokens.",
                 "Use the tokenizer and the text encoder of one model.",
             )
 
@@ -100,7 +100,7 @@ def read_shapes(checkpoint: Checkpoint, subfolder: str) -> Shapes:
         if size > _WEIGHTS_LIMIT:
             raise CheckpointError(f"{path} has {size:,} bytes, more than {_WEIGHTS_LIMIT:,}.", DOWNLOAD_AGAIN)
         try:
-            # The library checks that the header's tensors fill the file. It maps the file, and reads no tensor.
+            # The library checks that the header's tensors fill the file. It maps the file and reads no tensor.
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (SafetensorError, OSError, ValueError) as error:
@@ -109,19 +109,22 @@ def read_shapes(checkpoint: Checkpoint, subfolder: str) -> Shapes:
     return shapes
 
 
-def _check_kinds(folder: Path) -> None:
-    """Refuse pipes, devices and broken links, which the libraries would wait for. Parse every JSON file."""
+def _check_folder(folder: Path) -> None:
+    """Read every JSON and text file of a folder, and refuse weights that are no regular files.
+
+    The libraries would wait for a pipe or a device.
+    """
     try:
         paths = sorted(Path(entry.path) for entry in os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
-        return  # what reads the folder names the file that it misses
+        return  # the later reader of the folder names the missing file
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.", DOWNLOAD_AGAIN) from error
     for path in paths:
         if path.suffix == ".json":
             read_json(path)
-        elif path.suffix in _TEXTS:
-            read_text(path)
+        elif path.suffix in _TEXT_SUFFIXES:
+            read_small_file(path)
         elif path.suffix == ".safetensors":
             _check_regular(path)
 
@@ -139,7 +142,7 @@ def _check_regular(path: Path) -> None:
 def _check_pipeline_class(path: Path, name: Any) -> None:
     if isinstance(name, list) and len(name) == 2:
         name = name[1]  # a community pipeline: its module and its class
-    if not isinstance(name, str) or not _INDEX_CLASS.fullmatch(name):
+    if not isinstance(name, str) or not _PIPELINE_CLASS.fullmatch(name):
         raise CheckpointError(
             f"{path}: _class_name is {name!r:.80}, not a pipeline of Stable Diffusion XL (StableDiffusionXLPipeline)."
         )
@@ -150,7 +153,7 @@ def _config_class(checkpoint: Checkpoint, subfolder: str, key: str) -> tuple[Pat
 
 
 def _check_class(path: Path, key: str, name: Any, subfolder: str) -> None:
-    """Check a class that a file names. A missing one is accepted: old configurations have none."""
+    """Check a class name in a file. A missing name is accepted, because old configurations lack it."""
     accepted = _CLASSES.get(subfolder)
     if accepted is not None and name is not None and name not in accepted:
         raise CheckpointError(f"{path}: {key} is {name!r:.80}, expected {' or '.join(accepted)}.")

@@ -8,7 +8,7 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from model.pipeline.spec import SDXL
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_SETTINGS = ["*.json", "*.txt"]
+_SETTINGS_PATTERNS = ["*.json", "*.txt"]
 _FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in SDXL.values())
 _SUBFOLDERS = [f"{root}{name}" for root in ("", "refiner/") for name in _FOLDERS]
 
@@ -16,8 +16,9 @@ _SUBFOLDERS = [f"{root}{name}" for root in ("", "refiner/") for name in _FOLDERS
 def find_model(name: str) -> Path:
     """Return the folder `name`, or download the Hub's repository of that id.
 
-    For each network the fp16 weights are downloaded, or the plain ones if there are none. An interrupted download is
-    continued. Raises CheckpointError if the name is neither, or the download failed.
+    For each network the fp16 weights are downloaded, or the plain ones if it has no fp16 weights. An interrupted
+    download is continued. Raises CheckpointError if the name is neither a folder nor a Hub id, or if the download
+    failed.
     """
     folder = Path(name)
     if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long, and without permission
@@ -28,8 +29,8 @@ def find_model(name: str) -> Path:
 
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of its HTTP client's errors
     try:
-        halves = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
-        path = Path(snapshot_download(name, allow_patterns=_SETTINGS + halves))
+        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
+        path = Path(snapshot_download(name, allow_patterns=_SETTINGS_PATTERNS + fp16_patterns))
         # Check all subfolders, also those with files: an interrupted download leaves some of them.
         existing = [subfolder for subfolder in _SUBFOLDERS if (path / subfolder).is_dir()]
         plain = [subfolder for subfolder in existing if not any((path / subfolder).glob("*.fp16*.safetensors"))]
@@ -50,10 +51,16 @@ def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Check
     Raises CheckpointError.
     """
     base = find_model(model)
-    subfolder = base / "refiner"
-    # Also a pipe or a broken link is found: reading it names the fault.
-    chosen = find_model(refiner) if refiner else subfolder if os.path.lexists(subfolder / "model_index.json") else None
-    for folder in (base, chosen):
-        if folder is not None and not os.path.lexists(folder / "model_index.json"):
+    if refiner:
+        refiner_folder = find_model(refiner)
+    else:
+        refiner_folder = base / "refiner" if _has_index(base / "refiner") else None
+    for folder in (base, refiner_folder):
+        if folder is not None and not _has_index(folder):
             raise CheckpointError(f"{folder} has no model_index.json.")
-    return Checkpoint(base), Checkpoint(chosen) if chosen else None
+    return Checkpoint(base), Checkpoint(refiner_folder) if refiner_folder else None
+
+
+def _has_index(folder: Path) -> bool:
+    """True also for a pipe or a broken link: the error of reading it names the cause."""
+    return os.path.lexists(folder / "model_index.json")

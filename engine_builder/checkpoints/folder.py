@@ -1,7 +1,7 @@
 """A model folder in diffusers' layout: its configurations, and the check that they describe an SDXL.
 
 The folder is a full SDXL checkout (plain, with `variant="fp16"` or with sharded weights) or `data/tiny-sdxl`. This
-module loads no weights; `engine_builder.networks.network` does.
+module loads no weights: `engine_builder.networks.network` does.
 """
 
 import json
@@ -17,11 +17,11 @@ from model.errors import PreheatError
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
 TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's largest has 2 MiB
-_MOST_LEVELS = 8
-_LARGEST_SIZE = 2**20  # of one dimension in a config.json; SDXL's largest is its vocabulary, 49,408
+_MAX_LEVELS = 8
+_MAX_DIMENSION = 2**20  # in a config.json; SDXL's largest is its vocabulary, 49,408
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
 
-# The UNet settings that this project computes; an SDXL has them. Key -> (expected, diffusers' default for no key).
+# The settings that this project computes with; an SDXL has them. Key -> (expected, diffusers' default for no key).
 _SDXL_UNET: dict[str, tuple[Any, Any]] = {
     "addition_embed_type": ("text_time", None),
     "use_linear_projection": (True, False),
@@ -58,18 +58,18 @@ class CheckpointConfig(dict[str, Any]):
     def size(self, key: str) -> int:
         """Return the size of a dimension. Raises CheckpointError unless it is a positive integer."""
         value = self[key]
-        if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+        if type(value) is not int or not 0 < value <= _MAX_DIMENSION:
             raise CheckpointError(
-                f"{self._path}: {key} is {value!r:.80}.", f"Set a whole number from 1 to {_LARGEST_SIZE}."
+                f"{self._path}: {key} is {value!r:.80}.", f"Set a whole number from 1 to {_MAX_DIMENSION}."
             )
         return value
 
     def levels(self) -> int:
         """Return the number of levels of a UNet or VAE. Raises CheckpointError."""
         value = self["block_out_channels"]
-        if not isinstance(value, list) or not 0 < len(value) <= _MOST_LEVELS:
+        if not isinstance(value, list) or not 0 < len(value) <= _MAX_LEVELS:
             raise CheckpointError(
-                f"{self._path}: block_out_channels is {value!r:.80}.", f"Give a list of 1 to {_MOST_LEVELS} numbers."
+                f"{self._path}: block_out_channels is {value!r:.80}.", f"Set a list of 1 to {_MAX_LEVELS} numbers."
             )
         return len(value)
 
@@ -93,11 +93,11 @@ class Checkpoint:
 
     @property
     def index(self) -> CheckpointConfig:
-        """model_index.json."""
+        """The entries of model_index.json."""
         return self.config(".", "model_index.json")
 
     def widths(self) -> Widths:
-        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not an SDXL's."""
+        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not SDXL's."""
         unet, vae, second = self.config("unet"), self.config("vae"), self.config("text_encoder_2")
         for subfolder, config, settings in (("unet", unet, _SDXL_UNET), ("vae", vae, _SDXL_VAE)):
             for key, (expected, default) in settings.items():
@@ -126,19 +126,19 @@ class Checkpoint:
         )
 
     def size_step(self) -> int:
-        """Return the pixels that height and width must be multiples of: each UNet level halves the latents."""
+        """Return the pixels that height and width must be multiples of. Each UNet level halves the latents."""
         return self.widths().vae_scale << (self.config("unet").levels() - 1)
 
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file. Raises CheckpointError, or FileNotFoundError for a missing file."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {str(error)[:200]}.", DOWNLOAD_AGAIN) from error
 
 
-def read_text(path: Path) -> bytes:
+def read_small_file(path: Path) -> bytes:
     """Return the bytes of a small file. Raises CheckpointError, or FileNotFoundError for a missing file."""
     try:
         size = path.stat().st_size
@@ -172,14 +172,14 @@ def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
     """
     folder, variant = checkpoint.root / subfolder, variant_of(checkpoint, subfolder)
     stem = "model" if subfolder.startswith("text_encoder") else "diffusion_pytorch_model"
-    mark = re.escape(f".{variant}") if variant else ""
-    pattern = re.compile(rf"{stem}({mark}|{mark}{_SHARD.pattern}|{_SHARD.pattern}{mark})\.safetensors")
+    suffix = re.escape(f".{variant}") if variant else ""
+    pattern = re.compile(rf"{stem}({suffix}|{suffix}{_SHARD.pattern}|{_SHARD.pattern}{suffix})\.safetensors")
     paths = sorted(path for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))
     single = f"{stem}{f'.{variant}' if variant else ''}.safetensors"
     if not paths:
         raise CheckpointError(f"{folder} has no {single}. Other names are not read.", DOWNLOAD_AGAIN)
     if not _is_complete([path.name for path in paths]):
-        raise CheckpointError(f"{folder} lacks some of the files into which {single} is split.", DOWNLOAD_AGAIN)
+        raise CheckpointError(f"{folder} lacks some of the files that together replace {single}.", DOWNLOAD_AGAIN)
     return paths
 
 

@@ -3,8 +3,8 @@
 `python -m engine_builder.checkpoints.random_sdxl OUT [--refiner]`
 
 The settings are those of stabilityai/stable-diffusion-xl-base-1.0 and -refiner-1.0 on the Hugging Face Hub. Tokenizers
-are copied from a small model, because a prompt's tokens do not change the time that it takes. Images are noise. The VAE
-stands for one made for fp16 (madebyollin/sdxl-vae-fp16-fix): it has no force_upcast, so an fp16 build has it in fp16.
+are copied from a small model, because a prompt's tokens do not change the time of an image. Images are noise. The VAE
+has no force_upcast, like those made for fp16 (madebyollin/sdxl-vae-fp16-fix), so an fp16 build has it in fp16.
 """
 
 import argparse
@@ -91,10 +91,13 @@ def _diffusers(name: str) -> Any:
 
 
 def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) -> None:
-    """Write the base (and `folder/refiner`) in fp16. `tokenizers`: a model folder to copy tokenizers from."""
+    """Write the base in fp16, and with `refiner` also the refiner, to `folder/refiner`.
+
+    `tokenizers`: a model folder to copy tokenizers from.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
-    default = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device(device):
@@ -105,7 +108,7 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) 
             if refiner:
                 _save(unet(refiner=True), folder / "refiner" / "unet")
     finally:
-        torch.set_default_dtype(default)
+        torch.set_default_dtype(default_dtype)
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
         _copy(tokenizers / name, folder / name)
     if refiner:

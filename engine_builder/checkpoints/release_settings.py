@@ -1,4 +1,4 @@
-"""Read from a checkpoint what a release states besides its networks. Compiles nothing and loads no weights."""
+"""Read a checkpoint's facts, noise schedules, request defaults and tokenizers for a release. Loads no weights."""
 
 import math
 from typing import Any
@@ -44,7 +44,7 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
 
 
 def _native_size(base: Checkpoint, vae_scale: int) -> tuple[int, int]:
-    """Return the default height and width (pixels) of requests: defaults.json's, else the UNet's sample_size."""
+    """Return the default height and width of requests in pixels, from defaults.json or the UNet's sample_size."""
     defaults = _defaults_json(base)
     latent, step = base.config("unet").get("sample_size"), base.size_step()
     side = latent * vae_scale if type(latent) is int else 0
@@ -54,7 +54,7 @@ def _native_size(base: Checkpoint, vae_scale: int) -> tuple[int, int]:
             cause = f"is {value!r}" if name in defaults else f"is missing, and the UNet's sample_size is {latent!r}"
             raise CheckpointError(
                 f"{base.root}/defaults.json: {name} {cause}.",
-                f"Give a {name} that is a multiple of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}.",
+                f"Set a {name} that is a multiple of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}.",
             )
     return defaults.get("height", side), defaults.get("width", side)
 
@@ -63,7 +63,7 @@ def _defaults_json(base: Checkpoint) -> dict[str, Any]:
     return base.config(".", "defaults.json") if (base.root / "defaults.json").is_file() else {}
 
 
-def read_schedulers(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, NoiseSchedule]:
+def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, NoiseSchedule]:
     """Return the noise schedules that the networks were trained with.
 
     Raises CheckpointError for unsupported settings, or if the refiner's schedule differs.

@@ -6,9 +6,8 @@ from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN
 from model.errors import MissingComponent
 from model.pipeline.tokenizer import TokenizerSettings
 
-# Transformers returns a number like 1e30 if a tokenizer's configuration has no length.
-_MAX_TOKENS = 4096
-_FRAME = 2  # the begin and end tokens of a prompt
+_MAX_TOKENS = 4096  # transformers returns a number like 1e30 if a tokenizer's configuration has no length
+_FRAME_TOKENS = 2  # the begin and end tokens of a prompt
 
 
 def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
@@ -19,14 +18,12 @@ def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
 
     Raises MissingComponent if the folder has no CLIP tokenizer, or does not limit the length of a prompt.
     """
-    from transformers import CLIPTokenizer  # imports for seconds, so only here
+    from transformers import CLIPTokenizer  # here, because the import takes seconds
 
     # Without these files transformers silently returns a tokenizer with an empty vocabulary.
     if not (folder / "tokenizer.json").is_file():
-        if absent := [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]:
-            raise MissingComponent(
-                f"{folder} has no CLIP tokenizer: it has no {' and no '.join(absent)}.", DOWNLOAD_AGAIN
-            )
+        if missing := [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]:
+            raise MissingComponent(f"{folder} has no CLIP tokenizer: it lacks {' and '.join(missing)}.", DOWNLOAD_AGAIN)
     try:
         # Local files only: otherwise a misspelled path is downloaded as a Hub id.
         tokenizer = CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -34,7 +31,7 @@ def export_tokenizer(folder: Path) -> tuple[bytes, TokenizerSettings]:
         reason = str(error).rstrip(".")
         raise MissingComponent(f"The CLIP tokenizer in {folder} cannot be read: {reason}.", DOWNLOAD_AGAIN) from error
     length = tokenizer.model_max_length
-    if type(length) is not int or not _FRAME < length <= _MAX_TOKENS:
+    if type(length) is not int or not _FRAME_TOKENS < length <= _MAX_TOKENS:
         raise MissingComponent(
             f"{folder} does not limit the number of tokens of a prompt.",
             'Set "model_max_length" (77 for CLIP) in its tokenizer_config.json.',
