@@ -1,4 +1,4 @@
-"""docs/architecture.md has the walks of the current code, and the tracer that makes it counts as the page says."""
+"""docs/architecture.md has the walks of the current code. Its tracer counts functions as the page states."""
 
 import importlib
 import importlib.util
@@ -37,7 +37,7 @@ class Shape:
     @property
     def side(self): return self.length
 """
-Keys = dict[tuple[str, str], Function]
+Functions = dict[tuple[str, str], Function]
 
 
 @pytest.fixture
@@ -53,21 +53,21 @@ def outer(tmp_path: Path) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def uninstall() -> None:
+def stop_tracing() -> None:
     sys.setprofile(None)
     threading.setprofile(None)  # type: ignore[arg-type]
 
 
-def recorded(folder: Path, work: Callable[[], object], thread: str = "traced") -> Keys:
-    """What a thread of that name records while it runs `work`. The threads of tests are not traced."""
+def record(folder: Path, work: Callable[[], object], thread: str = "traced") -> Functions:
+    """Run `work` in a thread of that name, and return the recorded functions. A tracer ignores pytest's own thread."""
     tracer = Tracer(folder, ["traced"])
-    found: Keys = {}
+    found: Functions = {}
 
     def trace() -> None:
         tracer.install()
         with tracer.recording() as walk:
             work()
-        uninstall()
+        stop_tracing()
         found.update(walk.functions)
 
     worker = threading.Thread(target=trace, name=thread)
@@ -86,7 +86,7 @@ def test_page_has_the_walks_of_the_code(store: WritableStore, release: str, tmp_
 
 
 def test_counts_functions_entered_from_another_module(outer: ModuleType, tmp_path: Path) -> None:
-    functions = recorded(tmp_path, outer.enter)
+    functions = record(tmp_path, outer.enter)
     assert [*functions] == [
         ("outer", "enter"), ("outer", "local"), ("inner", "helper"), ("inner", "_private"), ("inner", "Shape.__init__"),
     ]  # fmt: skip
@@ -98,18 +98,18 @@ def test_counts_functions_entered_from_another_module(outer: ModuleType, tmp_pat
 
 def test_lists_a_function_that_ran_before_recording(outer: ModuleType, tmp_path: Path) -> None:
     tracer = Tracer(tmp_path, ["traced"])
-    begun, go_on = threading.Event(), threading.Event()
+    started, resumed = threading.Event(), threading.Event()
 
     def work() -> None:
         tracer.install()
-        outer.run_forever(lambda: (begun.set(), go_on.wait()))
-        uninstall()
+        outer.run_forever(lambda: (started.set(), resumed.wait()))
+        stop_tracing()
 
     worker = threading.Thread(target=work, name="traced")
     worker.start()
-    begun.wait()
+    started.wait()
     with tracer.recording() as walk:
-        go_on.set()
+        resumed.set()
         worker.join()
     assert [name for _, name in walk.functions] == ["run_forever", "helper", "_private", "Shape.__init__"]
 
@@ -118,7 +118,7 @@ def walk_of(*functions: Function) -> Walk:
     return Walk({function.key: function for function in functions})
 
 
-def test_marks_functions_whose_calls_grow_with_the_steps() -> None:
+def test_marks_functions_that_run_in_every_step() -> None:
     def walk(**calls: int) -> Walk:
         return walk_of(*(Function(("loop", name), "traced", None, count, True) for name, count in calls.items()))
 
@@ -127,7 +127,7 @@ def test_marks_functions_whose_calls_grow_with_the_steps() -> None:
     assert [name for (_, name), function in four.functions.items() if function.in_each_step] == ["step", "twice"]
 
 
-def test_difference_keeps_what_leads_to_a_further_helper() -> None:
+def test_difference_keeps_the_callers_of_a_new_function() -> None:
     enter = Function(("loop", "enter"), "traced", None, 1, True)
     cached = Function(("loop", "cached"), "traced", enter.key, 1)
     make = Function(("loop", "make"), "traced", cached.key, 1)
@@ -137,4 +137,4 @@ def test_difference_keeps_what_leads_to_a_further_helper() -> None:
 
 
 def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:
-    assert recorded(tmp_path, outer.enter, thread="other") == {}
+    assert record(tmp_path, outer.enter, thread="other") == {}

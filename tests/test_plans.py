@@ -154,7 +154,9 @@ def published(store: WritableLocalStore) -> Manifest:
     constants = json.dumps({"w": {"tensor": "b.bias", "dtype": "float32", "shape": [4]}}).encode()
     engines = []
     for engine in draft.engines:
-        made = record(store, engine.component, constants=releases.put_blob(store, constants), signature=engine.signature)
+        made = record(
+            store, engine.component, constants=releases.put_blob(store, constants), signature=engine.signature
+        )
         own = next(w for w in draft.weights if w.component == engine.component)
         assert made.tensorrt is not None
         plan = made.tensorrt.model_copy(update={"refit": "identical", "weights": own.identity})

@@ -21,7 +21,7 @@ class HttpServer:
         self.port = self.server.server_port
 
     def __enter__(self) -> Self:
-        self._thread = Thread(target=self.server.serve_forever, daemon=True)
+        self._thread = Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
         return self
 
