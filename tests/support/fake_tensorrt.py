@@ -5,11 +5,17 @@ shows nothing about TensorRT itself. All memory is the CPU's.
 """
 
 import ctypes
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+
+from model.engines.tensorrt import api
 
 VERSION = "11.4.0.106"
 
@@ -176,3 +182,34 @@ class FakeCuda:
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
+
+
+def install_fake(monkeypatch: pytest.MonkeyPatch) -> tuple[Fake, FakeCuda]:
+    """Make the fakes what `import tensorrt` and torch.cuda return, as on a machine with a GPU."""
+    fake = Fake()
+    cuda = FakeCuda(fake.record)
+    monkeypatch.setitem(sys.modules, "tensorrt", fake.module)
+    monkeypatch.setattr(api, "require", lambda *_: VERSION)
+    for name in ("current_stream", "Event", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return fake, cuda
+
+
+def install_distribution(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str | None, name: str = "tensorrt"
+) -> None:
+    """Install a TensorRT of that version, whose libraries are missing, in a new folder below `folder`.
+
+    None: hide any TensorRT that is installed.
+    """
+    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    if version is None:
+        monkeypatch.setitem(sys.modules, "tensorrt", None)
+        return
+    site = folder / f"{name}-{version}"
+    (site / "tensorrt").mkdir(parents=True)
+    (site / "tensorrt" / "__init__.py").write_text("raise ImportError('libnvinfer.so was not found')\n")
+    metadata = site / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(site)
