@@ -182,7 +182,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "torch not pinned": ({"requirements": ["torch>=2"]}, r"do not pin torch"),
     "size not built": (
         {"buckets": [{"height": 512, "width": 512, "rows": 2}]},
-        r"has no \w+ engine for 512x512 with 2 rows on cuda-h100.*preheat build --size 512x512@2",
+        r"has no \w+ engine for 512x512 with a batch of at most 2 on cuda-h100.*preheat build --size 512x512@2",
     ),
     "other GPU": (
         {"resources": {"accelerator": "L4", "use_gpu": True}},

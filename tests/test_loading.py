@@ -325,7 +325,7 @@ def test_a_bucket_that_is_not_built(store: WritableLocalStore) -> None:
         store,
         buckets=[ServedBucket(height=64, width=64, rows=2), ServedBucket(height=768, width=1024, rows=2)],
     )
-    assert "1024x768 with 2 rows" in message and "`preheat build --size 1024x768@2`" in message
+    assert "1024x768 with a batch of at most 2" in message and "`preheat build --size 1024x768@2`" in message
     assert "remove that bucket from the config" in message
 
 
@@ -416,7 +416,7 @@ def test_gpu_engines_outside_of_loops_have_their_own_graphs(
     for kind, name in ((kind, name) for kind in graphed for name in names):
         device = torch.device(kind)
         of_it = record.model_copy(update={"component": name})
-        engine = loading._open(contents, of_it, {}, device, Plans(store, device))
+        engine = loading._open_engine(contents, of_it, {}, device, Plans(store, device))
         assert engine.component == name
         graphed[kind] |= {name} if isinstance(engine, GraphedEngine) else set()
     assert graphed == {"cuda": names - {"unet", "refiner_unet", *CFG_VARIANTS}, "cpu": set()}

@@ -12,8 +12,8 @@ from engine_builder.stores.local import WritableLocalStore
 from model.engines.tensorrt import api as tensorrt_api
 from model.engines.tensorrt.api import TensorRTUnavailable
 from model.errors import EngineError, NoEngineForTarget
-from model.loading.runtimes import fastest_first, request_time, targets_of
-from model.loading.select import check_installed, check_refit
+from model.loading.runtimes import fastest_first, request_milliseconds, targets_of
+from model.loading.select import check_refit, check_tensorrt_version
 from model.loading.target import Target
 from model.settings import read_settings
 from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
@@ -200,12 +200,12 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
             "vae_decoder": {1: 50.0, 4: 5.0},
         }[engine.component].items()
     ]
-    assert request_time(draft, engines, BASE_COMPONENTS) == 2.0 + 4.0 + 8.0 + 0.5 + 30 * 100.0 + 50.0
-    assert request_time(draft, engines, (*BASE_COMPONENTS, "refiner_unet")) == 3064.5
+    assert request_milliseconds(draft, engines, BASE_COMPONENTS) == 2.0 + 4.0 + 8.0 + 0.5 + 30 * 100.0 + 50.0
+    assert request_milliseconds(draft, engines, (*BASE_COMPONENTS, "refiner_unet")) == 3064.5
     one_row = [engine for engine in engines if engine.component != "unet"] + [
         engine.model_copy(update=at(1, 1.0)) for engine in draft.engines if engine.component == "unet"
     ]
-    assert request_time(draft, one_row, BASE_COMPONENTS) is None
+    assert request_milliseconds(draft, one_row, BASE_COMPONENTS) is None
 
     def also(**milliseconds: float) -> list[EngineRecord]:
         [unet, *_] = [engine for engine in draft.engines if engine.component == "unet"]
@@ -213,15 +213,15 @@ def test_a_request_is_thirty_steps_of_two_rows_and_one_decoding(draft: Manifest)
         changes = {name: {"component": name} | at(rows[name], time) for name, time in milliseconds.items()}
         return engines + [unet.model_copy(update=change) for change in changes.values()]
 
-    assert request_time(draft, also(unet_guided=90.0), BASE_COMPONENTS) == 64.5 + 30 * 90.0
+    assert request_milliseconds(draft, also(unet_guided=90.0), BASE_COMPONENTS) == 64.5 + 30 * 90.0
     two_rows = {("unet", 2), ("unet", 8), ("unet_guided", 2)}
     branches = also(unet_guided=90.0, unet=45.0, unet_unconditional=40.0)
-    assert request_time(draft, branches, BASE_COMPONENTS) == 64.5 + 30 * 85.0
+    assert request_milliseconds(draft, branches, BASE_COMPONENTS) == 64.5 + 30 * 85.0
     # Which take less beside each other than the two after each other.
     beside = also(unet_guided=90.0, unet=50.0, unet_unconditional=50.0)
-    assert request_time(draft, beside, BASE_COMPONENTS) == 64.5 + 30 * 90.0
+    assert request_milliseconds(draft, beside, BASE_COMPONENTS) == 64.5 + 30 * 90.0
     unmeasured = [engine for engine in branches if (engine.component, engine.bucket.batch.max) not in two_rows]
-    assert request_time(draft, unmeasured, BASE_COMPONENTS) == 64.5 + 30 * 85.0
+    assert request_milliseconds(draft, unmeasured, BASE_COMPONENTS) == 64.5 + 30 * 85.0
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -231,14 +231,14 @@ def test_plans_of_another_tensorrt_are_refused_by_name(
     draft: Manifest, installed: Callable[[str | None], None]
 ) -> None:
     plans = engines_for(draft, "cuda-h200-sm90-trt11.4", 1.0)
-    check_installed(draft, plans)
+    check_tensorrt_version(draft, plans)
     installed("11.4.1.2")
     with pytest.raises(
         NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.4.1.2"
     ) as caught:
-        check_installed(draft, plans)
+        check_tensorrt_version(draft, plans)
     assert f"Install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt" in str(caught.value)
-    check_installed(draft, engines_for(draft, GPU.key, 1.0))
+    check_tensorrt_version(draft, engines_for(draft, GPU.key, 1.0))
 
 
 def test_an_identical_refit_takes_its_own_weights_alone(draft: Manifest) -> None:

@@ -194,7 +194,7 @@ def test_distinguishes_a_lack_of_memory_from_other_failures(
     with pytest.raises(expected) as caught, torch.inference_mode():
         warm_up(loaded, Probe(loaded.model.device))
     if expected is OutOfDeviceMemory:
-        assert "line/1 does not fit" in str(caught.value) and "Configure fewer rows or sizes" in str(caught.value)
+        assert "line/1 does not fit" in str(caught.value) and "Configure smaller batches" in str(caught.value)
 
 
 def test_names_engines_that_do_not_fit_together(loaded: Loaded) -> None:

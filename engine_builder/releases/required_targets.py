@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from model.engines.tensorrt.api import version_tag
 from model.errors import NoEngineForTarget
 from model.loading.runtimes import tensorrt_targets
-from model.loading.target import Target, gpu_product, tag_of
+from model.loading.target import Target, gpu_product, make_torch_tag
 from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
@@ -47,7 +47,7 @@ def required_targets(
     available = f"Release {manifest.name} has engines for {', '.join(manifest.targets) or 'nothing'}"
     # In reverse order, so that the highest level of x86-64 comes first.
     of_torch = [key for key in sorted(manifest.targets, reverse=True) if key.startswith(device) and "-torch" in key]
-    pinned = tag_of(torch, torch.partition("+")[2] if product else "")  # on a CPU the build of torch does not matter
+    pinned = make_torch_tag(torch, torch.partition("+")[2] if product else "")  # a CPU needs no certain build
     keys = [key for key in of_torch if re.search(rf"-{re.escape(pinned)}(-|$)", key)]
     if runtime != "aot_inductor":
         plans = _plans(manifest, product, tensorrt)

@@ -1,4 +1,4 @@
-"""Check that each loaded engine takes and returns what the pipeline's description says of its component."""
+"""Check that each loaded engine takes and returns the tensors that the pipeline's description names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ _WIDTHS = Widths(
     tokens=1, text_width=1, text_width_2=1, pooled_width=1, context_width=1, latent_channels=1, time_ids=1, vae_scale=1,
     time_embeds_width=1, keys_values_width=1,
 )  # fmt: skip
-_GUIDED_WIDTHS = replace(_WIDTHS, timestep_cond=1)
+_GUIDANCE_WIDTHS = replace(_WIDTHS, timestep_cond=1)
 _Names = tuple[list[str], list[str]]
 
 
@@ -22,18 +22,18 @@ def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
     """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
     for name, engine_set in engines.items():
         spec = SDXL[name]
-        found, expected = _names(engine_set.signature), _expected(spec)
-        if found not in expected:
+        actual, expected = _names(engine_set.signature), _expected_names(spec)
+        if actual not in expected:
             raise EngineError(
-                f"The {name} engines cannot be used. They take {', '.join(found[0])} and return {', '.join(found[1])}; "
-                f"{name} takes {', '.join(expected[0][0])} and returns {', '.join(expected[0][1])}. The release mixes "
-                "up its engines."
+                f"The {name} engines cannot be used. They take {', '.join(actual[0])} and return "
+                f"{', '.join(actual[1])}; {name} takes {', '.join(expected[0][0])} and returns "
+                f"{', '.join(expected[0][1])}. The release mixes up its engines."
             )
 
 
-def _expected(spec: ComponentSpec) -> list[_Names]:
-    """The names of a component without and with the embedded guidance scale."""
-    return [_names(spec.signature(widths, "float32")) for widths in (_WIDTHS, _GUIDED_WIDTHS)]
+def _expected_names(spec: ComponentSpec) -> list[_Names]:
+    """Return a component's names without and with the embedded guidance scale."""
+    return [_names(spec.signature(widths, "float32")) for widths in (_WIDTHS, _GUIDANCE_WIDTHS)]
 
 
 def _names(signature: Signature) -> _Names:

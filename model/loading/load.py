@@ -1,7 +1,7 @@
-"""Load a release from a store onto this device: select, fetch, verify, map, open. Every mismatch is an answer.
+"""Load a release from a store onto this device: select, fetch, verify, map, open.
 
-Nothing of a release is used before its digest was checked. A release that cannot be served here is refused with the
-reason and the command that fixes it.
+Nothing of a release is used before its digest is checked. A release that this machine cannot serve is refused with the
+cause and the command that fixes it.
 """
 
 import os
@@ -36,7 +36,7 @@ from model.weights.layout import from_stored
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded release: the model, what requests may ask of it, and its origin."""
+    """A loaded release: the model, the choices of requests, and where it comes from."""
 
     model: LoadedModel
     served: ServedModel
@@ -54,15 +54,17 @@ def load_release(
     cold_start: ColdStart,
     public_keys: Sequence[PublicKey] = (),
 ) -> Loaded:
-    """Load `release` for the first of `targets` it has engines for; empty `buckets` load all of them.
+    """Load `release` for the first of `targets` that it has engines for.
 
-    With `public_keys`, the release must be signed by one of them. Raises ReleaseNotFound, ManifestError,
-    UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory, StoreError, CorruptBlob or EngineError.
-    Whatever the manifest alone can tell is raised before any blob is read.
+    If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
+
+    Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
+    StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are raised before any blob is
+    read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     if device.type == "cuda":
-        # Little work is left to the host: waking a thread on each of its cores takes longer than the work.
+        # The host has little work, and waking a thread on each of its cores takes longer than the work.
         torch.set_num_threads(1)
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
@@ -81,7 +83,7 @@ def load_release(
             contents = _read_blobs(store, selection)
         with cold_start.phase("tokenizers"):
             tokenizers: dict[str, ClipTokenizer] = {
-                name: _tokenizer(contents, record) for name, record in manifest.tokenizers.items()
+                name: _open_tokenizer(contents, record) for name, record in manifest.tokenizers.items()
             }
         with cold_start.phase("weights"):
             tensors = {
@@ -92,8 +94,8 @@ def load_release(
             plans = Plans(store, device)
             engines: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
-                opened = [_open(contents, *pair, device, plans) for pair in zip(records, tensors[name], strict=True)]
-                engines[name] = _engine_set(name, opened)
+                pairs = zip(records, tensors[name], strict=True)
+                engines[name] = _engine_set(name, [_open_engine(contents, *pair, device, plans) for pair in pairs])
             engines |= {name: engines[other] for name, other in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
@@ -113,10 +115,10 @@ def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> di
 def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
     """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
 
-    Returns contents by digest, so that the verified bytes are the bytes that are used. TensorRT's blobs are read later,
-    by `Plans`.
+    Returns contents by digest, so that the verified bytes are the bytes that are used. The blobs of TensorRT engines
+    have no content here: `Plans` reads them later.
     """
-    plans = {
+    plan_blobs = {
         blob.sha256
         for records in selection.engines.values()
         for record in records
@@ -125,7 +127,7 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
     }
 
     def read(blob: Blob) -> tuple[str, bytes]:
-        if blob.sha256 in plans:
+        if blob.sha256 in plan_blobs:
             store.get(blob.sha256, blob.bytes)
             return blob.sha256, b""
         buffer = bytearray(blob.bytes)
@@ -136,11 +138,11 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
         return dict(pool.map(read, selection.blobs(weights=False)))
 
 
-def _tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:
+def _open_tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:
     return ClipTokenizer(contents[record.blob.sha256], TokenizerSettings(**record.model_dump(exclude={"blob"})))
 
 
-def _open(
+def _open_engine(
     contents: Mapping[str, bytes],
     record: EngineRecord,
     weights: Mapping[str, torch.Tensor],
@@ -153,7 +155,7 @@ def _open(
         engine = plans.open(record, weights, spec.stream)
     else:
         package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
-        check_identity(record, package, _others(record.component))
+        check_identity(record, package, _components_with_other_code(record.component))
         engine = AotInductorEngine(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
@@ -161,15 +163,15 @@ def _open(
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
 
-def _others(component: str) -> set[str]:
-    """The components and variants that have another wrapper, and therefore never this component's code."""
+def _components_with_other_code(component: str) -> set[str]:
+    """Return the components and variants whose wrapper differs from that of `component`."""
     wrappers = {spec.name: spec.wrapper for spec in SDXL.values()}
     wrappers |= {variant.name: variant.wrapper for spec in SDXL.values() for variant in spec.variants}
     return {name for name, wrapper in wrappers.items() if wrapper != wrappers[component]}
 
 
 def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
-    """The engines of a component, those of its variants apart."""
+    """Separate the engines of a component from those of its variants."""
     variants: dict[CfgLayout, list[Engine]] = {}
     for variant in SDXL[component].variants:
         variants[variant.cfg] = [engine for engine in opened if engine.component == variant.name]

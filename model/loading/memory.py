@@ -13,10 +13,10 @@ from model.store.manifest import EngineRecord
 
 
 def check_memory(device: torch.device, selection: Selection) -> None:
-    """Refuse what cannot fit into free memory: weights, on a GPU also loop buffers. Raises OutOfDeviceMemory.
+    """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
 
-    Without this, a server on a CPU would be killed while it loads. The warm-up finds out what steps and decoding take
-    in addition.
+    Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
+    steps and decoding.
     """
     needed = sum(blob.bytes for blob in selection.weight_blobs())
     if device.type != "cuda":
@@ -38,32 +38,32 @@ def check_memory(device: torch.device, selection: Selection) -> None:
 def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the bytes that this process may still allocate, in the machine and in its container.
 
-    None where the system does not say. Page cache counts as free, because the kernel gives it up. Sources: proc(5), and
-    the kernel's documentation of cgroup v2.
+    None if the system does not report it. Page cache counts as free, because the kernel reclaims it. Sources: proc(5),
+    and the kernel's documentation of cgroup v2.
     """
-    found = []
+    free_bytes = []
     try:
-        entries = _numbers(meminfo)
-        found.append((entries["MemAvailable:"] + entries.get("SwapFree:", 0)) * 2**10)
+        entries = _read_numbers(meminfo)
+        free_bytes.append((entries["MemAvailable:"] + entries.get("SwapFree:", 0)) * 2**10)
     except (OSError, KeyError, ValueError):
         pass
     try:
         used = int((cgroup / "memory.current").read_text())
-        stat = _numbers(cgroup / "memory.stat")
+        stat = _read_numbers(cgroup / "memory.stat")
         reclaimable = stat["active_file"] + stat["inactive_file"]
-        found.append(int((cgroup / "memory.max").read_text()) - used + reclaimable)  # ValueError for "max"
+        free_bytes.append(int((cgroup / "memory.max").read_text()) - used + reclaimable)  # ValueError for "max"
     except (OSError, KeyError, ValueError):
         pass
-    return min(found, default=None)
+    return min(free_bytes, default=None)
 
 
-def _numbers(path: Path) -> dict[str, int]:
-    """Return name -> number of a file with a name and a number on each line."""
+def _read_numbers(path: Path) -> dict[str, int]:
+    """Read a file that has a name and a number on each line."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
-    """Device memory of the buffers of all denoising loops that these engines, by component, will have on a GPU."""
+    """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component."""
     total = 0
     for spec in unets():
         records = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
@@ -80,8 +80,10 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
 
 
 def tensorrt_bytes(selection: Selection) -> int:
-    """Device memory of TensorRT engines in addition to the weights that they are refit from: each plan's own copy of
-    the weights, and one workspace for each stream, as large as its largest engine needs."""
+    """Return the device memory of TensorRT engines in addition to the weights that they are refit from.
+
+    That is each plan's own copy of the weights, and for each stream one workspace of the largest size in use.
+    """
     copies: dict[str, int] = {}
     workspaces: dict[str, int] = {}
     for name, engines in selection.engines.items():

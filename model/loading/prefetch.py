@@ -1,11 +1,11 @@
 """Fetch the blobs of a release while the process still imports torch, which takes seconds and one core.
 
-The blobs are those that `select` names, so the load finds them here or in flight. Nothing is opened, and no blob is
-read of a release that the deployment's keys have not signed. Imports neither torch nor numpy.
+The blobs are those that `select` returns, so the load finds them fetched or in flight. No engine is opened. If the
+deployment requires a signature, it is checked before any blob is read. Imports neither torch nor numpy.
 
-A local store's blobs are not hashed here, only read ahead: hashing competes with the imports for cores and for the
-interpreter lock, and is quick once they are done. A bucket's blobs are fetched by a process of its own
-(model/loading/prefetch_worker.py), because boto3 is Python too.
+A local store's blobs are not hashed, only read ahead: hashing competes with the imports for cores and for the
+interpreter lock, and is quick once they are done. A bucket's blobs are fetched by a separate process
+(model/loading/prefetch_worker.py), because boto3 also competes for the lock.
 """
 
 import logging
@@ -23,7 +23,10 @@ logger = logging.getLogger("preheat")
 
 
 class Prefetch:
-    """Starts at once: for a bucket in a process of its own, otherwise in a thread. `secrets` are Truss's."""
+    """Fetches a release in the background from construction on: from a bucket in a process, otherwise in a thread.
+
+    `secrets`: those of Truss.
+    """
 
     def __init__(self, settings: Settings, secrets: Mapping[str, str]) -> None:
         self._settings = settings
@@ -36,7 +39,7 @@ class Prefetch:
         threading.Thread(target=self._run, name="preheat-prefetch", daemon=True).start()
 
     def store(self) -> Store:
-        """The deployment's store. It is opened once, so that the prefetched manifest is not read again.
+        """Return the deployment's store. It is opened once, so that the prefetched manifest is not read again.
 
         Raises ConfigError or StoreError.
         """
@@ -46,13 +49,12 @@ class Prefetch:
         return self._store
 
     def close(self) -> None:
-        """Release the store after the load, so that a cache may evict blobs that are no longer read, and end what is
-        still being fetched."""
+        """Release the store after the load, and stop fetching. A cache may then evict blobs that are no longer read."""
         self._store = None
         self._end_process()
 
     def wait(self) -> None:
-        """Wait until all fetching has ended. For tests: the load waits for each blob by itself."""
+        """Wait until all fetching has ended. Only tests need it: the load waits for each blob."""
         self._finished.wait()
 
     def _run(self) -> None:
@@ -60,7 +62,7 @@ class Prefetch:
             if self._settings.store and self._settings.release:
                 self._fetch()
         except PreheatError as error:
-            logger.debug("prefetch: %s", error)  # the load meets the same error and reports it
+            logger.debug("prefetch: %s", error)  # the load raises and reports the same error
             self._end_process()
         except Exception:
             logger.exception("prefetch failed; the load continues without it")
@@ -95,5 +97,5 @@ def _start_process() -> PrefetchProcess | None:
     try:
         return PrefetchProcess()
     except OSError as error:
-        logger.warning("prefetch runs in the server's process, because it cannot start its own (%s)", error)
+        logger.warning("prefetch runs in the server's process, because no other process can be started (%s)", error)
         return None

@@ -1,11 +1,13 @@
-"""A process that fetches a release's blobs from a bucket into the cache folder. boto3, sockets and hashing then share
-neither the interpreter lock nor a core with the import of torch.
+"""Fetch a release's blobs from a bucket into the cache folder, in a separate process. boto3, sockets and hashing then
+share neither the interpreter lock nor a core with the import of torch.
 
-The parent sends one line of JSON to its stdin: what to fetch, with credentials, which no list of processes may show.
-The process ends when its stdin is closed. The parent keeps it open during the load, so a killed parent ends it too.
-Until then it pins what it fetched, so that no other process evicts it. To its stdout it writes the length of the
-release's manifest (8 bytes, big-endian) and the manifest as stored in the bucket; it closes stdout when all is fetched.
-The parent trusts none of it: the load parses, checks the signature and hashes as for any other source.
+The parent sends one line of JSON to the worker's stdin: what to fetch, and credentials. They are not arguments, because
+lists of processes show arguments. The worker ends when its stdin is closed. The parent keeps it open during the load,
+and a killed parent closes it too. Until then the worker pins its blobs, so that no other process evicts them.
+
+The worker writes to its stdout the length of the release's manifest (8 bytes, big-endian) and the manifest as stored in
+the bucket. It closes stdout when all blobs are fetched. The parent does not trust this output: the load parses it,
+checks the signature and hashes the blobs, as for any other source.
 """
 
 import json
@@ -35,14 +37,14 @@ _NICENESS = 10  # the import has priority where cores are few; at 19 the import 
 
 
 class PrefetchProcess:
-    """The parent's end. The constructor starts the process; it raises OSError where that fails."""
+    """The parent's side. The constructor starts the process, and raises OSError if that fails."""
 
     def __init__(self) -> None:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             # -S: no .pth files, which take time; what they add is already in `path`. -P: not the current folder.
             [sys.executable, "-S", "-P", "-c", "from model.loading.prefetch_worker import main; main()"],
-            env=os.environ | {"PYTHONPATH": path, "PYDANTIC_DISABLE_PLUGINS": "__all__"},  # searched on disk
+            env=os.environ | {"PYTHONPATH": path, "PYDANTIC_DISABLE_PLUGINS": "__all__"},  # it searches the disk
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -50,7 +52,7 @@ class PrefetchProcess:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
     def send_request(self, settings: Settings, options: StoreOptions, targets: Sequence[Target]) -> None:
-        """Send what to fetch."""
+        """Send the release, store and selection to fetch."""
         request = {
             "url": settings.store,
             "release": settings.release,
@@ -59,12 +61,12 @@ class PrefetchProcess:
             "targets": [asdict(target) for target in targets],
             "buckets": [bucket.model_dump() for bucket in settings.buckets],
         }
-        with suppress(OSError):  # the process has ended, which `manifest` finds
+        with suppress(OSError):  # the process has ended, and `manifest` returns None
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
             self._stdin.flush()
 
     def manifest(self) -> bytes | None:
-        """Wait for the release's manifest, not parsed; None where the process could not read it."""
+        """Wait for the release's manifest and return it unparsed, or None if the process could not read it."""
         length = int.from_bytes(self._stdout.read(_LENGTH_BYTES), "big")
         data = self._stdout.read(length)
         return data if length and len(data) == length else None
@@ -98,12 +100,12 @@ def fetch_selected(
 
 
 def main() -> None:
-    """The process's own end."""
+    """Run the worker: read the request from stdin, fetch, and end with the parent."""
     os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes, and the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both processes, and the parent handles it
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # imported modules may print, and must not write into what the parent reads
-    import model.store.s3_bucket  # noqa: F401  slow, so it is imported while the request is not there yet
+    os.dup2(2, 1)  # imported modules may print, and the parent must not read that
+    import model.store.s3_bucket  # noqa: F401  slow, so it is imported before the request arrives
     from model.store.manifest_json import parse_manifest
     from model.store.s3 import S3Store
 
@@ -126,24 +128,25 @@ def main() -> None:
             [ServedBucket(**bucket) for bucket in request["buckets"]],
         )
     except PreheatError:
-        return  # the load meets the same error and reports it
+        return  # the load raises and reports the same error
     done.set()
     out.close()
     parent_watcher.join()
 
 
 def _read_line() -> bytes:
-    """Read unbuffered: a thread that waits in a buffered read of stdin keeps the interpreter from ending."""
+    """Read a line of stdin, unbuffered. A thread that waits in a buffered read would block the interpreter's exit."""
     line = b""
     while not line.endswith(b"\n"):
-        more = os.read(0, 2**16)
-        if not more:
+        data = os.read(0, 2**16)
+        if not data:
             sys.exit()
-        line += more
+        line += data
     return line
 
 
 def _end_with_parent(done: threading.Event) -> None:
+    """Wait until stdin is closed, and then end the process unless it is done."""
     while os.read(0, 1):
         pass
     if not done.is_set():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def start() -> list[threading.Thread]:
-    """Start both on threads of their own, which are returned."""
+    """Start `load_libraries` and `create_context` on threads of their own, and return the threads."""
     threads = [
         threading.Thread(target=load_libraries, name="preheat-torch-libraries", daemon=True),
         threading.Thread(target=create_context, name="preheat-gpu-context", daemon=True),
@@ -33,7 +33,7 @@ def load_libraries() -> None:
     for folder in _library_folders():
         with suppress(OSError):
             ctypes.CDLL(str(folder / "libtorch_global_deps.so"), ctypes.RTLD_GLOBAL)
-            # No library that needs Python's lock, which the import of torch may hold while it waits for this.
+            # Libraries that need Python's lock are left out: the import of torch may hold it and wait for this thread.
             ctypes.CDLL(str(folder / "libtorch.so"))
 
 
@@ -50,5 +50,5 @@ def create_context() -> None:
 
 def _library_folders() -> Iterator[Path]:
     spec = importlib.util.find_spec("torch")
-    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
-        yield Path(place) / "lib"
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        yield Path(folder) / "lib"

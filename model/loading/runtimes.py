@@ -21,19 +21,21 @@ _COMPARED_STEPS = 30  # of the request whose time is compared: the default numbe
 
 
 def targets_here(choice: RuntimeChoice) -> list[Target]:
-    """The targets to look for on this machine, best first. Raises TensorRTUnavailable."""
+    """Return the targets to look for on this machine, best first. Raises TensorRTUnavailable."""
     return targets_of(choice, detect_targets())
 
 
 def tensorrt_target(gpu: Target, tag: str, compatibility: Compatibility) -> Target:
-    """The target of plans built on `gpu`. The key omits what their compatibility makes irrelevant:
-    cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4."""
+    """Return the target of plans built on `gpu`. Its key omits what their compatibility makes irrelevant.
+
+    By compatibility: cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4, cuda-ampere_plus-trt11.4.
+    """
     product = {"none": gpu.product, "same_compute_capability": "", "ampere_plus": "ampere_plus"}[compatibility]
     return Target("cuda", product, "" if compatibility == "ampere_plus" else gpu.capability, tag)
 
 
 def tensorrt_targets(gpu: Target, tag: str) -> list[Target]:
-    """The targets whose plans a GPU runs, best first: its product's, its compute capability's, Ampere's and newer."""
+    """Return the targets whose plans a GPU runs, best first: its product, its compute capability, Ampere or newer."""
     choices: list[Compatibility] = ["none", "same_compute_capability"]
     if int(gpu.capability.removeprefix("sm")) >= 80:
         choices.append("ampere_plus")
@@ -41,9 +43,9 @@ def tensorrt_targets(gpu: Target, tag: str) -> list[Target]:
 
 
 def targets_of(choice: RuntimeChoice, detected: Sequence[Target]) -> list[Target]:
-    """The targets to look for in a release. `detected`: those whose AOTInductor engines this machine runs.
+    """Return the targets to look for in a release. `detected`: those whose AOTInductor engines this machine runs.
 
-    Raises TensorRTUnavailable where "tensorrt" is chosen and cannot be used here; "fastest" then leaves it out.
+    Raises TensorRTUnavailable if "tensorrt" is chosen and not available here; "fastest" then omits its targets.
     """
     if choice == "aot_inductor":
         return list(detected)
@@ -69,55 +71,55 @@ def can_run(engine: EngineRecord) -> bool:
 
 
 def servable(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:
-    """A component's engines for a target that this version can run, in the one precision that is served."""
-    every = [e for e in manifest.engines if (e.component, e.target) == (component, target) and can_run(e)]
-    precision = min((engine.precision for engine in every), key=SERVED_FIRST.index, default=None)
-    return [engine for engine in every if engine.precision == precision]
+    """Return a component's engines for a target that this version can run, in the one precision that is served."""
+    engines = [e for e in manifest.engines if (e.component, e.target) == (component, target) and can_run(e)]
+    precision = min((engine.precision for engine in engines), key=SERVED_FIRST.index, default=None)
+    return [engine for engine in engines if engine.precision == precision]
 
 
 def fastest_first(
     manifest: Manifest, targets: Sequence[Target], names: Sequence[str], tensorrt: str | None = None
 ) -> list[Target]:
-    """Sort `targets` so that the first one that serves all components `names` should be used.
+    """Sort `targets`. The first that serves all components `names` is then the one to use.
 
-    Plans of another build of TensorRT than the server's come last. `tensorrt`: its version; None: the installed one.
-    Where both runtimes remain, targets with benchmarks come first, the fastest of them before the others. Otherwise the
+    Targets with missing engines, or plans of another version than `tensorrt` (None: the installed one), come last. If
+    targets of both runtimes remain, those with benchmarks come first, the fastest before the others. Otherwise the
     order is kept.
     """
     if not any(_is_tensorrt(target) for target in targets):
         return list(targets)
     version = tensorrt or tensorrt_api.installed_version()
     engines: dict[Target, list[EngineRecord]] = {}
-    whole = []
+    complete = []
     for target in targets:
         variants = [variant.name for name in names for variant in SDXL[name].variants]
-        found = {name: servable(manifest, name, target.key) for name in (*names, *variants)}
-        engines[target] = [engine for some in found.values() for engine in some]
-        if all(found[name] for name in names) and all(_is_of(engine, version) for engine in engines[target]):
-            whole.append(target)
-    if len({_is_tensorrt(target) for target in whole}) > 1:
-        times = {target: request_time(manifest, engines[target], names) for target in whole}
-        whole.sort(key=lambda target: math.inf if (time := times[target]) is None else time)
-    return whole + [target for target in targets if target not in whole]
+        by_name = {name: servable(manifest, name, target.key) for name in (*names, *variants)}
+        engines[target] = [engine for records in by_name.values() for engine in records]
+        if all(by_name[name] for name in names) and all(_is_readable(engine, version) for engine in engines[target]):
+            complete.append(target)
+    if len({_is_tensorrt(target) for target in complete}) > 1:
+        times = {target: request_milliseconds(manifest, engines[target], names) for target in complete}
+        complete.sort(key=lambda target: math.inf if (time := times[target]) is None else time)
+    return complete + [target for target in targets if target not in complete]
 
 
-def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Sequence[str]) -> float | None:
-    """Milliseconds that the engines take for one image of the native size: 30 guided steps, no negative prompt.
+def request_milliseconds(manifest: Manifest, engines: Iterable[EngineRecord], names: Sequence[str]) -> float | None:
+    """Return the time of one image of the native size: 30 guided steps, no negative prompt. None without benchmarks.
 
     Computed from the engines' benchmarks, each component in its smallest bucket that holds the image. A step runs both
-    CFG halves in one call, or one engine for each, whichever is less: two that run concurrently take less than their
-    sum and about as long as the one call. None if a benchmark is missing.
+    CFG halves in one call, or each half in an engine of its own; the shorter time counts. Two engines run concurrently,
+    so their sum is an upper bound: they take about as long as the one call.
     """
     height, width = manifest.settings.native_height, manifest.settings.native_width
-    held = [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.max, height, width)]
+    fitting = [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.max, height, width)]
 
     def median(name: str, batch: int) -> float | None:
-        holding = [engine for engine in held if engine.component == name and engine.bucket.batch.max >= batch]
+        holding = [engine for engine in fitting if engine.component == name and engine.bucket.batch.max >= batch]
         benchmark = min(holding, key=lambda engine: engine.bucket.batch.max).benchmark if holding else None
         return benchmark.median if benchmark else None
 
-    both = UNET_GUIDED if UNET_GUIDED in {engine.component for engine in held} else UNET
-    steps = [median(both, 2), _sum([median(UNET, 1), median(UNET_UNCONDITIONAL, 1)])]
+    both_halves = UNET_GUIDED if UNET_GUIDED in {engine.component for engine in fitting} else UNET
+    steps = [median(both_halves, 2), _sum([median(UNET, 1), median(UNET_UNCONDITIONAL, 1)])]
     step = min((time for time in steps if time is not None), default=None)
     # Requests use no refiner by default.
     once = [spec for spec in components_of(["base"]) if spec.name in names and spec.phase != "step"]
@@ -126,7 +128,7 @@ def request_time(manifest: Manifest, engines: Iterable[EngineRecord], names: Seq
 
 
 def _sum(times: Iterable[float | None]) -> float | None:
-    """The sum, None if one of them is unknown."""
+    """Return the sum, or None if one of `times` is unknown."""
     known = [*times]
     return None if None in known else sum(time for time in known if time is not None)
 
@@ -135,5 +137,6 @@ def _is_tensorrt(target: Target) -> bool:
     return target.runtime_tag.startswith("trt")
 
 
-def _is_of(engine: EngineRecord, version: str | None) -> bool:
+def _is_readable(engine: EngineRecord, version: str | None) -> bool:
+    """True unless the engine is a plan of another version of TensorRT."""
     return engine.runtime != "tensorrt" or engine.runtime_version == version

@@ -17,9 +17,11 @@ from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
 
 @dataclass(frozen=True)
 class Selection:
-    """What serves a release here. `engines` and `weights` are by component; `weights[name][i]` is of
-    `engines[name][i]`. The engines of a component's variants follow its own. `shared`: components without engines of
-    their own -> the component with the same weights whose engines serve both."""
+    """The engines and weights that serve a release on this machine, by component.
+
+    `weights[name][i]` belongs to `engines[name][i]`. The engines of a component's variants follow its own. `shared`:
+    components without engines of their own -> the component with the same weights whose engines serve both.
+    """
 
     manifest: Manifest
     target: str
@@ -28,16 +30,16 @@ class Selection:
     shared: dict[str, str]
 
     def weight_blobs(self) -> list[Blob]:
-        """The blobs of all weights, each once."""
+        """Return the blobs of all weights, each once."""
         blobs = [blob for records in self.weights.values() for record in records for blob in record.blobs]
         return list({blob.sha256: blob for blob in blobs}.values())
 
     def blobs(self, weights: bool = True) -> list[Blob]:
-        """The blobs of engines, tokenizers and (by default) weights. The largest, which take longest, come first."""
-        every = [engine for engines in self.engines.values() for engine in engines]
+        """Return the blobs of engines, tokenizers and (by default) weights, the largest first: they take longest."""
+        records = [record for engines in self.engines.values() for record in engines]
         blobs = self.weight_blobs() if weights else []
-        blobs += [blob for engine in every for blob in (engine.blob, engine.constants)]
-        blobs += [engine.tensorrt.literals for engine in every if engine.tensorrt]
+        blobs += [blob for record in records for blob in (record.blob, record.constants)]
+        blobs += [record.tensorrt.literals for record in records if record.tensorrt]
         blobs += [record.blob for record in self.manifest.tokenizers.values()]
         return sorted({blob.sha256: blob for blob in blobs}.values(), key=lambda blob: -blob.bytes)
 
@@ -48,21 +50,21 @@ def select(
     buckets: Sequence[ServedBucket],
     tensorrt: str | None = None,
 ) -> Selection:
-    """Select for the first of `targets` that has all engines; empty `buckets` select every bucket of the release.
+    """Select the engines and weights for the first of `targets` that has all engines.
 
-    `tensorrt`: the server's version of TensorRT; None: the one that is installed here. Raises MissingComponent,
-    NoEngineForTarget or EngineError, before any blob is read.
+    If `buckets` is empty, every bucket of the release is selected. `tensorrt`: the server's version of TensorRT; None:
+    the installed one. Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is read.
     """
     names = required_components(manifest)
     target = choose_target(manifest, fastest_first(manifest, targets, names, tensorrt), names)
     engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
-    weights = {name: [weights_of(manifest, engine) for engine in some] for name, some in engines.items()}
+    weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
             raise EngineError(f"The {name} engines of release {manifest.name} differ in what they take and return.")
-        check_installed(manifest, records, tensorrt)
+        check_tensorrt_version(manifest, records, tensorrt)
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
@@ -74,7 +76,7 @@ def select(
 
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
-    """The components that serving this release takes. Raises MissingComponent naming those that it lacks."""
+    """Return the components that serving this release needs. Raises MissingComponent naming those that it lacks."""
     names = tuple(spec.name for spec in components_of(model_parts(manifest.has_refiner)))
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
@@ -86,7 +88,7 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:
-    """The key of the first target, best first, for which every component has an engine. Raises NoEngineForTarget."""
+    """Return the key of the first of `targets` with an engine of every component. Raises NoEngineForTarget."""
     built: dict[str, set[str]] = {}
     for engine in manifest.engines:
         built.setdefault(engine.target, set()).add(engine.component)
@@ -94,31 +96,32 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
         if set(names) <= built.get(target.key, set()):
             return target.key
     lacking = set(names) - built.get(targets[0].key, set())
-    some = f" for its {', '.join(sorted(lacking))}" if targets[0].key in built else ""
+    components = f" for its {', '.join(sorted(lacking))}" if targets[0].key in built else ""
     raise NoEngineForTarget(
-        f"Release {manifest.name} has no engine for this machine ({targets[0].key}){some}. It has engines for "
+        f"Release {manifest.name} has no engine for this machine ({targets[0].key}){components}. It has engines for "
         f"{', '.join(manifest.targets) or 'nothing'}."
     )
 
 
 def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
-    """The engines of a component that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
-    every = servable(manifest, name, target)
-    if not every:
+    """Return a component's engines that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
+    engines = servable(manifest, name, target)
+    if not engines:
         raise NoEngineForTarget(
             f"Release {manifest.name} has no {name} engine for {target} that this server can run (of AOTInductor, or "
             "of TensorRT with what its refit needs)."
         )
-    if not buckets or all(engine.bucket.height is None for engine in every):
-        return every  # networks of text and time have no size, and their batch is not the UNet's
+    if not buckets or all(engine.bucket.height is None for engine in engines):
+        return engines  # networks of text and time have no size, and their batch is not the UNet's
     chosen: dict[str, EngineRecord] = {}
     for bucket in buckets:
-        fitting = [e for e in every if e.bucket.holds(e.bucket.batch.min, bucket.height, bucket.width)]
+        fitting = [e for e in engines if e.bucket.holds(e.bucket.batch.min, bucket.height, bucket.width)]
         fitting = [e for e in fitting if e.bucket.batch.min <= bucket.rows]
         if not fitting:
             size = f"{bucket.width}x{bucket.height}"
             raise NoEngineForTarget(
-                f"Release {manifest.name} has no {name} engine for {size} with {bucket.rows} rows on {target}.",
+                f"Release {manifest.name} has no {name} engine for {size} with a batch of at most {bucket.rows} on "
+                f"{target}.",
                 f"Build it (`preheat build --size {size}@{bucket.rows}`) and publish a new release, or remove that "
                 "bucket from the config.",
             )
@@ -127,15 +130,15 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
 
 
 def choose_variants(manifest: Manifest, spec: ComponentSpec, chosen: Sequence[EngineRecord]) -> list[EngineRecord]:
-    """The engines of a component's variants with the same target, runtime, precision, layout and bucket as `chosen`."""
-    wanted = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in chosen]
+    """Return the variants' engines with the same target, runtime, precision, layout and bucket as `chosen`."""
+    identities = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in chosen]
     names = [variant.name for variant in spec.variants]
-    every = [engine for engine in manifest.engines if engine.component in names and can_run(engine)]
-    return [e for e in every if (e.target, e.runtime, e.precision, e.layout, e.bucket) in wanted]
+    engines = [engine for engine in manifest.engines if engine.component in names and can_run(engine)]
+    return [e for e in engines if (e.target, e.runtime, e.precision, e.layout, e.bucket) in identities]
 
 
 def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
-    """The weights in the precision and layout that an engine needs. Raises MissingComponent."""
+    """Return the weights in the precision and layout that an engine needs. Raises MissingComponent."""
     wanted = (engine.component, engine.precision, engine.layout)
     for record in manifest.weights:
         if (record.component, record.precision, record.layout) == wanted:
@@ -145,11 +148,11 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     )
 
 
-def check_installed(manifest: Manifest, engines: Iterable[EngineRecord], tensorrt: str | None = None) -> None:
-    """Refuse plans of another build of TensorRT. Raises NoEngineForTarget."""
-    wanted = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
-    installed = tensorrt or tensorrt_api.installed_version() if wanted else None
-    if other := sorted(wanted - {installed}):
+def check_tensorrt_version(manifest: Manifest, engines: Iterable[EngineRecord], tensorrt: str | None = None) -> None:
+    """Refuse plans of another version of TensorRT. Raises NoEngineForTarget."""
+    needed = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
+    installed = tensorrt or tensorrt_api.installed_version() if needed else None
+    if other := sorted(needed - {installed}):
         raise NoEngineForTarget(
             f"Release {manifest.name} has plans of TensorRT {other[0]}, and this machine has {installed or 'none'}. A "
             "plan is read only by the version that built it.",
@@ -159,7 +162,7 @@ def check_installed(manifest: Manifest, engines: Iterable[EngineRecord], tensorr
 
 
 def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
-    """Refuse weights that a plan does not take: TensorRT would use them and compute nonsense. Raises EngineError."""
+    """Refuse weights that a plan does not take: TensorRT would compute wrong results with them. Raises EngineError."""
     plan = engine.tensorrt
     if plan is not None and plan.refit == "identical" and plan.weights != weights.identity:
         raise EngineError(

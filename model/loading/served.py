@@ -1,4 +1,4 @@
-"""What requests may ask of a loaded release: its sizes, its refiner, and its default values."""
+"""The choices that a release offers to requests: sizes, refiner, and default values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel
 
 
 class Defaults(StrictModel):
-    """The values of a request's empty fields. A release lists those that it changes."""
+    """The values of a request's empty fields. A release lists the defaults that it changes."""
 
     num_inference_steps: Steps = 30
     guidance_scale: Guidance = 7.5
@@ -46,7 +46,7 @@ class SizeList:
     sizes: tuple[tuple[int, int], ...]
 
     def check(self, width: int, height: int) -> None:
-        """Raises RequestRefused with the list, unless it has this size."""
+        """Raise RequestRefused, which lists the sizes, unless this size is among them."""
         if (width, height) not in self.sizes:
             field = "height" if any(width == served for served, _ in self.sizes) else "width"
             served_sizes = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes))
@@ -64,7 +64,7 @@ class SizeRange:
     multiple: int
 
     def check(self, width: int, height: int) -> None:
-        """Raises RequestRefused with the rule, unless both sides keep it."""
+        """Raise RequestRefused, which states the accepted sides, unless both are accepted."""
         for field, side in (("width", width), ("height", height)):
             if not self.min_side <= side <= self.max_side or side % self.multiple:
                 raise RequestRefused(
@@ -76,7 +76,7 @@ class SizeRange:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a deployment serves, as far as requests can choose. Sizes in pixels."""
+    """The choices that a deployment offers to requests. Sizes in pixels."""
 
     native_width: int
     native_height: int
@@ -86,17 +86,17 @@ class ServedModel:
 
 
 def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> ServedModel:
-    """Describe what requests may ask for.
+    """Return the choices that a deployment with these buckets offers.
 
-    Raises ManifestError or NoEngineForTarget where the release's own defaults are not served: every request that
-    leaves them open would be refused.
+    Raises ManifestError or NoEngineForTarget if the release's own defaults are not served. Every request that omits
+    these fields would otherwise be refused.
     """
     manifest = selection.manifest
     defaults = read_defaults(manifest.defaults)
     settings = manifest.settings
     if defaults.use_refiner and not manifest.has_refiner:
         raise ManifestError(
-            f"Release {manifest.name} uses a refiner by default and has none.",
+            f"Release {manifest.name} uses a refiner by default and contains no refiner.",
             "Build it with one (`preheat build --refiner`) and publish a new release (`preheat publish`).",
         )
     sizes = served_sizes(selection.engines, buckets)
@@ -114,19 +114,20 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> Serve
 def served_sizes(
     engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]
 ) -> SizeList | SizeRange:
-    """The sizes that every component with a size serves: a range where all engines are dynamic, else a list.
+    """Return the sizes that every component with a size serves: a range if all engines are dynamic, else a list.
 
-    Configured buckets narrow it to their sizes.
+    Configured buckets limit it to their sizes.
     """
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
-    own = [[engine for engine in records if engine.component == name] for name, records in engines.items()]
-    sized = [spans for records in own if (spans := _spans(records))]
+    # Without the engines of variants.
+    by_component = [[engine for engine in records if engine.component == name] for name, records in engines.items()]
+    sized = [spans for records in by_component if (spans := _spans(records))]
     static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
     if static or not sized:
-        held = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]
-        return SizeList(tuple(sorted(held)))
-    # Where a component has several dynamic engines, the one with the largest sides decides.
+        served = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]
+        return SizeList(tuple(sorted(served)))
+    # If a component has several dynamic engines, the one with the largest sides decides.
     sides = [side for spans in sized for side in max(spans, key=lambda span: span[0].max)]
     return SizeRange(
         max(side.min for side in sides), min(side.max for side in sides), math.lcm(*(side.multiple for side in sides))
@@ -134,9 +135,10 @@ def served_sizes(
 
 
 def _spans(records: Sequence[EngineRecord]) -> list[tuple[Span, Span]]:
-    """Heights and widths of a component's engines; empty for a text encoder."""
+    """Return the heights and widths of a component's engines, empty for a text encoder."""
     return [(e.bucket.height, e.bucket.width) for e in records if e.bucket.height and e.bucket.width]
 
 
 def _holds(span: tuple[Span, Span], size: tuple[int, int]) -> bool:
+    """True if (height, width) holds the size (width, height)."""
     return span[0].holds(size[1]) and span[1].holds(size[0])

@@ -36,38 +36,41 @@ class Target:
 
     @property
     def key(self) -> str:
+        """The target's name in manifests."""
         return "-".join(part for part in (self.device, self.product, self.capability, self.runtime_tag) if part)
 
 
 def torch_tag() -> str:
-    """Version tag of the AOTInductor runtime: "torch2.13", with "-cu130" where torch was built for CUDA."""
+    """Return the version tag of the AOTInductor runtime: "torch2.13", with "-cu130" if torch was built for CUDA."""
     version, cuda = _torch_version()
-    return tag_of(version, f"cu{cuda.replace('.', '')}" if cuda else "")
+    return make_torch_tag(version, f"cu{cuda.replace('.', '')}" if cuda else "")
 
 
-def tag_of(version: str, build: str) -> str:
-    """Version tag of a torch version, with or without its build, and its CUDA build: "2.11.0" and "cu130", or ""."""
+def make_torch_tag(version: str, build: str) -> str:
+    """Return a version tag: "2.11.0" or "2.11.0+cu130", and build "cu130" or "" -> "torch2.11-cu130" or "torch2.11"."""
     release = ".".join(version.split("+")[0].split(".")[:2])
     return "-".join(filter(None, (f"torch{release}", build)))
 
 
 def _torch_version() -> tuple[str, str | None]:
-    """torch's version and its CUDA version, read without importing torch and without waiting for another thread that
-    imports it."""
-    known = sys.modules.get("torch")
-    version, cuda = getattr(known, "__version__", None), getattr(known, "version", None)
+    """Return torch's version and its CUDA version.
+
+    Does not import torch if that can be avoided, and does not wait for another thread that imports it.
+    """
+    module = sys.modules.get("torch")
+    version, cuda = getattr(module, "__version__", None), getattr(module, "version", None)
     if version is None or cuda is None:
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.submodule_search_locations:
-            found = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
-            return str(found["__version__"]), found["cuda"]
+            variables = runpy.run_path(str(Path(spec.submodule_search_locations[0]) / "version.py"))
+            return str(variables["__version__"]), variables["cuda"]
     import torch
 
     return torch.__version__, torch.version.cuda
 
 
 def detect_targets() -> list[Target]:
-    """The targets whose AOTInductor engines this machine can run, best first: its GPU, else its CPU's levels."""
+    """Return the targets whose AOTInductor engines this machine can run, best first: its GPU, else its CPU's levels."""
     gpu = _detect_gpu()
     if gpu is not None:
         name, (major, minor) = gpu
@@ -77,7 +80,7 @@ def detect_targets() -> list[Target]:
 
 
 def cpu_products(machine: str, flags: Iterable[str]) -> list[str]:
-    """The products of a machine's CPU targets, best first: its x86-64 levels, or the name of another processor.
+    """Return the products of a machine's CPU targets, best first: its x86-64 levels, or another processor's name.
 
     `machine`: the machine's type, such as "x86_64". `flags`: those of its CPU.
     """
@@ -88,10 +91,10 @@ def cpu_products(machine: str, flags: Iterable[str]) -> list[str]:
 
 
 def cpu_levels(flags: Iterable[str]) -> list[str]:
-    """The x86-64 levels of a CPU with these flags, highest first; the baseline is always the last."""
-    have, levels = frozenset(flags), ["x86_64_v1"]
+    """Return the x86-64 levels of a CPU with these flags, highest first. The baseline is always the last."""
+    available, levels = frozenset(flags), ["x86_64_v1"]
     for level, needed in _LEVELS:
-        if not needed <= have:
+        if not needed <= available:
             break
         levels.append(level)
     return levels[::-1]
@@ -104,7 +107,7 @@ _PACKAGE_WORDS = re.compile(
 
 
 def gpu_product(name: str) -> str:
-    """The short product name of a device name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4".
+    """Return a device's short product name: "NVIDIA H100 80GB HBM3" -> "h100", "Tesla T4" -> "t4".
 
     A slice of a GPU is a separate product ("h100mig1g10gb"): it has fewer cores than the engines were tuned for.
     """
@@ -113,9 +116,9 @@ def gpu_product(name: str) -> str:
 
 
 def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
-    """Name and compute capability of GPU 0, from cuda-python, or from torch where that is not installed.
+    """Return name and compute capability of GPU 0, from cuda-python or, if that is not installed, from torch.
 
-    None without a GPU or its driver, and where torch was built for the CPU.
+    None without a GPU or its driver, or if torch was built for the CPU.
     """
     if _torch_version()[1] is None:
         return None
@@ -138,7 +141,7 @@ def _detect_gpu() -> tuple[str, tuple[int, int]] | None:
 
 
 def read_cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """Flags of the first processor. An empty list where the system does not list them leaves the baseline level."""
+    """Return the flags of the first processor, or [] if the system does not list them: the baseline level remains."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Run everything once before the replica is ready, so that no request waits for lazy loading or finds memory full.
 
-The warm-up makes every loop that requests can ask for, with the graphs of all of its buckets; generates and decodes an
-image of every size; and encodes text in every batch size. The peak memory of serving has then been allocated once. It
-also measures the most efficient batch of each size.
+The warm-up makes every loop that requests can need, with the graphs of all of its buckets. It generates and decodes an
+image of every size, and encodes text in every batch size. The peak memory of serving has then been allocated once. The
+warm-up also measures the most efficient batch of each size.
 """
 
 import math
@@ -27,37 +27,35 @@ from model.pipeline.spec import BASE, REFINER, UNET
 from model.pipeline.text_to_image import generate
 from model.scheduling.admission import efficient_images
 
-_NOISE_RATIO = 0.98  # a step above this share of the fastest so far is not faster, only measured differently
-_STEPS = 2  # of the image: one of the base, and one of the refiner where there is one
+_NOISE_RATIO = 0.98  # a step counts as faster if its time is below this share of the fastest so far
+_STEPS = 2  # of the image; with a refiner, one of them is its own
 
 
 class DeviceProbe:
-    """Reads the time at the device, and how often it lacked memory."""
+    """Measures the device: its time, and how often its memory did not suffice."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self.clocks_rise = self._on_gpu
-        """True if steps become faster under load. False for a CPU: its steps are long, and the start waits for each."""
+        """True if steps may become faster under load. False for a CPU, whose steps are too long to repeat."""
 
     def now(self) -> float:
-        """Seconds of a clock, after all queued work is done."""
+        """Wait until all queued work is done, and return the seconds of a clock."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def refused_allocations(self) -> int:
-        """How often PyTorch could not allocate memory. An engine's own code reports that as any RuntimeError."""
+        """Return how often PyTorch could not allocate memory. An engine's code reports that as a plain RuntimeError."""
         return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0)) if self._on_gpu else 0
 
 
 def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
-    """Warm every listed size, or the native one. Returns the map for previews, fitted to the decoder.
+    """Warm up every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
-    `probe` defaults to one of the model's device.
-
-    Raises OutOfDeviceMemory where the GPU's memory does not hold what the config asks for, and EngineError where the
-    release's engines do not fit together.
+    `probe` defaults to one of the model's device. Raises OutOfDeviceMemory if the configured buckets do not fit into
+    the GPU's memory, and EngineError if the release's engines do not fit together.
     """
     check_interfaces(loaded.model.engines)
     served = loaded.served
@@ -66,7 +64,7 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
         for width, height in listed or ((served.native_width, served.native_height),):
-            params = _params(served, width, height)
+            params = _warm_up_params(served, width, height)
             generate(loaded.model, [params])
             _find_efficient_batch(loaded.model, replace(params, use_refiner=False), probe)
         if listed is None:
@@ -75,7 +73,7 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
         _encode_every_text(loaded.model, params)
         return fit_preview_map(loaded.model, served.native_height, served.native_width)
     except EngineError as error:
-        # Requests were not served yet, so the release is wrong. Its remedy is not that of a wrong call.
+        # No request has run yet, so the release is wrong. Its remedy differs from that of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or probe.refused_allocations() > refusals:
@@ -85,10 +83,10 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
         raise
 
 
-def _params(served: ServedModel, width: int, height: int) -> GenerationParams:
+def _warm_up_params(served: ServedModel, width: int, height: int) -> GenerationParams:
     steps = {"num_inference_steps": _STEPS, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
-    chosen = served.defaults.model_dump() | steps
-    return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **chosen)
+    values = served.defaults.model_dump() | steps
+    return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **values)
 
 
 def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
@@ -102,13 +100,13 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
 
 
 def efficient_by_size(model: LoadedModel) -> dict[str, int]:
-    """WIDTHxHEIGHT -> the most efficient UNet batch of the base's loop of that size, for loops made so far."""
+    """Return WIDTHxHEIGHT -> most efficient UNet batch, for the base's loops made so far."""
     bases = {key: loop for key, loop in model.loops.items() if key[0] == UNET}
     return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
 
 
 def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: DeviceProbe) -> None:
-    """Measure the base's loop of this size with copies of one image. Nothing is held back at the refiner's loop."""
+    """Measure the base's loop of this size with copies of one image. The refiner's loop has no such limit."""
     height, width = params.height, params.width
     loop = model.loop(UNET, height, width)
     runner = Runner(model)
@@ -124,14 +122,14 @@ def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: D
 
 
 def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
-    """The batch sizes of static buckets; for a dynamic engine 1, 2, 4 and so on."""
+    """Return the batch sizes of static buckets, or 1, 2, 4 and so on for a dynamic engine."""
     if unet.is_static(height, width):
         return [engine.bucket.batch.max for engine in unet.serving(height, width)]
     return [2**power for power in range(capacity.bit_length())]
 
 
 def _step_seconds(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
-    """The fastest step of `count` copies of `image`, repeated until a step is no faster if clocks rise under load."""
+    """Return the seconds of a step of `count` copies of `image`. If clocks rise, repeat it until it is no faster."""
     fastest = math.inf
     while (seconds := _one_step(probe, loop, image, count)) < _NOISE_RATIO * fastest and probe.clocks_rise:
         fastest = seconds
@@ -139,6 +137,7 @@ def _step_seconds(probe: DeviceProbe, loop: Loop, image: ImageState, count: int)
 
 
 def _one_step(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
+    """Return the seconds of one step of `count` copies of `image`."""
     for _ in range(count):
         loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
     began = probe.now()
@@ -146,5 +145,5 @@ def _one_step(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> 
         loop.step()
         return probe.now() - began
     finally:
-        for left in list(loop.images):
-            loop.remove(left)
+        for added in list(loop.images):
+            loop.remove(added)
