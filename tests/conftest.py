@@ -1,10 +1,10 @@
 """Fixtures that several test files share: stores (a folder, an object store), a loaded release, a server, a toy SDXL.
 
-Engines are kept in `.preheat` between runs and found again by their keys, so only the first run of a clean clone
-compiles (some five minutes on two cores). Slow fixtures print what they do.
+Engines are kept in `.preheat` between runs and found by their keys, so only the first run of a clean clone compiles
+(some five minutes on two cores). Slow fixtures print their progress.
 
-The object store is Ceph's gateway, started once a run, with one bucket for each test. Without Ceph those tests are
-skipped; with PREHEAT_REQUIRE_OBJECT_STORE set they fail instead.
+The object store is Ceph's gateway, started once a run, with one bucket for each test. Without Ceph its tests are
+skipped, or fail if PREHEAT_REQUIRE_OBJECT_STORE is set.
 """
 
 import fcntl
@@ -49,26 +49,26 @@ Opener = Callable[..., WritableS3Store]
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Make random numbers independent of earlier tests."""
+def _seed() -> None:
+    """Make torch's random numbers independent of earlier tests."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
 def show_progress(request: pytest.FixtureRequest) -> Callable[[str], None]:
-    """Print a line past pytest's capture."""
+    """Return a function that prints a line past pytest's capture."""
     capture = request.config.pluginmanager.getplugin("capturemanager")
 
-    def line(text: str) -> None:
+    def print_line(text: str) -> None:
         with capture.global_and_fixture_disabled():
             print(text, flush=True)
 
-    return line
+    return print_line
 
 
 @contextmanager
 def file_lock(lock: Path) -> Iterator[None]:
-    """Hold a lock between processes, so that only one of two test runs compiles."""
+    """Hold a lock between processes, so that only one of two concurrent test runs compiles."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -88,12 +88,12 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def store(target: Target, show_progress: Callable[[str], None]) -> WritableStore:
-    """A local store that holds the release `release` of data/tiny-sdxl, with its refiner."""
+    """A local store with a release of data/tiny-sdxl and its refiner."""
     kept = open_writable_store(KEPT_STORE)
     base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
 
-    def report(component: str, doing: str, done: int, steps: int) -> None:
-        show_progress(f"test store {done}/{steps}: {component}: {doing}")
+    def report(component: str, activity: str, done: int, steps: int) -> None:
+        show_progress(f"test store {done}/{steps}: {component}: {activity}")
 
     with file_lock(KEPT_STORE.with_suffix(".lock")):
         build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), kept, report, processes=default_processes(target))
@@ -109,13 +109,13 @@ def release(store: WritableStore) -> str:
 
 @pytest.fixture(scope="session")
 def loaded(store: WritableStore, release: str) -> Loaded:
-    """That release, loaded in this process on the CPU."""
+    """That release, loaded in this process, on the CPU."""
     return load_release(store, release, detect_targets(), [], ColdStart())
 
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]) -> Layout:
-    """The files of this repository's image, laid out as its Dockerfile does."""
+    """The files of this repository's server image, laid out as its Dockerfile does."""
     show_progress("laying out the server image")
     folder = tmp_path_factory.mktemp("image")
     config = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
@@ -140,7 +140,7 @@ def server(
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder of the smallest possible SDXL: compiles in under a minute, generates noise."""
+    """A diffusers folder of the smallest SDXL. It compiles in under a minute and generates noise."""
     return toy_sdxl.write(tmp_path_factory.mktemp("toy") / "toy-sdxl", MODEL_FOLDER / "tokenizer")
 
 
@@ -154,19 +154,19 @@ def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
 def toy_store(
     toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
 ) -> WritableStore:
-    """A store in which the toy is built and published as toy-sdxl/1. Do not write to it: copy it."""
+    """A store with the toy, published as toy-sdxl/1. Tests that write copy it first."""
 
-    def report(component: str, doing: str, done: int, steps: int) -> None:
-        show_progress(f"toy store {done}/{steps}: {component}: {doing}")
+    def report(component: str, activity: str, done: int, steps: int) -> None:
+        show_progress(f"toy store {done}/{steps}: {component}: {activity}")
 
     folder = tmp_path_factory.mktemp("toy-store") / "store"
     with file_lock(KEPT_TOYS.with_suffix(".lock")):
         build(toy_plan, open_writable_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
         shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
-    made = open_writable_store(folder)
-    build(toy_plan, made)
-    publish(made, "toy-sdxl")
-    return made
+    store = open_writable_store(folder)
+    build(toy_plan, store)
+    publish(store, "toy-sdxl")
+    return store
 
 
 @pytest.fixture(scope="session")
@@ -183,7 +183,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
 
 @pytest.fixture(scope="session")
 def s3(object_store: ObjectStore) -> Iterator[Any]:
-    """A boto3 client, to inspect the store and to damage it."""
+    """A boto3 client that inspects and damages the object store."""
     client = boto3.client(
         "s3",
         endpoint_url=object_store.url,
@@ -205,27 +205,27 @@ def bucket(s3: Any) -> str:
 
 @pytest.fixture
 def proxy(object_store: ObjectStore) -> Iterator[FaultyProxy]:
-    """A proxy between a client and the store, which injects faults."""
+    """A proxy in front of the object store, which injects faults."""
     with FaultyProxy(object_store.url) as running:
         yield running
 
 
 @pytest.fixture
 def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Iterator[Opener]:
-    """Open `bucket` as a store, with keywords of StoreOptions. All are closed in the end."""
+    """Return a function that opens `bucket` as a store, given some StoreOptions. All stores are closed at the end."""
     opened: list[WritableS3Store] = []
 
-    def open_it(prefix: str = "", name: str = bucket, **keywords: Any) -> WritableS3Store:
-        given = {
+    def open_store(prefix: str = "", name: str = bucket, **options: Any) -> WritableS3Store:
+        defaults = {
             "cache_dir": tmp_path / "cache",
             "endpoint": object_store.url,
             "access_key_id": ceph.ACCESS_KEY,
             "secret_access_key": ceph.SECRET_KEY,
             "timeout": 20.0,
         }
-        opened.append(WritableS3Store(f"s3://{name}/{prefix}", StoreOptions(**given | keywords)))
+        opened.append(WritableS3Store(f"s3://{name}/{prefix}", StoreOptions(**defaults | options)))
         return opened[-1]
 
-    yield open_it
+    yield open_store
     for store in opened:
         store.close()

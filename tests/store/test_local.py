@@ -221,7 +221,7 @@ def test_missing_release_lists_available_ones(store: WritableLocalStore) -> None
     ):
         store.read_release("toy/1")
     for number in range(100):
-        releases.write_raw(store.root, {}, f"toy/{number}")
+        releases.write_manifest(store.root, {}, f"toy/{number}")
     with pytest.raises(ReleaseNotFound, match=r"Available: toy/0, .* and 80 more\.") as caught:
         store.read_release("toy/none")
     assert len(str(caught.value)) < 1000

@@ -318,7 +318,7 @@ def test_refuses_damaged_map_of_constants(data: bytes) -> None:
 
 
 def test_reads_map_of_constants(tmp_path: Path) -> None:
-    parsed = parse_constants(releases.toy_map())
+    parsed = parse_constants(releases.toy_constants())
     assert {name: constant.shape for name, constant in parsed.items()} == {
         "a.weight": (8, 4), "a.bias": (8,), "b.weight": (4, 8), "b.bias": (4,),
     }  # fmt: skip

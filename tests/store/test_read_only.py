@@ -40,7 +40,7 @@ SERVE = """
 
 def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     (tmp_path / "temporary").mkdir()
     before = {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))}
     target = cpu_target()
@@ -62,7 +62,7 @@ def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
 def test_serves_user_who_may_only_read(tmp_path: Path) -> None:
     """As in an image that runs as another user than the folder's writer."""
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)

@@ -75,7 +75,7 @@ def test_cached_blob_needs_no_request(open_bucket: Opener, proxy: FaultyProxy) -
     digest = store.put_bytes(b"bytes")
     store.get(digest, 5)
     proxy.clear()
-    assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.seen
+    assert open_bucket(endpoint=proxy.url).get(digest, 5).read_bytes() == b"bytes" and not proxy.requests
 
 
 class KeepingSink:
@@ -118,11 +118,11 @@ def test_stream_caches_and_hashes_in_one_pass(
     monkeypatch.setattr(hashlib, "sha256", lambda *data: sha256(*data) if data else Counting())
     for requests in (5, 0):  # from the bucket, then from the cache
         proxy.clear()
-        proxy.seen.clear()
+        proxy.requests.clear()
         sink, hashed = KeepingSink(len(data)), 0
         open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
         assert sink.data == data and sink.begun == 1 and hashed == len(data)
-        assert len(proxy.bytes_asked(digest)) == requests
+        assert len(proxy.requested_ranges(digest)) == requests
     cached = tmp_path / "cache" / "blobs" / "sha256" / digest
     assert cached.read_bytes() == data
 
@@ -152,14 +152,8 @@ def test_fetches_blobs_in_parallel(open_bucket: Opener, proxy: FaultyProxy, tmp_
     blobs = [Blob(sha256=store.put_bytes(bytes([i]) * 10), bytes=10) for i in range(3)]
     together = threading.Barrier(3)
 
-    class Meeting(FaultyProxy):
-        def take(self, method: str, path: str) -> Fault | None:
-            together.wait(timeout=60)
-            return None
-
-    with Meeting(proxy.upstream) as meeting:
-        other = open_bucket(endpoint=meeting.url, cache_dir=tmp_path / "other")
-        other.fetch(blobs)
+    proxy.on_request = lambda _: print(together.wait(timeout=60))
+    open_bucket(endpoint=proxy.url, cache_dir=tmp_path / "other").fetch(blobs)
     assert all((tmp_path / "other" / "blobs" / "sha256" / blob.sha256).exists() for blob in blobs)
 
 
@@ -274,9 +268,9 @@ def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy
     """botocore repeats the request, which then finds the name taken by itself."""
     store = open_bucket(endpoint=proxy.url)
     manifest = releases.draft(store)
-    proxy.order(Fault("drop_answer", method="PUT", path="/releases/"))
+    proxy.inject(Fault("drop_answer", method="PUT", path="/releases/"))
     store.write_release(manifest)
-    assert not proxy.pending and sum(seen.method == "PUT" and "/releases/" in seen.path for seen in proxy.seen) == 2
+    assert not proxy.pending and sum(seen.method == "PUT" and "/releases/" in seen.path for seen in proxy.requests) == 2
     with pytest.raises(ReleaseExists):
         store.write_release(manifest)
 
@@ -331,7 +325,7 @@ def test_exactly_one_racing_publisher_wins(
 
 def test_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: str, proxy: FaultyProxy) -> None:
     store = open_bucket(endpoint=proxy.url, attempts=2)
-    proxy.order(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
+    proxy.inject(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
     with pytest.raises(StoreError, match=r"fails, also after several tries \(500 InternalError\)"):
         store.put_bytes(noise(2 * UPLOAD_PART_BYTES))
     assert keys(s3, bucket) == [] and not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")

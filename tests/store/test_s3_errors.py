@@ -72,5 +72,5 @@ def test_wrong_clock(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_service_error(open_bucket: Opener, proxy: FaultyProxy, status: int, code: str, words: str) -> None:
-    proxy.order(Fault("status", times=99, status=status, code=code))
+    proxy.inject(Fault("status", times=99, status=status, code=code))
     assert words in refusal(open_bucket(endpoint=proxy.url, attempts=2))

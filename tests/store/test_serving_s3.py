@@ -53,7 +53,7 @@ def test_server_starts_from_bucket_after_killed_fetch(
     open_bucket: Opener,
     proxy: FaultyProxy,
     quiet_environment: None,
-    say: Callable[[str], None],
+    show_progress: Callable[[str], None],
     tmp_path: Path,
 ) -> None:
     there = open_bucket("releases-of-ours", cache_dir=tmp_path / "unused")
@@ -64,7 +64,7 @@ def test_server_starts_from_bucket_after_killed_fetch(
     }
     half = sum(blob.bytes for blob in manifest.blobs().values()) // 2
 
-    say("starting a server that is killed")
+    show_progress("starting a server that is killed")
     with Server(layout, environment=secrets) as server:
 
         def kill(passed: int) -> None:
@@ -76,7 +76,7 @@ def test_server_starts_from_bucket_after_killed_fetch(
         with pytest.raises(ServerFailed, match="killed by SIGKILL"):
             server.wait_ready(READY_SECONDS)
 
-    say("starting a server from the bucket")
+    show_progress("starting a server from the bucket")
     with Server(layout, environment=secrets, log=tmp_path / "server.log") as server:
         server.wait_ready(READY_SECONDS)
         answer = generate(server.url, {"prompt": "a red circle", "num_inference_steps": 2, "seed": 1}, READY_SECONDS)

@@ -22,6 +22,7 @@ INSTALL = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd"
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "setpriv")
 ACCESS_KEY = "preheatpreheatpreheat"
 SECRET_KEY = "a-secret-for-tests-that-opens-nothing-else"
+PAGE_KEYS = 10  # keys of one page of a list, so that a short list has several pages
 _DISK_BYTES = 16 * 2**30  # only written bytes use memory
 _MAX_RESTARTS = 10  # of all daemons together, while they start
 _READY_SECONDS = 120  # of one daemon, enough for any machine
@@ -45,8 +46,8 @@ mon cluster log file = {folder}/cluster.log
 crash dir = {folder}/crash
 osd pool default size = 1
 osd pool default min size = 1
-osd pool default pg num = 8
-osd pool default pgp num = 8
+osd pool default pg num = 1
+osd pool default pgp num = 1
 osd pool default pg autoscale mode = off
 osd crush chooseleaf type = 0
 mon allow pool size one = true
@@ -55,6 +56,8 @@ mon warn on pool no redundancy = false
 mon data = {folder}/mon
 mon data avail warn = 1
 mon data avail crit = 0
+paxos propose interval = 0.02
+paxos min wait = 0.01
 osd data = {folder}/osd
 osd objectstore = memstore
 memstore device bytes = {disk}
@@ -66,6 +69,7 @@ rgw thread pool size = 64
 rgw enable usage log = false
 rgw enable ops log = false
 rgw gc obj min wait = 60
+rgw max listing results = {page}
 """
 
 
@@ -112,7 +116,14 @@ class ObjectStore:
             (folder / name).mkdir(parents=True)
         self._config = folder / "ceph.conf"
         self._config.write_text(
-            _CONFIG.format(fsid=fsid, folder=folder, mon_port=self._mon_port, rgw_port=self._rgw_port, disk=_DISK_BYTES)
+            _CONFIG.format(
+                fsid=fsid,
+                folder=folder,
+                mon_port=self._mon_port,
+                rgw_port=self._rgw_port,
+                disk=_DISK_BYTES,
+                page=PAGE_KEYS,
+            )  # fmt: skip
         )
         monmap, address = folder / "monmap", f"[v1:127.0.0.1:{self._mon_port}]"
         self._call("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, str(monmap))
