@@ -1,1 +1,1 @@
-"""Trains Tiny SDXL, the small real SDXL that the project's tests and demos run on."""
+"""Training of Tiny SDXL, the small SDXL model of the tests and demos."""

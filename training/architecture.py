@@ -1,7 +1,7 @@
-"""Tiny SDXL's networks: SDXL's own classes and settings with small numbers.
+"""The networks of Tiny SDXL: SDXL's own classes and settings with small numbers.
 
-The base follows stabilityai/stable-diffusion-xl-base-1.0 (two text encoders, text and time embedding, three UNet
-levels, the first without attention); the refiner sees only the second text encoder and an aesthetic score.
+The base follows stabilityai/stable-diffusion-xl-base-1.0: two text encoders, text and time embedding, and three UNet
+levels, the first without attention. The refiner's inputs are the second text encoder and an aesthetic score.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from typing import Any
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
-from training.tokenizer import END, LENGTH, START, vocabulary
+from training.tokenizer import END_TOKEN, MAX_LENGTH, START_TOKEN, vocabulary
 
-WIDTH_1 = 96  # of text_encoder
-WIDTH_2 = 128  # of text_encoder_2, and of its projection
-TIME_WIDTH = 32  # of each embedded number of time_ids
+TEXT_WIDTH_1 = 96  # text_encoder
+TEXT_WIDTH_2 = 128  # text_encoder_2 and its projection
+TIME_ID_WIDTH = 32  # embedding of each number of time_ids
 LATENT_CHANNELS = 4
-VAE_FACTOR = 8
 
-# What SDXL's own scheduler_config.json says.
+# SDXL's own scheduler_config.json.
 SCHEDULER: dict[str, Any] = {
     "_class_name": "EulerDiscreteScheduler",
     "beta_end": 0.012,
@@ -39,10 +38,10 @@ SCHEDULER: dict[str, Any] = {
 }
 
 DEFAULTS = {"denoising_frac": 0.9, "guidance_scale": 3.0}
-"""What a request that does not say gets of this model: its defaults.json."""
+"""The model's defaults.json: values for requests that do not set them."""
 
 
-def _text_config(width: int, layers: int, heads: int, act: str, pad: str) -> CLIPTextConfig:
+def _text_config(width: int, layers: int, heads: int, act: str, pad_token: str) -> CLIPTextConfig:
     vocab, _ = vocabulary()
     return CLIPTextConfig(
         vocab_size=len(vocab),
@@ -51,20 +50,20 @@ def _text_config(width: int, layers: int, heads: int, act: str, pad: str) -> CLI
         projection_dim=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=MAX_LENGTH,
         hidden_act=act,
-        bos_token_id=vocab[START],
-        eos_token_id=vocab[END],
-        pad_token_id=vocab[pad],
+        bos_token_id=vocab[START_TOKEN],
+        eos_token_id=vocab[END_TOKEN],
+        pad_token_id=vocab[pad_token],
     )
 
 
 def text_encoder() -> CLIPTextModel:
-    return CLIPTextModel(_text_config(WIDTH_1, layers=3, heads=3, act="quick_gelu", pad=END))
+    return CLIPTextModel(_text_config(TEXT_WIDTH_1, layers=3, heads=3, act="quick_gelu", pad_token=END_TOKEN))
 
 
 def text_encoder_2() -> CLIPTextModelWithProjection:
-    return CLIPTextModelWithProjection(_text_config(WIDTH_2, layers=4, heads=4, act="gelu", pad="!"))
+    return CLIPTextModelWithProjection(_text_config(TEXT_WIDTH_2, layers=4, heads=4, act="gelu", pad_token="!"))
 
 
 def vae() -> AutoencoderKL:
@@ -76,12 +75,14 @@ def vae() -> AutoencoderKL:
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=8,
         sample_size=256,
-        scaling_factor=1.0,  # replaced by the measured one after training
+        scaling_factor=1.0,  # training replaces it with the measured factor
         force_upcast=False,
     )
 
 
-def _unet(channels: tuple[int, ...], heads: tuple[int, ...], layers: tuple[int, ...], text: int, ids: int) -> Any:
+def _unet(
+    channels: tuple[int, ...], heads: tuple[int, ...], layers: tuple[int, ...], text_width: int, time_ids: int
+) -> UNet2DConditionModel:
     return UNet2DConditionModel(
         sample_size=32,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -90,20 +91,20 @@ def _unet(channels: tuple[int, ...], heads: tuple[int, ...], layers: tuple[int, 
         layers_per_block=1,
         transformer_layers_per_block=layers,
         attention_head_dim=heads,  # diffusers' name for the number of heads
-        cross_attention_dim=text,
+        cross_attention_dim=text_width,
         use_linear_projection=True,
         norm_num_groups=8,
         addition_embed_type="text_time",
-        addition_time_embed_dim=TIME_WIDTH,
-        projection_class_embeddings_input_dim=ids * TIME_WIDTH + WIDTH_2,
+        addition_time_embed_dim=TIME_ID_WIDTH,
+        projection_class_embeddings_input_dim=time_ids * TIME_ID_WIDTH + TEXT_WIDTH_2,
     )
 
 
 def unet() -> UNet2DConditionModel:
-    """time_ids: original height and width, crop top and left, target height and width."""
-    return _unet((64, 96, 128), heads=(2, 3, 4), layers=(1, 1, 1), text=WIDTH_1 + WIDTH_2, ids=6)
+    """Its six time_ids: original height and width, crop top and left, target height and width."""
+    return _unet((64, 96, 128), (2, 3, 4), (1, 1, 1), text_width=TEXT_WIDTH_1 + TEXT_WIDTH_2, time_ids=6)
 
 
 def refiner_unet() -> UNet2DConditionModel:
-    """time_ids: original height and width, crop top and left, aesthetic score."""
-    return _unet((64, 96, 8), heads=(2, 3, 1), layers=(1, 1, 1), text=WIDTH_2, ids=5)
+    """Its five time_ids: original height and width, crop top and left, aesthetic score."""
+    return _unet((64, 96, 8), (2, 3, 1), (1, 1, 1), text_width=TEXT_WIDTH_2, time_ids=5)

@@ -1,7 +1,7 @@
-"""Words for scenes, and back: `describe` words a scene in one of many ways, `parse` says what a caption demands.
+"""Captions of scenes: `describe_scene` writes one of many wordings, and `parse_caption` reads what a caption states.
 
-Promises: for every caption that `describe` makes, `parse` gives the same demand that `describe` returned with it.
-A demand holds only what the words state. Knows nothing of pixels or tokens.
+For every caption of `describe_scene`, `parse_caption` returns the statement that `describe_scene` returned with it. A
+statement contains only what the words state. Pixels and tokens are not part of this module.
 """
 
 from __future__ import annotations
@@ -10,29 +10,32 @@ import random
 import re
 from dataclasses import dataclass
 
-from training.world import COLOURS, RELATIONS, SHAPES, Scene
+from training.scenes import COLOURS, RELATIONS, SHAPES, Scene
 
 
 @dataclass(frozen=True)
-class FigureDemand:
+class StatedObject:
     shape: str
     colour: str
     size: str | None = None
 
 
 @dataclass(frozen=True)
-class Demand:
-    """`figures` in the order of the words, alike ones repeated; None: not stated. `position` is that of the only
-    figure, `relation` that of the first figure to the second."""
+class Statement:
+    """What a caption states about a scene. None: not stated.
 
-    figures: tuple[FigureDemand, ...]
+    `objects` has the order of the words, and equal objects are repeated. `position` is that of the only object.
+    `relation` is that of the first object to the second.
+    """
+
+    objects: tuple[StatedObject, ...]
     background: str | None = None
     position: str | None = None
     relation: str | None = None
 
 
 class CaptionError(ValueError):
-    """The caption names no figure of this world; write for example "a large red circle on a blue background"."""
+    """A caption names no object that a scene can contain."""
 
 
 SIZE_WORDS = {
@@ -56,110 +59,112 @@ OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "bel
 PREFIXES = ("a picture of", "an image of", "a drawing of", "a painting of", "draw", "show me", "there is")
 
 
-def describe(scene: Scene, rng: random.Random, full: bool = False) -> tuple[str, Demand]:
-    """One wording of the scene, and what it states. With `full`, nothing that the scene fixes is left out."""
-    figures = list(scene.figures)
+def describe_scene(scene: Scene, rng: random.Random, full: bool = False) -> tuple[str, Statement]:
+    """Return a caption of the scene and what it states. With `full`, nothing that the scene fixes is left out."""
+    objects = list(scene.objects)
     relation = scene.relation if full or rng.random() < 0.85 else None
     if scene.kind == "pair" and rng.random() < 0.5:
-        figures.reverse()
+        objects.reverse()
         relation = OPPOSITE[relation] if relation else None
-    stated = rng.random() < (0.7 if scene.kind == "single" else 0.5)
-    sizes = [figure.size if full or (stated and rng.random() < 0.9) else None for figure in figures]
+    states_sizes = rng.random() < (0.7 if scene.kind == "single" else 0.5)
+    sizes = [item.size if full or (states_sizes and rng.random() < 0.9) else None for item in objects]
     if scene.kind == "count":
-        sizes = [sizes[0]] * len(figures)
+        sizes = [sizes[0]] * len(objects)
     position = scene.position if full or rng.random() < 0.65 else None
     background = scene.background if full or rng.random() < 0.9 else None
-    demand = Demand(
-        tuple(FigureDemand(f.shape, f.colour, size) for f, size in zip(figures, sizes, strict=True)),
+    statement = Statement(
+        tuple(StatedObject(item.shape, item.colour, size) for item, size in zip(objects, sizes, strict=True)),
         background,
         position,
         relation,
     )
     if scene.kind == "count":
-        subject = _several(demand.figures, rng)
+        subject = _counted_phrase(statement.objects, rng)
     elif scene.kind == "pair":
-        joint = _joint(relation, rng)
-        subject = f"{_one(demand.figures[0], rng)}{joint} {_one(demand.figures[1], rng)}"
+        first, second = statement.objects
+        connection = _connection(relation, rng)
+        subject = f"{_object_phrase(first, rng)}{connection} {_object_phrase(second, rng)}"
     else:
-        subject = _one(demand.figures[0], rng)
-    return _sentence(subject, position, background, rng), demand
+        subject = _object_phrase(statement.objects[0], rng)
+    return _sentence(subject, position, background, rng), statement
 
 
-def _article(words: str, rng: random.Random) -> str:
+def _with_article(words: str, rng: random.Random) -> str:
     article = rng.choices(("a", "the", "", "one"), (0.66, 0.12, 0.19, 0.03))[0]
     if article == "a" and words[0] in "aeiou":
         article = "an"
     return f"{article} {words}".strip()
 
 
-def _look(figure: FigureDemand, rng: random.Random) -> str:
-    size = rng.choice(SIZE_WORDS[figure.size]) + " " if figure.size else ""
-    return f"{size}{figure.colour} {figure.shape}"
+def _adjectives_and_noun(item: StatedObject, rng: random.Random) -> str:
+    size = rng.choice(SIZE_WORDS[item.size]) + " " if item.size else ""
+    return f"{size}{item.colour} {item.shape}"
 
 
-def _one(figure: FigureDemand, rng: random.Random) -> str:
-    return _article(_look(figure, rng), rng)
+def _object_phrase(item: StatedObject, rng: random.Random) -> str:
+    return _with_article(_adjectives_and_noun(item, rng), rng)
 
 
-def _several(figures: tuple[FigureDemand, ...], rng: random.Random) -> str:
-    words = ("two", "two", "2", "a pair of") if len(figures) == 2 else ("three", "three", "3")
-    return f"{rng.choice(words)} {_look(figures[0], rng)}s"
+def _counted_phrase(objects: tuple[StatedObject, ...], rng: random.Random) -> str:
+    numbers = ("two", "two", "2", "a pair of") if len(objects) == 2 else ("three", "three", "3")
+    return f"{rng.choice(numbers)} {_adjectives_and_noun(objects[0], rng)}s"
 
 
-def _joint(relation: str | None, rng: random.Random) -> str:
+def _connection(relation: str | None, rng: random.Random) -> str:
     if relation:
         return rng.choice(("", "", "", " is", ",")) + " " + rng.choice(RELATION_WORDS[relation])
     return rng.choice((" and", " and", " and", " and", " next to", " with", " beside", ","))
 
 
 def _sentence(subject: str, position: str | None, background: str | None, rng: random.Random) -> str:
-    place = f"{rng.choice(('', '', '', ','))} {rng.choice(POSITION_WORDS[position])}" if position else ""
+    position_phrase = f"{rng.choice(('', '', '', ','))} {rng.choice(POSITION_WORDS[position])}" if position else ""
     if background is None:
-        text = subject + place
+        text = subject + position_phrase
     else:
         style = rng.random()
-        ground = _ground(background, rng)
+        background_phrase = _background_phrase(background, rng)
         if style < 0.12:
-            text = f"{ground}, {subject}{place}"
+            text = f"{background_phrase}, {subject}{position_phrase}"
         elif style < 0.2:
-            text = f"{background} background, {subject}{place}"
+            text = f"{background} background, {subject}{position_phrase}"
         elif style < 0.28:
-            text = f"{subject}{place}, {background} background"
+            text = f"{subject}{position_phrase}, {background} background"
         elif style < 0.5:
-            text = f"{subject} {ground}{place}"
+            text = f"{subject} {background_phrase}{position_phrase}"
         else:
-            text = f"{subject}{place} {ground}"
+            text = f"{subject}{position_phrase} {background_phrase}"
     if rng.random() < 0.15:
         text = f"{rng.choice(PREFIXES)} {text}"
     return text + "." if rng.random() < 0.15 else text
 
 
-def _ground(background: str, rng: random.Random) -> str:
-    way = rng.random()
-    if way < 0.15:
+def _background_phrase(background: str, rng: random.Random) -> str:
+    if rng.random() < 0.15:
         return f"on {background}"
-    joint = rng.choices(("on", "against", "with", "in front of"), (0.65, 0.2, 0.1, 0.05))[0]
+    preposition = rng.choices(("on", "against", "with", "in front of"), (0.65, 0.2, 0.1, 0.05))[0]
     article = rng.choices(("a", "the", ""), (0.8, 0.1, 0.1))[0]
     if article == "a" and background[0] in "aeiou":
         article = "an"
-    return f"{joint} {article} {background} background".replace("  ", " ")
+    return f"{preposition} {article} {background} background".replace("  ", " ")
 
 
-_COLOUR = "|".join(COLOURS)
-_SIZE = {word: size for size, words in SIZE_WORDS.items() for word in words}
-_NUMBER = {"two": 2, "2": 2, "pair of": 2, "three": 3, "3": 3}
-_FIGURE = re.compile(rf"\b(?:(two|2|pair of|three|3) )?(?:({'|'.join(_SIZE)}) )?({_COLOUR}) ({'|'.join(SHAPES)})s?\b")
-_BACKGROUND = (
-    re.compile(rf"\b({_COLOUR}) background\b"),
-    re.compile(rf"\bon (?:an? |the )?({_COLOUR})\b(?! (?:{'|'.join(SHAPES)}))"),
+_COLOUR_WORDS = "|".join(COLOURS)
+_SIZE_BY_WORD = {word: size for size, words in SIZE_WORDS.items() for word in words}
+_COUNT_BY_WORD = {"two": 2, "2": 2, "pair of": 2, "three": 3, "3": 3}
+_OBJECT_PATTERN = re.compile(
+    rf"\b(?:(two|2|pair of|three|3) )?(?:({'|'.join(_SIZE_BY_WORD)}) )?({_COLOUR_WORDS}) ({'|'.join(SHAPES)})s?\b"
 )
-_RELATION = (
+_BACKGROUND_PATTERNS = (
+    re.compile(rf"\b({_COLOUR_WORDS}) background\b"),
+    re.compile(rf"\bon (?:an? |the )?({_COLOUR_WORDS})\b(?! (?:{'|'.join(SHAPES)}))"),
+)
+_RELATION_PATTERNS = (
     ("left of", re.compile(r"\bleft (side )?of\b")),
     ("right of", re.compile(r"\bright (side )?of\b")),
     ("above", re.compile(r"\b(above|over)\b")),
     ("below", re.compile(r"\b(below|under|beneath)\b")),
 )
-_POSITION = (
+_POSITION_PATTERNS = (
     ("left", re.compile(r"\bleft\b")),
     ("right", re.compile(r"\bright\b")),
     ("top", re.compile(r"\b(top|upper)\b")),
@@ -168,33 +173,36 @@ _POSITION = (
 )
 
 
-def parse(caption: str) -> Demand:
-    """What a caption demands, for captions of this world in anybody's words; raises CaptionError where it names
-    no figure."""
+def parse_caption(caption: str) -> Statement:
+    """Return what a caption states, also if `describe_scene` would not word it so.
+
+    Raises CaptionError if it names no object.
+    """
     text = " ".join(re.sub(r"[^a-z0-9 ]", " ", caption.lower()).split())
     background = None
-    for pattern in _BACKGROUND:
-        found = pattern.search(text)
-        if found:
-            background = found[1]
-            text = text[: found.start()] + text[found.end() :]
+    for pattern in _BACKGROUND_PATTERNS:
+        if match := pattern.search(text):
+            background = match[1]
+            text = text[: match.start()] + text[match.end() :]
             break
-    matches = list(_FIGURE.finditer(text))
+    matches = list(_OBJECT_PATTERN.finditer(text))
     if not matches:
-        raise CaptionError(f"no figure in {caption!r}; name one as in 'a large red circle on a blue background'")
-    figures = tuple(
-        FigureDemand(match[4], match[3], _SIZE.get(match[2] or ""))
+        raise CaptionError(
+            f"Caption {caption!r} names no object. Name one, as in 'a large red circle on a blue background'."
+        )
+    objects = tuple(
+        StatedObject(match[4], match[3], _SIZE_BY_WORD.get(match[2] or ""))
         for match in matches
-        for _ in range(_NUMBER.get(match[1] or "", 1))
+        for _ in range(_COUNT_BY_WORD.get(match[1] or "", 1))
     )
     relation = position = None
     if len(matches) == 2:
         between = text[matches[0].end() : matches[1].start()]
-        relation = next((name for name, pattern in _RELATION if pattern.search(between)), None)
-    elif len(figures) == 1:
-        rest = text[: matches[0].start()] + "|" + text[matches[0].end() :]
-        position = next((name for name, pattern in _POSITION if pattern.search(rest)), None)
-    return Demand(figures, background, position, relation)
+        relation = next((name for name, pattern in _RELATION_PATTERNS if pattern.search(between)), None)
+    elif len(objects) == 1:
+        remaining = text[: matches[0].start()] + "|" + text[matches[0].end() :]
+        position = next((name for name, pattern in _POSITION_PATTERNS if pattern.search(remaining)), None)
+    return Statement(objects, background, position, relation)
 
 
 assert set(OPPOSITE) == set(RELATION_WORDS) == set(RELATIONS)

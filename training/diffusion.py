@@ -1,361 +1,298 @@
-"""Stages three and four: the base (text encoders and UNet together) and the refiner (its UNet alone).
+"""Stages three and four: the base (both text encoders and its UNet), then the refiner (its UNet alone).
 
-Both learn on pools of encoded drawings that lie in device memory; every few steps some of them give way to fresh ones.
-The base learns to predict noise; the refiner to predict what the base does, at the timesteps where it takes over, most
-of all at the last ones. There the noise itself is a poor teacher: what a caption changes in it is small beside what no
-one can foresee, and guidance multiplies the error. The base's prediction is what all that noise averages to. The two
-are compared as they are served, with guidance, and with the caption alone.
+The base learns to predict noise. The refiner learns to predict what the base predicts, at the timesteps where it takes
+over, most often at the last ones. There the noise itself is a poor target: the caption changes little of it, and
+guidance multiplies the error. The base's prediction is the mean of that noise. Both predictions are compared with
+guidance, as they are served, and with the caption alone.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
-import random
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, UNet2DConditionModel
+from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from training import architecture
-from training.architecture import TIME_WIDTH, WIDTH_2
-from training.data import CLASSES, Job
-from training.draw import CRISP, render
+from training.architecture import TEXT_WIDTH_1, TEXT_WIDTH_2, TIME_ID_WIDTH
+from training.autoencoder import neighbour_difference
+from training.dataset import CLASS_COUNTS
 from training.export import Networks
-from training.learner import Learner, precision
-from training.run import Run
-from training.settings import DiffusionSettings
-from training.tokenizer import END, LENGTH, START, vocabulary
+from training.latent_pool import BatchSource
+from training.optimizer import EmaOptimizer, compute_dtype
+from training.run import TrainingRun
+from training.tokenizer import END_TOKEN, MAX_LENGTH, START_TOKEN, vocabulary
 
-FRESH_EVERY = 4  # steps
-NOISES = 2  # rows of the base's batch that share one picture and caption, with a timestep and noise each
-DROPPED = 0.1  # share of captions dropped for guidance, half as zeros and half as the empty caption
-OFFSET = 0.1  # offset noise: standard deviation of what a whole channel is shifted by
-FIRST_TIMESTEP = 951  # of 20 steps; a sampler starts there from noise that holds nothing of a picture
-HEAVIEST = 50.0  # largest weight of a timestep in the loss
-REFINED_BELOW = 210  # the refiner's timesteps: it takes over at 200
-EDGES = 10.0  # more weight in the refiner's loss near an edge: small figures' corners are few, and what goes wrong
-STEP = 1.5  # from one latent to the next: an edge, where the spread of all latents is 1
-SCORES = (2.0, 7.0)  # aesthetic scores; they tell nothing, for every drawing is as good as any other
+NOISES_PER_IMAGE = 2  # each with its own timestep; only the base
+DROPPED_SHARE = 0.1  # captions dropped for guidance: half become zeros, half the empty caption
+CHANNEL_NOISE = 0.1  # offset noise: standard deviation of the shift of a whole channel
+FIRST_SAMPLED_TIMESTEP = 951  # of 20 steps: a sampler starts there, from pure noise
+MAX_TIMESTEP_WEIGHT = 50.0  # largest weight of a timestep in the base's loss
+REFINER_TIMESTEPS = 210  # the refiner trains on the timesteps below; it takes over at 200
+EDGE_WEIGHT = 10.0  # additional weight near an edge in the refiner's loss: corners of small objects are few
+EDGE_STEP = 1.5  # difference of neighbouring latents that is an edge; the latents' deviation is 1
 
 
-def alphas_cumulative(device: torch.device) -> Tensor:
-    """[1000], SDXL's scaled-linear schedule."""
+def alphas_cumprod(device: torch.device) -> Tensor:
+    """Return SDXL's scaled-linear noise schedule, float32 [1000]."""
     steps = architecture.SCHEDULER["num_train_timesteps"]
     start, end = architecture.SCHEDULER["beta_start"], architecture.SCHEDULER["beta_end"]
     betas = torch.linspace(start**0.5, end**0.5, steps, dtype=torch.float64) ** 2
     return torch.cumprod(1 - betas, 0).float().to(device)
 
 
-@dataclass
-class Batch:
-    latents: Tensor  # [batch, 4, height/8, width/8], scaled
-    ids: Tensor  # [batch, 77]
-    labels: Tensor  # [batch, len(CLASSES)]
-    scores: Tensor  # [batch], aesthetic
-
-
-class Pool:
-    """Encoded drawings of one size, with their captions."""
-
-    def __init__(self, run: Run, vae: AutoencoderKL, size: tuple[int, int], capacity: int) -> None:
-        height, width = size
-        self.size, self.capacity = size, capacity
-        self.filled = self.next = 0
-        self.device = run.device
-        self.factor = vae.config.scaling_factor
-        self.vae = vae
-        self.latents = torch.empty(capacity, 4, height // 8, width // 8, device=run.device)
-        self.ids: Tensor | None = None
-        self.labels: Tensor | None = None
-        self.scores = torch.empty(capacity, device=run.device)
-
-    @torch.no_grad()
-    def put(self, rows: Tensor, ids: Tensor, labels: Tensor, random: torch.Generator) -> None:
-        """Draws, encodes and stores scenes over the oldest ones."""
-        if self.ids is None or self.labels is None:
-            self.ids = ids.new_empty(self.capacity, *ids.shape[1:])
-            self.labels = labels.new_empty(self.capacity, *labels.shape[1:])
-        places = (torch.arange(len(rows), device=self.device) + self.next) % self.capacity
-        low, high = SCORES
-        scores = low + (high - low) * torch.rand(len(rows), generator=random, device=self.device)
-        soft = torch.full_like(scores, CRISP)
-        pictures = (render(rows, *self.size, soft, torch) * 2 - 1).permute(0, 3, 1, 2)
-        latents = self.vae.encode(pictures.to(self.vae.dtype)).latent_dist.mean
-        self.latents[places] = latents.float() * self.factor
-        self.ids[places], self.labels[places], self.scores[places] = ids, labels, scores
-        self.next = (self.next + len(rows)) % self.capacity
-        self.filled = min(self.capacity, self.filled + len(rows))
-
-    def take(self, count: int, random: torch.Generator) -> Batch:
-        if self.ids is None or self.labels is None:
-            raise RuntimeError("take() from a pool that nothing was put into")
-        places = torch.randint(self.filled, (count,), generator=random, device=self.device)
-        wording = torch.randint(self.ids.shape[1], (count,), generator=random, device=self.device)
-        return Batch(
-            self.latents[places], self.ids[places, wording].long(), self.labels[places, wording], self.scores[places]
-        )
-
-
-class Feed:
-    """Batches of one size each, sizes drawn by their shares."""
-
-    def __init__(self, run: Run, vae: AutoencoderKL, settings: DiffusionSettings, stage: str, step: int) -> None:
-        self.run, self.settings, self.stage = run, settings, stage
-        self.random = torch.Generator(run.device).manual_seed(run.settings.seed * 1_000_003 + step)
-        sizes = run.settings.sizes
-        vae = copy.deepcopy(vae).to(torch.float16 if run.device.type == "cuda" else torch.float32)
-        most = max(share for *_, share in sizes)
-        self.pools = [
-            Pool(run, vae, (h, w), settings.pool if share == most else max(settings.pool // 6, 1))
-            for h, w, share in sizes
-        ]
-        self.shares = [share for *_, share in sizes]
-        self.chunks = run.workers.stream(self._jobs(step))
-        for pool in self.pools:
-            while pool.filled < pool.capacity:
-                self._refresh(pool)
-        run.log(f"{stage} pools hold {sum(pool.filled for pool in self.pools)} scenes")
-
-    def _jobs(self, step: int):  # type: ignore[no-untyped-def]
-        """First what fills the pools, then what each step adds: numbers differ between stages and resumptions."""
-        base = {"base": 10_000_000, "refiner": 20_000_000}[self.stage]
-        numbers = itertools.count(base + step * 1000 if step else base)
-        fresh = self.settings.fresh
-        for pool in self.pools:
-            for _ in range(-(-pool.capacity // fresh)):
-                yield self._job(next(numbers), pool)
-        for later in itertools.count(-(-step // FRESH_EVERY) * FRESH_EVERY, FRESH_EVERY):
-            yield self._job(next(numbers), self.pool_of(later))
-
-    def _job(self, number: int, pool: Pool) -> Job:
-        height, width = pool.size
-        return Job(self.run.settings.seed, number, self.settings.fresh, self.settings.wordings, width / height)
-
-    def pool_of(self, step: int) -> Pool:
-        draw = random.Random(f"{self.run.settings.seed}/{self.stage}/{step}")
-        return draw.choices(self.pools, self.shares)[0]
-
-    def _refresh(self, pool: Pool) -> None:
-        chunk = next(self.chunks)
-        rows, ids, labels = (torch.from_numpy(array).to(self.run.device, non_blocking=True) for array in chunk)
-        pool.put(rows, ids, labels, self.random)
-
-    def batch(self, step: int) -> tuple[Batch, tuple[int, int]]:
-        """Half as many pictures as the batch has rows, and their size."""
-        pool = self.pool_of(step)
-        if step % FRESH_EVERY == 0:
-            self._refresh(pool)
-        return pool.take(self.settings.batch // 2, self.random), pool.size
-
-
-class Text:
-    """Captions' ids to what the UNets see of them."""
+class TextEncoders:
+    """Both text encoders, and the token ids of the empty caption, [77]."""
 
     def __init__(self, first: CLIPTextModel, second: CLIPTextModelWithProjection) -> None:
         self.first, self.second = first, second
         vocab, _ = vocabulary()
-        self.end = vocab[END]
-        self.empty = torch.tensor([vocab[START]] + [self.end] * (LENGTH - 1), device=first.device)
+        self.end_id = vocab[END_TOKEN]
+        ids = [vocab[START_TOKEN]] + [self.end_id] * (MAX_LENGTH - 1)
+        self.empty_ids = torch.tensor(ids, device=first.device)
 
     def __call__(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """ids [batch, 77] padded with <|endoftext|> -> both encoders' penultimate states [batch, 77, width_1] and
-        [batch, 77, width_2], and the pooled projection [batch, width_2]."""
-        ends = (ids == self.end).cumsum(-1)
-        ids_2 = torch.where(ends > 1, 0, ids)  # tokenizer_2 pads with "!", which is 0
-        states = self.first(ids, output_hidden_states=True).hidden_states[-2]
-        out = self.second(ids_2, output_hidden_states=True)
-        return states, out.hidden_states[-2], out.text_embeds
+        """Encode ids [batch, 77] that are padded with <|endoftext|>.
+
+        Returns the penultimate states of both encoders, [batch, 77, TEXT_WIDTH_1] and [batch, 77, TEXT_WIDTH_2], and
+        the pooled projection [batch, TEXT_WIDTH_2].
+        """
+        is_padding = (ids == self.end_id).cumsum(-1) > 1
+        ids_2 = torch.where(is_padding, 0, ids)  # tokenizer_2 pads with "!", whose id is 0
+        states_1 = self.first(ids, output_hidden_states=True).hidden_states[-2]
+        output_2 = self.second(ids_2, output_hidden_states=True)
+        return states_1, output_2.hidden_states[-2], output_2.text_embeds
 
 
-class Reader(nn.Module):
-    """The auxiliary head: what a caption states, read from its encodings at <|endoftext|>. Thrown away later."""
+class AuxiliaryHead(nn.Module):
+    """Classify what a caption states, from its states at <|endoftext|> and its pooled projection.
+
+    Its loss trains the text encoders. The head itself is not exported.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        width = architecture.WIDTH_1 + 2 * architecture.WIDTH_2
-        self.layers = nn.Sequential(nn.Linear(width, 384), nn.GELU(), nn.Linear(384, sum(CLASSES)))
+        width = TEXT_WIDTH_1 + 2 * TEXT_WIDTH_2
+        self.layers = nn.Sequential(nn.Linear(width, 384), nn.GELU(), nn.Linear(384, sum(CLASS_COUNTS)))
 
     def forward(self, states: Tensor, pooled: Tensor, ends: Tensor, labels: Tensor) -> Tensor:
-        last = states[torch.arange(len(states), device=states.device), ends]
-        answers = self.layers(torch.cat([last, pooled], 1)).float().split(CLASSES, dim=1)
-        wrong = [F.cross_entropy(answer, labels[:, i].long()) for i, answer in enumerate(answers)]
-        return torch.stack(wrong).mean()
+        """Return the mean cross-entropy.
+
+        states: [batch, 77, TEXT_WIDTH_1 + TEXT_WIDTH_2]. pooled: [batch, TEXT_WIDTH_2]. ends: [batch], positions of
+        <|endoftext|>. labels: [batch, len(CLASS_COUNTS)].
+        """
+        end_states = states[torch.arange(len(states), device=states.device), ends]
+        logits = self.layers(torch.cat([end_states, pooled], 1)).float().split(CLASS_COUNTS, dim=1)
+        losses = [F.cross_entropy(label_logits, labels[:, i].long()) for i, label_logits in enumerate(logits)]
+        return torch.stack(losses).mean()
 
 
-class Noise:
-    """Noise, timesteps and weights of the loss."""
+class NoisedLatents(NamedTuple):
+    latents: Tensor  # [batch, 4, height/8, width/8]
+    timesteps: Tensor  # [batch]
+    noise: Tensor  # like latents: the noise in them
+    weights: Tensor  # [batch], weights of the timesteps in the loss
 
-    def __init__(self, device: torch.device, refines: bool = False) -> None:
-        self.alphas = alphas_cumulative(device)
-        self.refines = refines
-        self.below = REFINED_BELOW if refines else 1000
-        self.start = float(((1 - self.alphas[FIRST_TIMESTEP]) / self.alphas[FIRST_TIMESTEP]) ** 0.5)
 
-    def add(self, latents: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Noised latents, timesteps [batch], the noise in them, and weights [batch].
+class NoiseSampler:
+    """Samples timesteps and adds noise to latents."""
 
-        A sampler starts from pure noise, which the training's noisiest latents are not: they still show the
-        picture's mean. Seen from the finished picture x, a sampler's path is x + sigma * (n - x / sigma_start);
-        half of the batch trains on such noise, the rest on plain noise. Far below the start the two are the same."""
+    def __init__(self, device: torch.device, for_refiner: bool = False) -> None:
+        self.alphas = alphas_cumprod(device)
+        self.for_refiner = for_refiner
+        self.timesteps = REFINER_TIMESTEPS if for_refiner else len(self.alphas)
+        first_alpha = self.alphas[FIRST_SAMPLED_TIMESTEP]
+        self.first_sigma = float(((1 - first_alpha) / first_alpha) ** 0.5)
+
+    def add_noise(self, latents: Tensor, generator: torch.Generator) -> NoisedLatents:
+        """Add noise to latents at random timesteps.
+
+        A sampler starts from pure noise, but the noisiest latents of plain training still show the image's mean. For
+        the finished image x, a sampler's path is x + sigma * (n - x / first_sigma). Half of the base's batch trains
+        on such noise, the rest on plain noise. At small sigmas the two are equal.
+        """
         count = len(latents)
-        draws = torch.rand(3, count, generator=random, device=latents.device)
-        if self.refines:
-            share = draws[1] ** 3  # a third at the last hundredth: whoever refines is always asked there
+        uniform = torch.rand(3, count, generator=generator, device=latents.device)
+        if self.for_refiner:
+            fraction = uniform[1] ** 3  # a fifth in the last hundredth, because every refined image passes there
         else:
-            share = torch.where(draws[0] < 0.3, 1 - draws[1] ** 2, draws[1])  # a third leans to high noise
-        timesteps = (share * self.below).long().clip(0, self.below - 1)
-        noise = torch.randn(latents.shape, generator=random, device=latents.device)
-        noise += OFFSET * torch.randn(*latents.shape[:2], 1, 1, generator=random, device=latents.device)
-        if not self.refines:
-            noise -= (draws[2] < 0.5)[:, None, None, None] * latents / self.start
-        kept = self.alphas[timesteps][:, None, None, None]
-        noised = kept.sqrt() * latents + (1 - kept).sqrt() * noise
-        return noised, timesteps, noise, (1 / kept.flatten()).clip(max=HEAVIEST)
+            # Three tenths lean to high noise.
+            fraction = torch.where(uniform[0] < 0.3, 1 - uniform[1] ** 2, uniform[1])
+        timesteps = (fraction * self.timesteps).long().clip(0, self.timesteps - 1)
+        noise = torch.randn(latents.shape, generator=generator, device=latents.device)
+        noise += CHANNEL_NOISE * torch.randn(*latents.shape[:2], 1, 1, generator=generator, device=latents.device)
+        if not self.for_refiner:
+            noise -= (uniform[2] < 0.5)[:, None, None, None] * latents / self.first_sigma
+        alphas = self.alphas[timesteps][:, None, None, None]
+        noised = alphas.sqrt() * latents + (1 - alphas).sqrt() * noise
+        return NoisedLatents(noised, timesteps, noise, (1 / alphas.flatten()).clip(max=MAX_TIMESTEP_WEIGHT))
 
 
-def _drop(ids: Tensor, empty: Tensor, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """ids with half of the dropped captions emptied, and which ones become zeros [batch], the other half."""
-    draw = torch.rand(len(ids), generator=random, device=ids.device)
-    ids = torch.where((draw < DROPPED / 2)[:, None], empty, ids)
-    return ids, (draw >= DROPPED / 2) & (draw < DROPPED)
+def _drop_captions(ids: Tensor, empty_ids: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Drop random captions. Returns ids with some captions empty, and a mask [batch] of those to replace by zeros."""
+    uniform = torch.rand(len(ids), generator=generator, device=ids.device)
+    ids = torch.where((uniform < DROPPED_SHARE / 2)[:, None], empty_ids, ids)
+    return ids, (uniform >= DROPPED_SHARE / 2) & (uniform < DROPPED_SHARE)
 
 
-def train_base(run: Run, networks: Networks) -> float:
-    """Not compiled: from the same weights, on the same batches, compiled steps left a loss 5 % higher (docs/log)."""
+def train_base(run: TrainingRun, networks: Networks) -> float:
+    """Train the text encoders and the base's UNet in place. Returns the seconds that it took.
+
+    Not compiled: with the same weights and batches, compiled steps had a 5 % higher loss (docs/log/tiny-model.md).
+    """
     settings = run.settings.base
-    trained = {"text_encoder": networks.text_encoder, "text_encoder_2": networks.text_encoder_2}
-    modules = nn.ModuleDict({**trained, "unet": networks.unet, "reader": Reader()})
+    auxiliary_head = AuxiliaryHead()
+    modules = nn.ModuleDict(
+        {
+            "text_encoder": networks.text_encoder,
+            "text_encoder_2": networks.text_encoder_2,
+            "unet": networks.unet,
+            "auxiliary_head": auxiliary_head,
+        }
+    )
     modules.to(run.device, memory_format=torch.channels_last).train()
-    learner = Learner(modules, settings.steps, settings.rate)
-    run.resume("base", learner)
-    feed = Feed(run, networks.vae, settings, "base", learner.step)
-    text = Text(networks.text_encoder, networks.text_encoder_2)
-    noise = Noise(run.device)
-    reader = modules["reader"]
-
-    def forward(
-        noised: Tensor, timesteps: Tensor, ids: Tensor, zeros: Tensor, time_ids: Tensor, labels: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        states_1, states_2, pooled = text(ids)
-        states = torch.cat([states_1, states_2], 2)
-        ends = (ids == text.end).int().argmax(-1)
-        read = reader(states, pooled, ends, labels) if settings.auxiliary else pooled.new_zeros(())
-        shown = (states * ~zeros[:, None, None]).repeat(NOISES, 1, 1)
-        added = {"text_embeds": (pooled * ~zeros[:, None]).repeat(NOISES, 1), "time_ids": time_ids}
-        return networks.unet(noised, timesteps, shown, added_cond_kwargs=added, return_dict=False)[0], read
+    optimizer = EmaOptimizer(modules, settings.steps, settings.rate)
+    run.resume("base", optimizer)
+    source = BatchSource(run, networks.vae, settings, "base", optimizer.step)
+    encode_text = TextEncoders(networks.text_encoder, networks.text_encoder_2)
+    noise_sampler = NoiseSampler(run.device)
 
     def loss(step: int) -> Tensor:
-        batch, size = feed.batch(step)
-        ids, zeros = _drop(batch.ids, text.empty, feed.random)
-        noised, timesteps, added, weights = noise.add(batch.latents.repeat(NOISES, 1, 1, 1), feed.random)
-        time_ids = batch.latents.new_tensor([*size, 0, 0, *size]).expand(len(noised), -1)
-        plain = zeros | (ids == text.empty).all(1)
-        labels = torch.where(plain[:, None], batch.latents.new_tensor(CLASSES).to(batch.labels) - 1, batch.labels)
-        noised = noised.to(precision(run.device), memory_format=torch.channels_last)
-        predicted, read = forward(noised, timesteps, ids, zeros, time_ids, labels)
-        wrong = (predicted.float() - added).square().mean((1, 2, 3))
-        return (wrong * weights).mean() + settings.auxiliary * read
+        batch, size = source.sample(step)
+        ids, is_zeroed = _drop_captions(batch.ids, encode_text.empty_ids, source.generator)
+        noised = noise_sampler.add_noise(batch.latents.repeat(NOISES_PER_IMAGE, 1, 1, 1), source.generator)
+        is_dropped = is_zeroed | (ids == encode_text.empty_ids).all(1)
+        not_stated = batch.latents.new_tensor(CLASS_COUNTS).to(batch.labels) - 1
+        labels = torch.where(is_dropped[:, None], not_stated, batch.labels)
 
-    seconds = run.learn("base", learner, loss)
-    feed.chunks.close()
+        states_1, states_2, pooled = encode_text(ids)
+        states = torch.cat([states_1, states_2], 2)
+        ends = (ids == encode_text.end_id).int().argmax(-1)
+        auxiliary_loss = auxiliary_head(states, pooled, ends, labels) if settings.auxiliary else pooled.new_zeros(())
+        predicted = networks.unet(
+            noised.latents.to(compute_dtype(run.device), memory_format=torch.channels_last),
+            noised.timesteps,
+            (states * ~is_zeroed[:, None, None]).repeat(NOISES_PER_IMAGE, 1, 1),
+            added_cond_kwargs={
+                "text_embeds": (pooled * ~is_zeroed[:, None]).repeat(NOISES_PER_IMAGE, 1),
+                "time_ids": batch.latents.new_tensor([*size, 0, 0, *size]).expand(len(noised.latents), -1),
+            },
+            return_dict=False,
+        )[0]
+        error = (predicted.float() - noised.noise).square().mean((1, 2, 3))
+        return (error * noised.weights).mean() + settings.auxiliary * auxiliary_loss
+
+    seconds = run.optimize("base", optimizer, loss)
+    source.close()
     return seconds
 
 
-def edges(latents: Tensor) -> Tensor:
-    """Weights [rows, 1, height/8, width/8]: EDGES more for latents beside which the picture changes."""
-    down = F.pad(latents.diff(dim=2).abs().amax(1, keepdim=True), (0, 0, 0, 1))
-    across = F.pad(latents.diff(dim=3).abs().amax(1, keepdim=True), (0, 1, 0, 0))
-    return 1 + EDGES * (F.max_pool2d(down + across, 3, stride=1, padding=1) > STEP).float()
+def edge_weights(latents: Tensor) -> Tensor:
+    """Return loss weights [batch, 1, height/8, width/8]: 1, and 1 + EDGE_WEIGHT for latents next to an edge."""
+    near_edge = F.max_pool2d(neighbour_difference(latents), 3, stride=1, padding=1) > EDGE_STEP
+    return 1 + EDGE_WEIGHT * near_edge.float()
 
 
 @torch.no_grad()
 def start_from_base(refiner: UNet2DConditionModel, base: UNet2DConditionModel) -> None:
-    """Gives the refiner the base's weights in all that the two have in common: every level but the deepest, which is
-    next to nothing in the refiner.
+    """Copy the base's weights to the refiner where the two agree: all levels but the deepest, which is very narrow.
 
-    Of what it reads of the text, the second encoder's part. The base's weights for the target size are added to those
-    for the original size, which is the same in training; the aesthetic score begins as nothing, and so does what comes
-    up from the deepest level.
+    Where the refiner's inputs are fewer, it gets the weights of those that both have:
+
+    - text: the second encoder's states and pooled projection;
+    - time_ids: original size and crop. The base's weights for the target size are added to those for the original
+      size, because the two sizes are equal in training. The weights of the aesthetic score become zero;
+    - the first layers above the deepest level: the skip connection. The weights of the deepest level become zero.
     """
-    known = dict(base.named_parameters())
-    width = refiner.config.block_out_channels[-2]
+    base_weights = dict(base.named_parameters())
+    skip_width = refiner.config.block_out_channels[-2]
     for name, weight in refiner.named_parameters():
-        source = known[name]
+        source = base_weights[name]
         if source.shape == weight.shape:
             weight.copy_(source)
         elif ".attn2.to_" in name and len(source) == len(weight):
-            weight.copy_(source[:, -WIDTH_2:])
-        elif name.startswith("up_blocks.1.resnets.0.") and weight.ndim > 1:  # below and skip beside each other
-            weight.zero_()[:, -width:].copy_(source[:, -width:])
+            weight.copy_(source[:, -TEXT_WIDTH_2:])
+        elif name.startswith("up_blocks.1.resnets.0.") and weight.ndim > 1:  # inputs: deepest level, then skip
+            weight.zero_()[:, -skip_width:].copy_(source[:, -skip_width:])
         elif name.startswith("up_blocks.1.resnets.0."):
-            weight[-width:].copy_(source[-width:])
-    told = WIDTH_2 + 4 * TIME_WIDTH  # the pooled text; height, width, top and left
+            weight[-skip_width:].copy_(source[-skip_width:])
+    common = TEXT_WIDTH_2 + 4 * TIME_ID_WIDTH  # the pooled text, then height, width, top and left
     embedding, source = refiner.add_embedding.linear_1.weight, base.add_embedding.linear_1.weight
-    embedding.zero_()[:, :told].copy_(source[:, :told])
-    embedding[:, WIDTH_2 : WIDTH_2 + 2 * TIME_WIDTH] += source[:, told:].to(embedding)
+    embedding.zero_()[:, :common].copy_(source[:, :common])
+    embedding[:, TEXT_WIDTH_2 : TEXT_WIDTH_2 + 2 * TIME_ID_WIDTH] += source[:, common:].to(embedding)
 
 
-def train_refiner(run: Run, networks: Networks) -> float:
-    """The base, as it will be served, teaches it: networks.unet and the text encoders stay as they are."""
+def train_refiner(run: TrainingRun, networks: Networks) -> float:
+    """Train the refiner's UNet in place, on the predictions of the base. Returns the seconds that it took.
+
+    The other networks do not change.
+    """
     settings = run.settings.refiner
-    start_from_base(networks.refiner_unet, networks.unet)
     modules = nn.ModuleDict({"unet": networks.refiner_unet})
     modules.to(run.device, memory_format=torch.channels_last).train()
-    served = torch.float16 if run.device.type == "cuda" else torch.float32
-    teacher = copy.deepcopy(networks.unet).to(run.device, served, memory_format=torch.channels_last)
-    teacher.eval().requires_grad_(False)
-    encoders = (copy.deepcopy(networks.text_encoder), copy.deepcopy(networks.text_encoder_2))
-    text = Text(*(encoder.to(run.device, served).eval().requires_grad_(False) for encoder in encoders))
-    learner = Learner(modules, settings.steps, settings.rate)
-    run.resume("refiner", learner)
-    feed = Feed(run, networks.vae, settings, "refiner", learner.step)
-    noise = Noise(run.device, refines=True)
+    serving_dtype = torch.float16 if run.device.type == "cuda" else torch.float32
+    base_unet = copy.deepcopy(networks.unet).to(run.device, serving_dtype, memory_format=torch.channels_last)
+    base_unet.eval().requires_grad_(False)
+    encoders = [copy.deepcopy(encoder) for encoder in (networks.text_encoder, networks.text_encoder_2)]
+    encode_text = TextEncoders(*(e.to(run.device, serving_dtype).eval().requires_grad_(False) for e in encoders))
+    optimizer = EmaOptimizer(modules, settings.steps, settings.rate)
+    run.resume("refiner", optimizer)
+    source = BatchSource(run, networks.vae, settings, "refiner", optimizer.step)
+    noise_sampler = NoiseSampler(run.device, for_refiner=True)
     with torch.no_grad():
-        _, nothing, unpooled = text(text.empty[None])
+        _, empty_states, empty_pooled = encode_text(encode_text.empty_ids[None])
 
-    def forward(
-        noised: Tensor, timesteps: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, scored_ids: Tensor
+    def predict(
+        noised: Tensor, timesteps: Tensor, states: Tensor, pooled: Tensor, time_ids: Tensor, refiner_time_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The refiner's predictions and the base's, [2 * rows, ...]: with the captions, then as both are served without
-        one, the base with zeros and the refiner with the empty caption."""
-        noised, timesteps, time_ids = [torch.cat([twice, twice]) for twice in (noised, timesteps, time_ids)]
-        with torch.no_grad():
-            shown, embeds = [torch.cat([told, torch.zeros_like(told)]) for told in (states, pooled)]
-            added = {"text_embeds": embeds, "time_ids": time_ids}
-            taught = teacher(noised.to(served), timesteps, shown, added_cond_kwargs=added, return_dict=False)[0]
-            second = states[..., -nothing.shape[-1] :]
-            shown, embeds = [
-                torch.cat([told, e.expand_as(told)]) for told, e in ((second, nothing), (pooled, unpooled))
-            ]
-        added = {"text_embeds": embeds.to(noised.dtype), "time_ids": scored_ids}
-        shown = shown.to(noised.dtype)
-        return networks.refiner_unet(noised, timesteps, shown, added_cond_kwargs=added, return_dict=False)[0], taught
+        """Return the predictions of the refiner and of the base, each [2 * batch, 4, height/8, width/8].
 
-    fast = run.compiled(forward, modules)
+        The first half is conditional. The second half is unconditional as it is served: zeros for the base, the empty
+        caption for the refiner. `refiner_time_ids` are [2 * batch, 5], the other inputs are of one half.
+        """
+        noised, timesteps, time_ids = [torch.cat([half, half]) for half in (noised, timesteps, time_ids)]
+        with torch.no_grad():
+            base_states, base_pooled = [torch.cat([cond, torch.zeros_like(cond)]) for cond in (states, pooled)]
+            base_added = {"text_embeds": base_pooled, "time_ids": time_ids}
+            target = base_unet(
+                noised.to(serving_dtype), timesteps, base_states, added_cond_kwargs=base_added, return_dict=False
+            )[0]
+            cond_states = states[..., -TEXT_WIDTH_2:]
+            refiner_states = torch.cat([cond_states, empty_states.expand_as(cond_states)]).to(noised.dtype)
+            refiner_pooled = torch.cat([pooled, empty_pooled.expand_as(pooled)]).to(noised.dtype)
+        refiner_added = {"text_embeds": refiner_pooled, "time_ids": refiner_time_ids}
+        predicted = networks.refiner_unet(
+            noised, timesteps, refiner_states, added_cond_kwargs=refiner_added, return_dict=False
+        )[0]
+        return predicted, target
+
+    compiled_predict = run.compile(predict, modules)
 
     def loss(step: int) -> Tensor:
-        batch, size = feed.batch(step)
-        noised, timesteps, _, _ = noise.add(batch.latents, feed.random)
+        batch, size = source.sample(step)
+        noised = noise_sampler.add_noise(batch.latents, source.generator)
         with torch.no_grad():
-            states_1, states_2, pooled = text(batch.ids)
+            states_1, states_2, pooled = encode_text(batch.ids)
         states = torch.cat([states_1, states_2], 2)
-        frame = batch.latents.new_tensor([*size, 0, 0]).expand(len(noised), -1)
-        time_ids = torch.cat([frame, frame[:, :2]], 1)
-        scores = torch.cat([batch.scores, batch.scores.roll(1)])[:, None]
-        scored_ids = torch.cat([frame.repeat(2, 1), scores], 1)
-        native = size == run.settings.sizes[0][:2]
-        noised = noised.to(precision(run.device), memory_format=torch.channels_last)
-        predicted, taught = (fast if native else forward)(noised, timesteps, states, pooled, time_ids, scored_ids)
-        told, untold = (predicted.float() - taught.float()).chunk(2)  # errors, each [rows, 4, height/8, width/8]
-        guided = untold + architecture.DEFAULTS["guidance_scale"] * (told - untold)
-        wrong = (guided.square() + told.square()).mean(1, keepdim=True)
-        near = edges(batch.latents)
-        return (wrong * near).sum() / near.sum()
+        size_and_crop = batch.latents.new_tensor([*size, 0, 0]).expand(len(batch.latents), -1)
+        time_ids = torch.cat([size_and_crop, size_and_crop[:, :2]], 1)
+        scores = torch.cat([batch.scores, batch.scores.roll(1)])[:, None]  # any scores for the unconditional half
+        refiner_time_ids = torch.cat([size_and_crop.repeat(2, 1), scores], 1)
+        latents = noised.latents.to(compute_dtype(run.device), memory_format=torch.channels_last)
+        # Only the native size is compiled: the others are too rare to be worth the time.
+        predict_size = compiled_predict if size == run.settings.native_size else predict
+        predicted, target = predict_size(latents, noised.timesteps, states, pooled, time_ids, refiner_time_ids)
+        # Each [batch, 4, height/8, width/8]
+        cond_error, uncond_error = (predicted.float() - target.float()).chunk(2)
+        guided_error = uncond_error + architecture.DEFAULTS["guidance_scale"] * (cond_error - uncond_error)
+        squared_error = (guided_error.square() + cond_error.square()).mean(1, keepdim=True)
+        weights = edge_weights(batch.latents)
+        return (squared_error * weights).sum() / weights.sum()
 
-    seconds = run.learn("refiner", learner, loss)
-    feed.chunks.close()
+    seconds = run.optimize("refiner", optimizer, loss)
+    source.close()
     return seconds

@@ -1,4 +1,4 @@
-"""Draws the exam's captions with diffusers' pipelines and scores the pictures.
+"""Generate images of the evaluation set with diffusers' pipelines, and score them.
 
 `python -m training.evaluate MODEL_DIR [--refiner]` prints a table, the first failures, and one JSON line.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from diffusers import (
 )
 from PIL import Image
 
-from training.captions import Demand, parse
-from training.exam import exam
-from training.score import Verdict, score
+from training.captions import parse_caption
+from training.evaluation_set import evaluation_set
+from training.score import Verdict, score_image
 
-SHOWN = (
+GRID_PROMPTS = (
     "a large red circle on a blue background",
     "two green squares on a white background",
     "a yellow triangle to the left of a purple square on a black background",
@@ -42,9 +43,9 @@ SHOWN = (
     "a large purple triangle in the centre on a white background",
     "a black circle and a yellow square on a red background",
 )
+COLUMNS = ("all", "single", "count", "pair")
 
-
-# Names of requests (model/denoising/samplers.py) -> diffusers' class and what is set of it.
+# Sampler names of requests (model/denoising/samplers.py) -> diffusers' class and its settings.
 SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Euler": (EulerDiscreteScheduler, {}),
     "Euler a": (EulerAncestralDiscreteScheduler, {}),
@@ -55,137 +56,155 @@ SAMPLERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-class Painter:
-    """A model folder's pipelines on one device."""
+class ImageGenerator:
+    """The pipelines of a model folder on one device.
+
+    batch: images per call of a pipeline.
+    denoising_frac: share of the steps that the base does before the refiner.
+    """
 
     def __init__(
         self,
         folder: Path,
         device: str,
+        *,
         refiner: bool,
         steps: int,
         guidance: float,
         batch: int,
         scheduler: str,
-        frac: float,
+        denoising_frac: float,
     ) -> None:
-        """`frac`: of the steps, after which the refiner takes over."""
         dtype = torch.float16 if device == "cuda" else torch.float32
-        self.steps, self.guidance, self.frac, self.batch = steps, guidance, frac, batch
+        self.steps, self.guidance, self.denoising_frac, self.batch = steps, guidance, denoising_frac, batch
         self.base = StableDiffusionXLPipeline.from_pretrained(folder, dtype=dtype).to(device)
         self.base.set_progress_bar_config(disable=True)
-        kind, settings = SAMPLERS[scheduler]
-        self.base.scheduler = kind.from_config(self.base.scheduler.config, **settings)
+        scheduler_class, settings = SAMPLERS[scheduler]
+        self.base.scheduler = scheduler_class.from_config(self.base.scheduler.config, **settings)
         self.refiner = None
         if refiner:
             self.refiner = StableDiffusionXLImg2ImgPipeline.from_pretrained(folder / "refiner", dtype=dtype)
             self.refiner.to(device).set_progress_bar_config(disable=True)
-            self.refiner.scheduler = kind.from_config(self.refiner.scheduler.config, **settings)
+            self.refiner.scheduler = scheduler_class.from_config(self.refiner.scheduler.config, **settings)
 
-    def paint(self, prompts: list[str], seed: int, refined: bool, size: tuple[int, int]) -> list[Image.Image]:
-        """Picture i starts from noise of seed + i."""
-        pictures: list[Image.Image] = []
-        common: dict[str, Any] = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
+    def generate(self, prompts: list[str], seed: int, refined: bool, size: tuple[int, int]) -> list[Image.Image]:
+        """Generate an image of each prompt. Image i starts from noise of seed + i. size: height, width."""
+        images: list[Image.Image] = []
+        settings: dict[str, Any] = {"num_inference_steps": self.steps, "guidance_scale": self.guidance}
         for first in range(0, len(prompts), self.batch):
-            some = prompts[first : first + self.batch]
-            noise = [torch.Generator().manual_seed(seed + first + i) for i in range(len(some))]
-            common |= {"prompt": some, "generator": noise}
+            batch = prompts[first : first + self.batch]
+            generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
+            settings |= {"prompt": batch, "generator": generators}
             shape = {"height": size[0], "width": size[1]}
             if refined and self.refiner is not None:
-                latents = self.base(**common, **shape, denoising_end=self.frac, output_type="latent").images
-                pictures += self.refiner(**common, image=latents, denoising_start=self.frac).images
+                latents = self.base(**settings, **shape, denoising_end=self.denoising_frac, output_type="latent").images
+                images += self.refiner(**settings, image=latents, denoising_start=self.denoising_frac).images
             else:
-                pictures += self.base(**common, **shape).images
-        return pictures
+                images += self.base(**settings, **shape).images
+        return images
 
 
-def grid(pictures: list[Image.Image], columns: int = 4) -> Image.Image:
-    rows = [np.hstack([np.asarray(p) for p in pictures[i : i + columns]]) for i in range(0, len(pictures), columns)]
+def image_grid(images: list[Image.Image], columns: int = 4) -> Image.Image:
+    rows = [np.hstack([np.asarray(p) for p in images[i : i + columns]]) for i in range(0, len(images), columns)]
     return Image.fromarray(np.vstack(rows))
 
 
-def tally(kinds: list[str], verdicts: list[Verdict]) -> dict[str, float]:
-    """Percent right, in all and by kind."""
-    right: Counter[str] = Counter()
+def percent_correct(kinds: list[str], verdicts: list[Verdict]) -> dict[str, float]:
+    """Return the percentage of correct images, of all and of each kind."""
+    correct: Counter[str] = Counter()
     for kind, verdict in zip(kinds, verdicts, strict=True):
-        right[kind] += verdict.ok
-    out = {"all": 100 * sum(right.values()) / len(kinds)}
-    return out | {kind: 100 * right[kind] / kinds.count(kind) for kind in sorted(set(kinds))}
+        correct[kind] += verdict.ok
+    percent = {"all": 100 * sum(correct.values()) / len(kinds)}
+    return percent | {kind: 100 * correct[kind] / kinds.count(kind) for kind in sorted(set(kinds))}
 
 
-def main() -> None:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path, help="a folder in diffusers' layout, with refiner/ in it")
-    parser.add_argument("--refiner", action="store_true", help="score the refined pictures too")
+    parser.add_argument("model", type=Path, help="a folder in diffusers' layout that contains refiner/")
+    parser.add_argument("--refiner", action="store_true", help="also score images with the refiner")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--scheduler", choices=SAMPLERS, default="Euler")
-    parser.add_argument("--guidance", type=float, help="default: what the model's defaults.json says")
-    parser.add_argument("--denoising-frac", type=float, help="share of steps before the refiner; default likewise")
-    parser.add_argument("--count", type=int, default=200, help="captions in each half of the exam")
-    parser.add_argument("--batch", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--guidance", type=float, help="guidance scale; default: guidance_scale of defaults.json")
+    parser.add_argument(
+        "--denoising-frac",
+        type=float,
+        help="share of the steps before the refiner; default: denoising_frac of defaults.json",
+    )
+    parser.add_argument("--count", type=int, default=200, help="captions of seen, and of held-out triples")
+    parser.add_argument("--batch", type=int, default=50, help="images generated at once")
+    parser.add_argument("--seed", type=int, default=0, help="noise seed of the first image")
     parser.add_argument("--size", type=int, nargs=2, default=(256, 256), metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pictures", type=Path, help="write a grid of twelve prompts here (PNG)")
-    parser.add_argument("--failures", type=int, default=10, help="how many failed captions to print")
-    arguments = parser.parse_args()
-    own = json.loads((arguments.model / "defaults.json").read_text())
-    guidance = own["guidance_scale"] if arguments.guidance is None else arguments.guidance
-    frac = own["denoising_frac"] if arguments.denoising_frac is None else arguments.denoising_frac
-    size = (arguments.size[0], arguments.size[1])
-    painter = Painter(
-        arguments.model,
-        arguments.device,
-        arguments.refiner,
-        arguments.steps,
-        guidance,
-        arguments.batch,
-        arguments.scheduler,
-        frac,
+    parser.add_argument("--pictures", type=Path, metavar="FILE", help="also write a PNG with images of twelve prompts")
+    parser.add_argument("--failures", type=int, default=10, help="number of failed captions to print")
+    return parser.parse_args(arguments)
+
+
+def main(
+    arguments: Sequence[str] | None = None, make_generator: Callable[..., ImageGenerator] = ImageGenerator
+) -> None:
+    """Run the command.
+
+    arguments: those of the command line by default.
+    make_generator: called like ImageGenerator.
+    """
+    options = _parse_arguments(arguments)
+    started = time.monotonic()
+    defaults = json.loads((options.model / "defaults.json").read_text())
+    guidance = defaults["guidance_scale"] if options.guidance is None else options.guidance
+    denoising_frac = defaults["denoising_frac"] if options.denoising_frac is None else options.denoising_frac
+    size = (options.size[0], options.size[1])
+    generator = make_generator(
+        options.model,
+        options.device,
+        refiner=options.refiner,
+        steps=options.steps,
+        guidance=guidance,
+        batch=options.batch,
+        scheduler=options.scheduler,
+        denoising_frac=denoising_frac,
     )
-    began = time.monotonic()
     results: dict[str, dict[str, float]] = {}
-    failed: list[str] = []
-    for refined in (False, True) if arguments.refiner else (False,):
-        for held in (False, True):
-            questions = exam(held, arguments.count)
-            demands: list[Demand] = [demand for *_, demand in questions]
-            pictures = painter.paint([text for _, text, _ in questions], arguments.seed, refined, size)
-            verdicts = [score(picture, demand) for picture, demand in zip(pictures, demands, strict=True)]
-            name = ("held-out" if held else "seen") + (" + refiner" if refined else "")
-            results[name] = tally([kind for kind, *_ in questions], verdicts)
-            failed += [
-                f"{name}: {text!r}: {verdict.reason}"
-                for (_, text, _), verdict in zip(questions, verdicts, strict=True)
+    failures: list[str] = []
+    for refined in (False, True) if options.refiner else (False,):
+        for held_out in (False, True):
+            captions = evaluation_set(held_out, options.count)
+            images = generator.generate([caption.text for caption in captions], options.seed, refined, size)
+            verdicts = [score_image(image, caption.statement) for image, caption in zip(images, captions, strict=True)]
+            name = ("held-out" if held_out else "seen") + (" + refiner" if refined else "")
+            results[name] = percent_correct([caption.kind for caption in captions], verdicts)
+            failures += [
+                f"{name}: {caption.text!r}: {verdict.reason}"
+                for caption, verdict in zip(captions, verdicts, strict=True)
                 if not verdict.ok
             ]
-    columns = ("all", "single", "count", "pair")
-    print(f"{'percent right':22}" + "".join(f"{column:>8}" for column in columns))
-    for name, row in results.items():
-        print(f"{name:22}" + "".join(f"{row.get(column, float('nan')):8.1f}" for column in columns))
-    for line in failed[: arguments.failures]:
-        print(line)
-    if arguments.pictures:
-        shown = painter.paint(list(SHOWN), arguments.seed, arguments.refiner, size)
-        right = sum(score(picture, parse(text)).ok for picture, text in zip(shown, SHOWN, strict=True))
-        print(f"grid: {right} of {len(SHOWN)} right")
-        arguments.pictures.parent.mkdir(parents=True, exist_ok=True)
-        grid(shown).quantize(128).save(arguments.pictures, optimize=True)
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
+    print(f"{'percent correct':22}" + "".join(f"{column:>8}" for column in COLUMNS))
+    for name, percent in results.items():
+        print(f"{name:22}" + "".join(f"{percent.get(column, float('nan')):8.1f}" for column in COLUMNS))
+    for failure in failures[: options.failures]:
+        print(failure)
+    if options.pictures:
+        images = generator.generate(list(GRID_PROMPTS), options.seed, options.refiner, size)
+        correct = sum(
+            score_image(image, parse_caption(text)).ok for image, text in zip(images, GRID_PROMPTS, strict=True)
+        )
+        print(f"grid: {correct} of {len(GRID_PROMPTS)} correct")
+        options.pictures.parent.mkdir(parents=True, exist_ok=True)
+        image_grid(images).quantize(128).save(options.pictures, optimize=True)
     summary = {
-        "model": str(arguments.model),
-        "device": name,
+        "model": str(options.model),
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
-        "scheduler": arguments.scheduler,
-        "steps": arguments.steps,
+        "scheduler": options.scheduler,
+        "steps": options.steps,
         "guidance": guidance,
-        "denoising_frac": frac,
-        "seed": arguments.seed,
+        "denoising_frac": denoising_frac,
+        "seed": options.seed,
         "size": list(size),
-        "captions": arguments.count,
+        "captions": options.count,
         "percent": {name: {key: round(value, 1) for key, value in row.items()} for name, row in results.items()},
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(time.monotonic() - started, 1),
     }
     print(json.dumps(summary))
 

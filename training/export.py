@@ -1,4 +1,4 @@
-"""Writes the model in diffusers' layout: the base, and in its folder `refiner/` the refiner.
+"""Write the model in diffusers' layout: the base, and the refiner in its folder `refiner/`.
 
 The refiner's `text_encoder_2` and `vae` are byte-identical copies of the base's.
 `python -m training.export --random DIR` writes an untrained model of the same architecture.
@@ -20,8 +20,8 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from training import architecture, tokenizer
 
-SHARED = ("scheduler", "text_encoder_2", "tokenizer_2", "vae")
-FORMAT = {"format": "pt"}  # transformers refuses files without it
+SHARED_FOLDERS = ("scheduler", "text_encoder_2", "tokenizer_2", "vae")  # copied from the base to the refiner
+METADATA = {"format": "pt"}  # transformers refuses safetensors files without it
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Networks:
 
 
 def random_networks(seed: int = 0) -> Networks:
+    """Return untrained networks in fp32."""
     torch.manual_seed(seed)
     return Networks(
         architecture.text_encoder(),
@@ -44,8 +45,8 @@ def random_networks(seed: int = 0) -> Networks:
     )
 
 
-def load(folder: Path) -> Networks:
-    """The networks of an exported model, in fp32."""
+def load_networks(folder: Path) -> Networks:
+    """Load the networks of an exported model in fp32."""
     return Networks(
         CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32),
         CLIPTextModelWithProjection.from_pretrained(folder / "text_encoder_2", dtype=torch.float32),
@@ -55,27 +56,28 @@ def load(folder: Path) -> Networks:
     )
 
 
-def export(networks: Networks, folder: Path) -> None:
-    """fp16 weights, configs, tokenizers and schedulers; replaces the files of an earlier export."""
-    refiner = folder / "refiner"
-    refiner.mkdir(parents=True, exist_ok=True)
+def export_model(networks: Networks, folder: Path) -> None:
+    """Write fp16 weights, configs, tokenizers and schedulers. Replaces the files of an earlier export."""
+    refiner_folder = folder / "refiner"
+    refiner_folder.mkdir(parents=True, exist_ok=True)
     _write_text_encoder(networks.text_encoder, folder / "text_encoder")
     _write_text_encoder(networks.text_encoder_2, folder / "text_encoder_2")
-    for network, place in (
+    for network, network_folder in (
         (networks.unet, folder / "unet"),
         (networks.vae, folder / "vae"),
-        (networks.refiner_unet, refiner / "unet"),
+        (networks.refiner_unet, refiner_folder / "unet"),
     ):
-        network.save_config(place)
-        _forget_origin(place / "config.json")
-        save_file(_halves(network.state_dict()), place / "diffusion_pytorch_model.safetensors", FORMAT)
-    tokenizer.write(folder / "tokenizer", pad=tokenizer.END)
-    tokenizer.write(folder / "tokenizer_2", pad="!")
+        network.save_config(network_folder)
+        _remove_source_path(network_folder / "config.json")
+        weights = _to_fp16(network.state_dict())
+        save_file(weights, network_folder / "diffusion_pytorch_model.safetensors", METADATA)
+    tokenizer.write_tokenizer(folder / "tokenizer", pad_token=tokenizer.END_TOKEN)
+    tokenizer.write_tokenizer(folder / "tokenizer_2", pad_token="!")
     (folder / "scheduler").mkdir(exist_ok=True)
     scheduler = architecture.SCHEDULER | {"_diffusers_version": diffusers.__version__}
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler)
-    for name in SHARED:
-        shutil.copytree(folder / name, refiner / name, dirs_exist_ok=True)
+    for name in SHARED_FOLDERS:
+        shutil.copytree(folder / name, refiner_folder / name, dirs_exist_ok=True)
     common = {
         "_diffusers_version": diffusers.__version__,
         "scheduler": ["diffusers", "EulerDiscreteScheduler"],
@@ -92,7 +94,7 @@ def export(networks: Networks, folder: Path) -> None:
     )
     _write_json(folder / "defaults.json", architecture.DEFAULTS)
     _write_json(
-        refiner / "model_index.json",
+        refiner_folder / "model_index.json",
         {
             "_class_name": "StableDiffusionXLImg2ImgPipeline",
             **common,
@@ -104,28 +106,31 @@ def export(networks: Networks, folder: Path) -> None:
     )
 
 
-def _forget_origin(path: Path) -> None:
-    """Takes out the folder that a network was loaded from, which means nothing elsewhere."""
-    config = json.loads(path.read_text())
+def _remove_source_path(config_file: Path) -> None:
+    """Remove the folder that a network was loaded from, which exists only on this machine."""
+    config = json.loads(config_file.read_text())
     config.pop("_name_or_path", None)
-    _write_json(path, config)
+    _write_json(config_file, config)
 
 
-def _halves(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _to_fp16(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in tensors.items()}
 
 
 def _write_text_encoder(network: CLIPTextModel | CLIPTextModelWithProjection, folder: Path) -> None:
-    """SDXL's files name every tensor of both encoders `text_model.…`; transformers 5 alone would leave that out
-    for the first. The config says float32 so that a load without a dtype fits the other networks."""
+    """Write a text encoder with SDXL's tensor names.
+
+    SDXL's files name every tensor of both encoders `text_model.…`. transformers 5 would leave the prefix out for the
+    first encoder. The config states float32 so that a load without a dtype matches the other networks.
+    """
     network.config.dtype = "float32"
     network.config.architectures = [type(network).__name__]
     network.config.save_pretrained(folder)
-    tensors = _halves(network.state_dict())
+    tensors = _to_fp16(network.state_dict())
     if isinstance(network, CLIPTextModel):
         tensors = {f"text_model.{name.removeprefix('text_model.')}": tensor for name, tensor in tensors.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("position_ids")}
-    save_file(tensors, folder / "model.safetensors", FORMAT)
+    save_file(tensors, folder / "model.safetensors", METADATA)
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -135,11 +140,13 @@ def _write_json(path: Path, value: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--random", action="store_true", help="untrained weights, from a fixed seed")
+    parser.add_argument("--random", action="store_true", help="write untrained weights from a fixed seed")
     arguments = parser.parse_args()
     if not arguments.random:
-        parser.error("only untrained models are written from here; training.train exports what it trained")
-    export(random_networks(), arguments.folder)
+        parser.error(
+            "this command writes only untrained models: add --random. `python -m training.train` exports trained ones."
+        )
+    export_model(random_networks(), arguments.folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One run of the training: its folder, device, clock and log, handed to every stage."""
+"""A training run: its settings, folder, device, clock and log, which every stage uses."""
 
 from __future__ import annotations
 
@@ -10,69 +10,90 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.compiled import compiled
-from training.data import Workers
-from training.learner import Learner
+from training.compile import compile_function
+from training.dataset import ChunkWorkers
+from training.optimizer import EmaOptimizer
 from training.settings import Settings
 
-LOG_STEPS = 100
+LOG_EVERY_STEPS = 100
 
 
 class PausedError(Exception):
-    """The time given to this run is used up; its checkpoint is saved."""
+    """The time of this run is over, and its checkpoint is saved."""
 
 
-class Run:
+class TrainingRun:
+    """One process of a training.
+
+    out: folder of the checkpoints and the results.
+    stop_after: seconds from now after which the run pauses; None never pauses.
+    compile_networks: compile the stages that support it. Only CUDA uses it.
+    """
+
     def __init__(
-        self, settings: Settings, out: Path, workers: Workers, stop_after: float | None = None, fast: bool = True
+        self,
+        settings: Settings,
+        out: Path,
+        workers: ChunkWorkers,
+        stop_after: float | None = None,
+        compile_networks: bool = True,
     ) -> None:
-        """`stop_after`: seconds from now; `fast`: compile the networks (CUDA only)."""
         self.settings, self.out, self.workers = settings, out, workers
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.fast = fast and self.device.type == "cuda"
-        self.began = time.monotonic()
+        self.compile_networks = compile_networks and self.device.type == "cuda"
+        self.started = time.monotonic()
         self.stop_after = stop_after
 
     def log(self, text: str) -> None:
-        print(f"[{time.monotonic() - self.began:7.1f} s] {text}", flush=True)
+        print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
 
-    def compiled(self, function: Callable[..., Any], networks: nn.Module) -> Callable[..., Any]:
-        """`function`, which runs `networks`; compiled, unless this run is not to."""
-        return compiled(function, networks) if self.fast else function
+    def compile(self, function: Callable[..., Any], networks: nn.Module) -> Callable[..., Any]:
+        """Compile `function`, which runs `networks`, unless this run does not compile."""
+        return compile_function(function, networks) if self.compile_networks else function
 
-    def learn(self, stage: str, learner: Learner, loss: Callable[[int], Tensor]) -> float:
-        """Updates `learner` with `loss(step)` until its last step, from its checkpoint where there is one; ends
-        with the averaged weights in the networks. Returns the seconds of all its runs."""
-        state = self.out / f"{stage}.state.safetensors"
-        saved = time.monotonic()
-        began = saved - learner.seconds
-        marked, mark, losses = saved, learner.step, []
-        while learner.step < learner.steps:
-            value = loss(learner.step)
-            learner.update(value)
-            losses.append(value.detach())
-            if learner.step % LOG_STEPS == 0 or learner.step == learner.steps:
+    def resume(self, stage: str, optimizer: EmaOptimizer) -> None:
+        """Load the checkpoint of a stage, if there is one."""
+        checkpoint = self._checkpoint(stage)
+        if checkpoint.exists():
+            optimizer.load(checkpoint)
+            self.log(f"{stage} continues from step {optimizer.step}")
+
+    def optimize(self, stage: str, optimizer: EmaOptimizer, loss: Callable[[int], Tensor]) -> float:
+        """Update `optimizer` with `loss(step)` until its last step, then put the averaged weights into the networks.
+
+        Saves a checkpoint every `checkpoint_seconds`. Returns the seconds that the stage took in all its runs. Raises
+        PausedError when the time of this run is over.
+        """
+        last_save = time.monotonic()
+        stage_started = last_save - optimizer.seconds
+        last_log, last_logged_step, losses = last_save, optimizer.step, []
+        while optimizer.step < optimizer.steps:
+            step_loss = loss(optimizer.step)
+            optimizer.update(step_loss)
+            losses.append(step_loss.detach())
+            if optimizer.step % LOG_EVERY_STEPS == 0 or optimizer.step == optimizer.steps:
                 mean = float(torch.stack(losses).mean())
                 losses.clear()
-                pace = (learner.step - mark) / (time.monotonic() - marked)
-                marked, mark = time.monotonic(), learner.step
-                self.log(f"{stage} {learner.step}/{learner.steps}: loss {mean:.4f}, {pace:.1f} steps/s")
+                steps_per_second = (optimizer.step - last_logged_step) / (time.monotonic() - last_log)
+                last_log, last_logged_step = time.monotonic(), optimizer.step
+                progress = f"{stage} {optimizer.step}/{optimizer.steps}"
+                self.log(f"{progress}: loss {mean:.4f}, {steps_per_second:.1f} steps/s")
             now = time.monotonic()
-            out_of_time = self.stop_after is not None and now - self.began > self.stop_after
-            if out_of_time or now - saved > self.settings.checkpoint_seconds:
-                learner.seconds = now - began
-                learner.save(state)
-                saved = now
+            out_of_time = self.stop_after is not None and now - self.started > self.stop_after
+            if out_of_time or now - last_save > self.settings.checkpoint_seconds:
+                optimizer.seconds = now - stage_started
+                optimizer.save(self._checkpoint(stage))
+                last_save = now
                 if out_of_time:
-                    self.log(f"{stage} paused at step {learner.step}; run again to go on")
+                    self.log(f"{stage} paused at step {optimizer.step}; run the same command again to continue")
                     raise PausedError
-        learner.use_average()
+        optimizer.use_averages()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.monotonic() - began
+        return time.monotonic() - stage_started
 
-    def resume(self, stage: str, learner: Learner) -> None:
-        state = self.out / f"{stage}.state.safetensors"
-        if state.exists():
-            learner.load(state)
-            self.log(f"{stage} goes on from step {learner.step}")
+    def remove_checkpoint(self, stage: str) -> None:
+        self._checkpoint(stage).unlink(missing_ok=True)
+
+    def _checkpoint(self, stage: str) -> Path:
+        return self.out / f"{stage}.state.safetensors"

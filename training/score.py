@@ -1,8 +1,8 @@
-"""Judges a picture against what a caption demands, from its pixels alone.
+"""Compare an image with what a caption states, from its pixels alone.
 
-Finds the background (the colour of the border), the figures (connected regions of another colour), and each one's
-colour, shape, size and place; then compares with a `captions.Demand`. Everything the demand states must hold, and
-nothing may be in the picture that it does not name. Needs NumPy, Pillow and SciPy only.
+Detects the background (the colour of the border) and the objects (connected regions of another colour), with each
+object's colour, shape, size and position. Everything that a `captions.Statement` states must hold, and the image must
+contain no other object. Needs only NumPy, Pillow and SciPy.
 """
 
 from __future__ import annotations
@@ -16,23 +16,31 @@ import numpy as np
 from PIL import Image
 from scipy import ndimage
 
-from training.captions import Demand, FigureDemand
-from training.draw import distance
-from training.world import COLOURS, SHAPES, SIZE_BORDER
+from training.captions import StatedObject, Statement
+from training.render import signed_distance
+from training.scenes import COLOURS, MIN_LARGE_RADIUS, SHAPES
 
-NAMES = tuple(COLOURS)
-PALETTE = np.array([COLOURS[name] for name in NAMES], dtype=np.float32)
-FAR = 60.0  # a colour farther than this (Euclidean, of 255) from every named one has no name
-DIFFERENT = 45.0  # pixels this far from the background belong to a figure
-SPECK = 0.0008  # regions smaller than this share of the shorter side squared are ignored
-GRID = 48  # side of the grid on which shapes are compared
-ALIKE = 0.80  # least intersection over union with the best shape
+COLOUR_NAMES = tuple(COLOURS)
+PALETTE = np.array([COLOURS[name] for name in COLOUR_NAMES], dtype=np.float32)
+UNCLEAR = "unclear"  # a colour or shape that has no name
+# Euclidean distances of colours, channels in 0..255
+MAX_NAME_DISTANCE = 60.0  # to a named colour
+MIN_OBJECT_DISTANCE = 45.0  # of an object's pixels to the background
+BORDER_PIXELS = 3  # width of the border that shows the background
+MIN_BORDER_SHARE = 0.95  # of the border's pixels that have the background's colour
+MIN_COLOUR_SHARE = 0.85  # of an object's pixels that have its colour
+MIN_REGION_AREA = 0.0008  # smallest area of an object, as a share of the squared shorter side
+GRID_SIDE = 48  # side of the grid on which shapes are compared
+MIN_SHAPE_OVERLAP = 0.80  # least intersection over union with the best shape
 
 
 @dataclass(frozen=True)
-class Seen:
-    """`colour` or `shape` is "unclear" where none fits. x, y: centre of the bounding box, of width and height;
-    radius: of the shorter side."""
+class DetectedObject:
+    """An object in an image. `colour` and `shape` may be UNCLEAR.
+
+    x, y: centre of the bounding box, as fractions of the width and height.
+    radius: as a fraction of the shorter side.
+    """
 
     shape: str
     colour: str
@@ -43,159 +51,166 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason` is empty where `ok`; otherwise it says the first thing that is wrong."""
+    """The result of a comparison. `reason` is the first difference, and empty if `ok`."""
 
     ok: bool
     reason: str
     background: str
-    figures: tuple[Seen, ...]
+    objects: tuple[DetectedObject, ...]
 
 
-def score(image: Image.Image | np.ndarray, demand: Demand) -> Verdict:
-    background, figures = look(image)
-    reason = _background_fault(background, demand) or _figures_fault(figures, demand)
-    return Verdict(not reason, reason, background, figures)
+def score_image(image: Image.Image | np.ndarray, statement: Statement) -> Verdict:
+    """Compare an image, PIL or uint8 [height, width, 3], with a statement."""
+    background, objects = detect_objects(image)
+    reason = _background_difference(background, statement) or _objects_difference(objects, statement)
+    return Verdict(not reason, reason, background, objects)
 
 
-def look(image: Image.Image | np.ndarray) -> tuple[str, tuple[Seen, ...]]:
-    """Background colour and figures of a picture: PIL, or uint8 [height, width, 3]."""
+def detect_objects(image: Image.Image | np.ndarray) -> tuple[str, tuple[DetectedObject, ...]]:
+    """Return the background's colour and the objects of an image, PIL or uint8 [height, width, 3]."""
     pixels = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, dtype=np.float32)
     if pixels.ndim != 3 or pixels.shape[2] != 3:
-        raise ValueError(f"expected [height, width, 3], got {list(pixels.shape)}")
-    ring = np.concatenate([pixels[:3].reshape(-1, 3), pixels[-3:].reshape(-1, 3)])
-    ring = np.concatenate([ring, pixels[:, :3].reshape(-1, 3), pixels[:, -3:].reshape(-1, 3)])
-    ground = np.median(ring, axis=0)
-    background = _name(ground)
-    if (np.linalg.norm(ring - ground, axis=1) < DIFFERENT).mean() < 0.95:
-        background = "unclear"
-    away = np.linalg.norm(pixels - ground, axis=2)
-    labels, count = ndimage.label(away > DIFFERENT)
-    short = min(pixels.shape[:2])
-    figures = []
+        raise ValueError(f"An image has the shape {list(pixels.shape)}. Expected: [height, width, 3].")
+    n = BORDER_PIXELS
+    border = np.concatenate([part.reshape(-1, 3) for part in (pixels[:n], pixels[-n:], pixels[:, :n], pixels[:, -n:])])
+    background_rgb = np.median(border, axis=0)
+    background = _colour_name(background_rgb)
+    if (np.linalg.norm(border - background_rgb, axis=1) < MIN_OBJECT_DISTANCE).mean() < MIN_BORDER_SHARE:
+        background = UNCLEAR
+    distances = np.linalg.norm(pixels - background_rgb, axis=2)  # [height, width]
+    labels, count = ndimage.label(distances > MIN_OBJECT_DISTANCE)
+    shorter_side = min(pixels.shape[:2])
+    objects = []
     for index in range(1, count + 1):
         region = labels == index
-        if region.sum() >= SPECK * short * short:
-            figures.append(_figure(pixels, away, region, ground))
-    return background, tuple(sorted(figures, key=lambda figure: (figure.x, figure.y)))
+        if region.sum() >= MIN_REGION_AREA * shorter_side * shorter_side:
+            objects.append(_describe_region(pixels, distances, region, background_rgb))
+    return background, tuple(sorted(objects, key=lambda item: (item.x, item.y)))
 
 
-def _name(colour: np.ndarray) -> str:
-    gaps = np.linalg.norm(PALETTE - colour, axis=1)
-    return NAMES[int(gaps.argmin())] if gaps.min() <= FAR else "unclear"
+def _colour_name(colour: np.ndarray) -> str:
+    distances = np.linalg.norm(PALETTE - colour, axis=1)
+    return COLOUR_NAMES[int(distances.argmin())] if distances.min() <= MAX_NAME_DISTANCE else UNCLEAR
 
 
-def _figure(pixels: np.ndarray, away: np.ndarray, region: np.ndarray, ground: np.ndarray) -> Seen:
-    inner = ndimage.binary_erosion(region, iterations=2)
-    core = pixels[inner if inner.any() else region]
+def _describe_region(
+    pixels: np.ndarray, distances: np.ndarray, region: np.ndarray, background_rgb: np.ndarray
+) -> DetectedObject:
+    """pixels: [height, width, 3]. distances: [height, width], to the background. region: bool [height, width]."""
+    eroded = ndimage.binary_erosion(region, iterations=2)
+    core = pixels[eroded if eroded.any() else region]
     colour = np.median(core, axis=0)
-    name = _name(colour)
-    if (_off_line(core, colour, ground) < FAR).mean() < 0.85:
-        name = "unclear"
-    # Half way to the figure's own colour is where its edge is, however soft.
-    solid = region & (away > 0.5 * np.linalg.norm(colour - ground))
+    name = _colour_name(colour)
+    if (_distance_to_blends(core, colour, background_rgb) < MAX_NAME_DISTANCE).mean() < MIN_COLOUR_SHARE:
+        name = UNCLEAR
+    # An edge, sharp or soft, is where the colour is halfway between the object and the background.
+    solid = region & (distances > 0.5 * np.linalg.norm(colour - background_rgb))
     if not solid.any():
         solid = region
     rows, columns = np.flatnonzero(solid.any(axis=1)), np.flatnonzero(solid.any(axis=0))
     top, bottom, left, right = rows[0], rows[-1] + 1, columns[0], columns[-1] + 1
     height, width = pixels.shape[:2]
-    shape, radius = _shape(solid[top:bottom, left:right])
-    return Seen(
-        shape, name, float((left + right) / 2 / width), float((top + bottom) / 2 / height), radius / min(height, width)
-    )
+    shape, radius = _shape_and_radius(solid[top:bottom, left:right])
+    x, y = float((left + right) / 2 / width), float((top + bottom) / 2 / height)
+    return DetectedObject(shape, name, x, y, radius / min(height, width))
 
 
-def _off_line(pixels: np.ndarray, colour: np.ndarray, ground: np.ndarray) -> np.ndarray:
-    """How far each pixel [n, 3] is from the blends of a figure's colour and its background: soft edges are none
-    of another colour."""
-    line = ground - colour
-    share = ((pixels - colour) @ line / max(float(line @ line), 1.0)).clip(0, 0.75)
-    away: np.ndarray = np.linalg.norm(pixels - colour - share[:, None] * line, axis=1)
-    return away
+def _distance_to_blends(pixels: np.ndarray, colour: np.ndarray, background_rgb: np.ndarray) -> np.ndarray:
+    """Return the distance of each pixel, [n, 3] -> [n], to the blends of an object's colour and the background.
+
+    Pixels of soft edges are blends, so they do not count as another colour.
+    """
+    line = background_rgb - colour
+    fraction = ((pixels - colour) @ line / max(float(line @ line), 1.0)).clip(0, 0.75)
+    distances: np.ndarray = np.linalg.norm(pixels - colour - fraction[:, None] * line, axis=1)
+    return distances
 
 
-def _shape(mask: np.ndarray) -> tuple[str, float]:
-    """Name and radius in pixels of a mask that fills its bounding box."""
-    grid = _resampled(mask)
-    best, fit = "unclear", 0.0
-    for name, (template, wide, high) in _templates().items():
+def _shape_and_radius(mask: np.ndarray) -> tuple[str, float]:
+    """Return the shape and the radius in pixels of a mask that fills its bounding box."""
+    grid = _resample(mask)
+    best, best_overlap = UNCLEAR, 0.0
+    for name, (template, width, height) in _templates().items():
         overlap = float((grid & template).sum() / (grid | template).sum())
-        aspect = (mask.shape[1] / mask.shape[0]) / (wide / high)
-        if overlap > fit and 0.75 < aspect < 1.34:
-            best, fit = name, overlap
-    if fit < ALIKE:
-        return "unclear", (mask.shape[0] + mask.shape[1]) / 4
-    _, wide, high = _templates()[best]
-    return best, (mask.shape[1] / wide + mask.shape[0] / high) / 2
+        relative_aspect = (mask.shape[1] / mask.shape[0]) / (width / height)
+        if overlap > best_overlap and 0.75 < relative_aspect < 1.34:
+            best, best_overlap = name, overlap
+    if best_overlap < MIN_SHAPE_OVERLAP:
+        return UNCLEAR, (mask.shape[0] + mask.shape[1]) / 4
+    _, width, height = _templates()[best]
+    return best, (mask.shape[1] / width + mask.shape[0] / height) / 2
 
 
-def _resampled(mask: np.ndarray) -> np.ndarray:
-    rows = ((np.arange(GRID) + 0.5) * mask.shape[0] / GRID).astype(int)
-    columns = ((np.arange(GRID) + 0.5) * mask.shape[1] / GRID).astype(int)
+def _resample(mask: np.ndarray) -> np.ndarray:
+    """Return the mask at GRID_SIDE x GRID_SIDE points."""
+    rows = ((np.arange(GRID_SIDE) + 0.5) * mask.shape[0] / GRID_SIDE).astype(int)
+    columns = ((np.arange(GRID_SIDE) + 0.5) * mask.shape[1] / GRID_SIDE).astype(int)
     return mask[np.ix_(rows, columns)]
 
 
 @cache
 def _templates() -> dict[str, tuple[Any, float, float]]:
-    """Shape -> its mask on the grid of its bounding box, and the box's width and height in radii."""
+    """Return each shape's mask on the grid of its bounding box, and the box's width and height in radii."""
     templates = {}
     step = 0.005
     axis = np.arange(-1.3, 1.3, step)
     for index, name in enumerate(SHAPES):
-        inside = distance(index, axis[None, :], -axis[:, None], np.float64(1.0), np) < 0
+        inside = signed_distance(index, axis[None, :], -axis[:, None], np.float64(1.0), np) < 0
         rows, columns = np.flatnonzero(inside.any(axis=1)), np.flatnonzero(inside.any(axis=0))
         box = inside[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        templates[name] = (_resampled(box), box.shape[1] * step, box.shape[0] * step)
+        templates[name] = (_resample(box), box.shape[1] * step, box.shape[0] * step)
     return templates
 
 
-def _background_fault(background: str, demand: Demand) -> str:
-    if background == "unclear":
-        return "the background is not of one named colour"
-    if demand.background and background != demand.background:
-        return f"the background is {background}, not {demand.background}"
+def _background_difference(background: str, statement: Statement) -> str:
+    if background == UNCLEAR:
+        return "the background does not have one named colour"
+    if statement.background and background != statement.background:
+        return f"the background is {background}, not {statement.background}"
     return ""
 
 
-def _figures_fault(figures: tuple[Seen, ...], demand: Demand) -> str:
-    if len(figures) != len(demand.figures):
-        return f"{len(figures)} figures, not {len(demand.figures)}"
-    # Of the ways to match found figures with asked ones, the best one's fault is the telling one.
-    return min(_order_faults(order, demand) for order in permutations(figures))[1]
+def _objects_difference(objects: tuple[DetectedObject, ...], statement: Statement) -> str:
+    if len(objects) != len(statement.objects):
+        return f"{len(objects)} objects, not {len(statement.objects)}"
+    # Detected objects have no order: compare the order that differs least.
+    return min(_differences_in_order(order, statement) for order in permutations(objects))[1]
 
 
-def _order_faults(figures: tuple[Seen, ...], demand: Demand) -> tuple[int, str]:
-    """How many faults there are when found and asked figures are matched in this order, and the first one."""
-    pairs = zip(figures, demand.figures, strict=True)
-    faults = [fault for seen, asked in pairs if (fault := _figure_fault(seen, asked, len(figures)))]
-    if not faults and demand.position and not _in_place(figures[0], demand.position):
-        faults = [f"the figure is at ({figures[0].x:.2f}, {figures[0].y:.2f}), not {demand.position}"]
-    if not faults and demand.relation and not _related(figures[0], figures[1], demand.relation):
-        faults = [f"the {figures[0].colour} {figures[0].shape} is not {demand.relation} the other"]
-    return len(faults), faults[0] if faults else ""
+def _differences_in_order(objects: tuple[DetectedObject, ...], statement: Statement) -> tuple[int, str]:
+    """Compare objects with the stated ones in this order. Returns the number of differences and the first one."""
+    pairs = zip(objects, statement.objects, strict=True)
+    differences = [text for detected, stated in pairs if (text := _object_difference(detected, stated, len(objects)))]
+    if not differences and statement.position and not _is_at(objects[0], statement.position):
+        differences = [f"the object is at ({objects[0].x:.2f}, {objects[0].y:.2f}), not {statement.position}"]
+    if not differences and statement.relation and not _is_related(objects[0], objects[1], statement.relation):
+        differences = [f"the {objects[0].colour} {objects[0].shape} is not {statement.relation} the other"]
+    return len(differences), differences[0] if differences else ""
 
 
-def _figure_fault(seen: Seen, asked: FigureDemand, count: int) -> str:
-    if seen.colour != asked.colour:
-        return f"a figure is {seen.colour}, not {asked.colour}"
-    if seen.shape != asked.shape:
-        return f"the {seen.colour} figure's shape is {seen.shape}, not {asked.shape}"
-    size = "large" if seen.radius >= SIZE_BORDER[min(count, 3)] else "small"
-    if asked.size and size != asked.size:
-        return f"the {seen.colour} {seen.shape} is {size}, not {asked.size}"
+def _object_difference(detected: DetectedObject, stated: StatedObject, count: int) -> str:
+    """count: number of objects in the image, which the limit between small and large depends on."""
+    if detected.colour != stated.colour:
+        return f"an object is {detected.colour}, not {stated.colour}"
+    if detected.shape != stated.shape:
+        return f"the {detected.colour} object's shape is {detected.shape}, not {stated.shape}"
+    size = "large" if detected.radius >= MIN_LARGE_RADIUS[min(count, 3)] else "small"
+    if stated.size and size != stated.size:
+        return f"the {detected.colour} {detected.shape} is {size}, not {stated.size}"
     return ""
 
 
-def _in_place(seen: Seen, position: str) -> bool:
+def _is_at(item: DetectedObject, position: str) -> bool:
     return {
-        "left": seen.x < 0.4,
-        "right": seen.x > 0.6,
-        "top": seen.y < 0.4,
-        "bottom": seen.y > 0.6,
-        "centre": abs(seen.x - 0.5) < 0.12 and abs(seen.y - 0.5) < 0.12,
+        "left": item.x < 0.4,
+        "right": item.x > 0.6,
+        "top": item.y < 0.4,
+        "bottom": item.y > 0.6,
+        "centre": abs(item.x - 0.5) < 0.12 and abs(item.y - 0.5) < 0.12,
     }[position]
 
 
-def _related(first: Seen, second: Seen, relation: str) -> bool:
+def _is_related(first: DetectedObject, second: DetectedObject, relation: str) -> bool:
     dx, dy = second.x - first.x, second.y - first.y
     along, across = {"left of": (dx, dy), "right of": (-dx, dy), "above": (dy, dx), "below": (-dy, dx)}[relation]
     return along > 0.15 and along > abs(across)

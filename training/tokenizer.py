@@ -1,19 +1,20 @@
-"""The two CLIP tokenizers: a small byte-level BPE vocabulary, so that any text becomes tokens.
+"""The two CLIP tokenizers: a small byte-level BPE vocabulary that encodes any text.
 
-Words of the world and common English words are single tokens; the rest falls apart into letters or bytes.
-`tokenizer` pads with <|endoftext|> and `tokenizer_2` with "!" (id 0), as SDXL's do.
+Words of the captions and common English words are single tokens. Other words become letters or bytes. `tokenizer` pads
+with <|endoftext|> and `tokenizer_2` with "!" (id 0), as in SDXL.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
-LENGTH = 77
-START, END = "<|startoftext|>", "<|endoftext|>"
+MAX_LENGTH = 77  # tokens
+START_TOKEN, END_TOKEN = "<|startoftext|>", "<|endoftext|>"
 
-WORLD_WORDS = """
+CAPTION_WORDS = """
 a an the and of on in at to is are with against two three 2 3 pair one both
 red green blue yellow purple orange black white small large big little tiny huge
 circle circles square squares triangle triangles star stars shape shapes
@@ -32,16 +33,15 @@ inside outside near next behind front between touching standing sitting lying be
 
 
 def _byte_alphabet() -> list[str]:
-    """The 256 characters that stand for bytes, in CLIP's order ("!" first)."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte) for byte in shown] + [chr(256 + i) for i in range(len(hidden))]
+    """Return the 256 characters that represent bytes, in CLIP's order ("!" first)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
 
 
 def learn_merges() -> list[tuple[str, str]]:
-    """Merges, in order, under which each listed word is one token."""
+    """Return merges, in order, that make each listed word one token."""
     counts = Counter(COMMON_WORDS.split())
-    for word in WORLD_WORDS.split():
+    for word in CAPTION_WORDS.split():
         counts[word] += 20
     words = {word: [*word[:-1], word[-1] + "</w>"] for word in counts}
     merges: list[tuple[str, str]] = []
@@ -55,51 +55,52 @@ def learn_merges() -> list[tuple[str, str]]:
         best = max(sorted(pairs), key=lambda pair: pairs[pair])
         merges.append(best)
         for word, parts in words.items():
-            words[word] = merged(parts, best)
+            words[word] = merge_pair(parts, best)
 
 
-def merged(parts: list[str], pair: tuple[str, str]) -> list[str]:
-    """`parts` with every occurrence of `pair` joined."""
-    out: list[str] = []
+def merge_pair(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    """Return `parts` with every occurrence of `pair` joined."""
+    merged: list[str] = []
     for part in parts:
-        if out and (out[-1], part) == pair:
-            out[-1] += part
+        if merged and (merged[-1], part) == pair:
+            merged[-1] += part
         else:
-            out.append(part)
-    return out
+            merged.append(part)
+    return merged
 
 
+@cache
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Token -> id, and the merges. <|endoftext|> has the highest id, as in CLIP."""
+    """Return token -> id, and the merges. <|endoftext|> has the highest id, as in CLIP. Do not change the result."""
     alphabet = _byte_alphabet()
     merges = learn_merges()
-    tokens = [*alphabet, *(letter + "</w>" for letter in alphabet), *("".join(pair) for pair in merges), START, END]
+    letters = [*alphabet, *(letter + "</w>" for letter in alphabet)]
+    tokens = [*letters, *("".join(pair) for pair in merges), START_TOKEN, END_TOKEN]
     vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise ValueError("two merges made the same token")
+    assert len(vocab) == len(tokens), "two merges gave the same token"
     return vocab, merges
 
 
-def write(folder: Path, pad: str) -> None:
-    """The four files of a CLIP tokenizer that pads with `pad`."""
+def write_tokenizer(folder: Path, pad_token: str) -> None:
+    """Write the four files of a CLIP tokenizer that pads with `pad_token`."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab, merges = vocabulary()
-    special = {"bos_token": START, "eos_token": END, "pad_token": pad, "unk_token": END}
+    special = {"bos_token": START_TOKEN, "eos_token": END_TOKEN, "pad_token": pad_token, "unk_token": END_TOKEN}
     config = {
         "add_prefix_space": False,
         **special,
         "clean_up_tokenization_spaces": True,
         "do_lower_case": True,
         "errors": "replace",
-        "model_max_length": LENGTH,
+        "model_max_length": MAX_LENGTH,
         "tokenizer_class": "CLIPTokenizer",
     }
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
-    _write(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
-    _write(folder / "merges.txt", "\n".join(lines) + "\n")
-    _write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
-    _write(folder / "special_tokens_map.json", json.dumps(special, indent=2) + "\n")
+    _write_text(folder / "vocab.json", json.dumps(vocab, ensure_ascii=False))
+    _write_text(folder / "merges.txt", "\n".join(lines) + "\n")
+    _write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+    _write_text(folder / "special_tokens_map.json", json.dumps(special, indent=2) + "\n")
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")

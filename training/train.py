@@ -1,115 +1,139 @@
-"""Trains Tiny SDXL from nothing: the autoencoder, its decoder, the base, the refiner; then writes the model.
+"""Train Tiny SDXL from random weights: the autoencoder, its decoder, the base, the refiner. Then export the model.
 
-`python -m training.train --settings data/tiny-sdxl/training.toml --out DIR` writes DIR/model. Killed or paused
-(`--stop-after`), the same command goes on from the last checkpoint in DIR. `--stages` trains some of the stages only:
-the decoder and the base need the autoencoder and nothing else, so two processes may train them on two GPUs.
+`python -m training.train --settings data/tiny-sdxl/training.toml --out DIR` writes DIR/model. After a kill or a pause
+(`--stop-after`), the same command continues from the last checkpoint in DIR. `--stages` trains only some of the
+stages. The decoder and the base need only the autoencoder, so two processes may train them on two GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-from training import diffusion, export, settings, vae
-from training.data import Workers
-from training.learner import write
-from training.run import PausedError, Run
+from training import architecture
+from training.autoencoder import train_autoencoder, train_decoder
+from training.dataset import ChunkWorkers
+from training.diffusion import start_from_base, train_base, train_refiner
+from training.export import export_model, load_networks, random_networks
+from training.optimizer import save_tensors
+from training.run import PausedError, TrainingRun
+from training.settings import load_settings
 
-STAGES = ("vae", "decoder", "base", "refiner")  # and what each is trained on:
-NEEDS: dict[str, tuple[str, ...]] = {"vae": (), "decoder": ("vae",), "base": ("vae",), "refiner": ("vae", "base")}
+STAGES = ("vae", "decoder", "base", "refiner")
+REQUIRED_STAGES: dict[str, tuple[str, ...]] = {
+    "vae": (),
+    "decoder": ("vae",),
+    "base": ("vae",),
+    "refiner": ("vae", "base"),
+}
 
 
-def train(run: Run, start: Path | None = None, stages: Sequence[str] = STAGES) -> None:
-    """Those of `stages` that are not done yet; then the export, if none is missing. Raises PausedError when the run's
-    time is up, SystemExit where a stage comes before what it needs.
+class StageError(Exception):
+    """A stage cannot be trained before the stages that it needs."""
 
-    With `start`, an exported model, its autoencoder is kept and the other networks learn on from its weights."""
-    networks = export.load(start) if start else export.random_networks(run.settings.seed)
+
+def train(run: TrainingRun, start_from: Path | None = None, stages: Sequence[str] = STAGES) -> None:
+    """Train those of `stages` that are not trained yet. Export the model if all stages are trained.
+
+    start_from: an exported model. Its autoencoder is kept, and the other networks start with its weights.
+    Raises PausedError when the run's time is over, StageError for a stage before one that it needs.
+    """
+    networks = load_networks(start_from) if start_from else random_networks(run.settings.seed)
     seconds_file = run.out / "seconds.json"
 
-    def seconds() -> dict[str, float]:
-        found: dict[str, float] = json.loads(seconds_file.read_text()) if seconds_file.exists() else {}
-        return found
+    def result_file(stage: str) -> Path:
+        return run.out / f"{stage}.safetensors"
 
-    def done(name: str) -> bool:
-        return (run.out / f"{name}.safetensors").exists()
+    def read_seconds() -> dict[str, float]:
+        """Return the seconds of each trained stage, and the scaling factor of the autoencoder."""
+        seconds: dict[str, float] = json.loads(seconds_file.read_text()) if seconds_file.exists() else {}
+        return seconds
 
-    def wanted(name: str, modules: dict[str, nn.Module]) -> bool:
-        """Loads the stage's result where there is one; else says whether to make it now."""
-        path = run.out / f"{name}.safetensors"
-        if path.exists():
-            tensors = load_file(path)
+    def save_result(stage: str, modules: dict[str, nn.Module], seconds: float) -> None:
+        weights = {f"{key}.{name}": w for key, module in modules.items() for name, w in module.state_dict().items()}
+        save_tensors(weights, result_file(stage))
+        run.remove_checkpoint(stage)
+        recorded = read_seconds() | {stage: round(seconds, 1)}
+        if stage == "vae":
+            recorded["vae_scaling_factor"] = networks.vae.config.scaling_factor
+        seconds_file.write_text(json.dumps(recorded) + "\n")
+        run.log(f"{stage} done in {seconds:.0f} s")
+
+    def run_stage(stage: str, modules: dict[str, nn.Module], train_stage: Callable[[], float]) -> None:
+        """Load the stage's result into `modules`, or train it if it is one of `stages`."""
+        if result_file(stage).exists():
+            weights = load_file(result_file(stage))
             for key, module in modules.items():
                 prefix = f"{key}."
-                module.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)})
-            return False
-        missing = [need for need in NEEDS[name] if not done(need)]
-        if name in stages and missing:
-            raise SystemExit(f"The stage {name} needs what {missing[0]} makes: train that first.")
-        torch.manual_seed(run.settings.seed + STAGES.index(name))
-        return name in stages
+                own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+                module.load_state_dict(own)
+        elif stage in stages:
+            missing = [required for required in REQUIRED_STAGES[stage] if not result_file(required).exists()]
+            if missing:
+                raise StageError(f"Stage {stage} needs stage {missing[0]}, which is not trained. Train it first.")
+            torch.manual_seed(run.settings.seed + STAGES.index(stage))
+            save_result(stage, modules, train_stage())
 
-    def finish(name: str, modules: dict[str, nn.Module], took: float, **more: float) -> None:
-        tensors: dict[str, Tensor] = {
-            f"{key}.{n}": t for key, module in modules.items() for n, t in module.state_dict().items()
-        }
-        write(tensors, run.out / f"{name}.safetensors")
-        (run.out / f"{name}.state.safetensors").unlink(missing_ok=True)
-        seconds_file.write_text(json.dumps(seconds() | {name: round(took, 1)} | more) + "\n")
-        run.log(f"{name} done in {took:.0f} s")
+    def train_new_autoencoder() -> float:
+        networks.vae.load_state_dict(architecture.vae().state_dict())  # random weights that depend on the seed alone
+        return train_autoencoder(run, networks.vae)
 
-    if start and not done("vae"):
-        finish("vae", {"vae": networks.vae}, 0.0, vae_scaling_factor=networks.vae.config.scaling_factor)
-    if wanted("vae", {"vae": networks.vae}):
-        networks.vae, took = vae.train(run)
-        finish("vae", {"vae": networks.vae}, took, vae_scaling_factor=networks.vae.config.scaling_factor)
-    if done("vae"):
-        networks.vae.register_to_config(scaling_factor=seconds()["vae_scaling_factor"])
-    if wanted("decoder", {"vae": networks.vae}):
-        finish("decoder", {"vae": networks.vae}, vae.train_decoder(run, networks.vae))
+    def train_new_refiner() -> float:
+        start_from_base(networks.refiner_unet, networks.unet)
+        return train_refiner(run, networks)
+
+    vae: dict[str, nn.Module] = {"vae": networks.vae}
+    if start_from and not result_file("vae").exists():
+        save_result("vae", vae, 0.0)
+    run_stage("vae", vae, train_new_autoencoder)
+    if result_file("vae").exists():
+        networks.vae.register_to_config(scaling_factor=read_seconds()["vae_scaling_factor"])
+    run_stage("decoder", vae, lambda: train_decoder(run, networks.vae))
     networks.vae.to(run.device, memory_format=torch.channels_last).eval().requires_grad_(False)
-    base = {
+    base: dict[str, nn.Module] = {
         "text_encoder": networks.text_encoder,
         "text_encoder_2": networks.text_encoder_2,
         "unet": networks.unet,
     }
-    if wanted("base", base):
-        finish("base", base, diffusion.train_base(run, networks))
-    refiner = {"refiner_unet": networks.refiner_unet}
-    if wanted("refiner", refiner):
-        finish("refiner", refiner, diffusion.train_refiner(run, networks))
-    if missing := [name for name in STAGES if not done(name)]:
-        run.log(f"no model yet: {', '.join(missing)} not trained")
+    run_stage("base", base, lambda: train_base(run, networks))
+    run_stage("refiner", {"refiner_unet": networks.refiner_unet}, train_new_refiner)
+
+    if missing := [stage for stage in STAGES if not result_file(stage).exists()]:
+        run.log(f"No model is exported yet: {', '.join(missing)} not trained.")
         return
-    export.export(networks, run.out / "model")
-    run.log(f"wrote {run.out / 'model'}")
+    export_model(networks, run.out / "model")
+    run.log(f"exported {run.out / 'model'}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--settings", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="checkpoints, and the finished model in model/")
-    parser.add_argument("--stop-after", type=float, metavar="SECONDS", help="save and stop after this time")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
-    parser.add_argument("--start-from", type=Path, metavar="MODEL", help="an exported model to learn on from")
+    parser.add_argument("--settings", type=Path, required=True, help="a TOML file such as data/tiny-sdxl/training.toml")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoints and of the finished model/")
+    parser.add_argument(
+        "--stop-after", type=float, metavar="SECONDS", help="save a checkpoint and stop after this time"
+    )
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="train only these; default: all")
+    parser.add_argument("--start-from", type=Path, metavar="MODEL", help="an exported model to start from")
     parser.add_argument("--eager", action="store_true", help="do not compile the decoder and the refiner")
     arguments = parser.parse_args()
-    chosen = settings.load(arguments.settings)
+    settings = load_settings(arguments.settings)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    workers = Workers(chosen.workers)
+    workers = ChunkWorkers(settings.workers)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     try:
-        run = Run(chosen, arguments.out, workers, arguments.stop_after, fast=not arguments.eager)
+        run = TrainingRun(settings, arguments.out, workers, arguments.stop_after, compile_networks=not arguments.eager)
         train(run, arguments.start_from, arguments.stages)
     except PausedError:
-        pass
+        pass  # its log states how to continue
+    except StageError as error:
+        raise SystemExit(str(error)) from None
     finally:
         workers.close()
 

@@ -1,127 +1,87 @@
-"""Scenes, the held-out split, and words for scenes and back."""
+"""Captions of scenes: written, read, as an evaluation set, and as arrays for training."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from training import captions, world
-from training.captions import CaptionError, Demand, FigureDemand, describe, parse
-from training.data import CLASSES, Job, labels, make
-from training.draw import ROW
-from training.exam import exam
+from training import scenes
+from training.captions import CaptionError, StatedObject, Statement, describe_scene, parse_caption
+from training.dataset import CLASS_COUNTS, ChunkRequest, class_labels, generate_chunk
+from training.evaluation_set import evaluation_set
+from training.render import SCENE_VECTOR_LENGTH
 
 
-def test_no_training_scene_holds_a_held_out_triple() -> None:
-    rng = random.Random(1)
-    for _ in range(3000):
-        assert not world.sample(rng).triples() & world.held_out()
+@pytest.mark.parametrize("held_out", [False, True], ids=["seen", "held out"])
+def test_evaluation_set_separates_seen_and_held_out(held_out: bool) -> None:
+    captions = evaluation_set(held_out)
+    assert len({caption.text for caption in captions}) == 200
+    assert {caption.kind for caption in captions} == {"single", "count", "pair"}
+    assert any(caption.statement.relation for caption in captions)
+    for _, text, statement in captions:
+        assert statement.background
+        triples = {(item.shape, item.colour, statement.background) for item in statement.objects}
+        assert bool(triples & scenes.held_out_triples()) == held_out, text
 
 
-def test_every_held_out_scene_holds_one() -> None:
-    rng = random.Random(2)
-    for _ in range(500):
-        assert world.sample(rng, held=True).triples() & world.held_out()
+def test_evaluation_set_is_the_same_each_time() -> None:
+    assert evaluation_set(True) == evaluation_set(True)
 
 
-def test_held_out_triples_are_a_tenth_and_leave_every_pair_of_attributes_in_training() -> None:
-    held = world.held_out()
-    everything = world.all_triples()
-    assert len(held) == 22 and held < set(everything)
-    training = set(everything) - held
-    for parts in ((0, 1), (0, 2), (1, 2)):
-        project = {tuple(triple[i] for i in parts) for triple in everything}
-        assert {tuple(triple[i] for i in parts) for triple in training} == project
-
-
-def test_the_exam_keeps_seen_and_held_out_apart() -> None:
-    for held in (False, True):
-        questions = exam(held)
-        assert len({text for _, text, _ in questions}) == 200
-        assert {kind for kind, *_ in questions} == {"single", "count", "pair"}
-        assert any(demand.relation for *_, demand in questions)
-        for _, text, demand in questions:
-            assert demand.background
-            triples = {(f.shape, f.colour, demand.background) for f in demand.figures}
-            assert bool(triples & world.held_out()) == held, text
-
-
-def test_the_exam_is_the_same_each_time() -> None:
-    assert exam(True) == exam(True)
-
-
-def test_parse_gives_back_what_describe_stated() -> None:
+def test_parse_returns_what_describe_stated() -> None:
     rng = random.Random(3)
-    for _ in range(4000):
-        text, demand = describe(world.sample(rng), rng)
-        assert parse(text) == demand, text
+    for _ in range(2000):
+        text, statement = describe_scene(scenes.sample_scene(rng), rng)
+        assert parse_caption(text) == statement, text
 
 
 def test_full_captions_leave_nothing_out() -> None:
     rng = random.Random(4)
     for _ in range(300):
-        scene = world.sample(rng)
-        _, demand = describe(scene, rng, full=True)
-        assert demand.background == scene.background and demand.position == scene.position
-        assert (demand.relation is None) == (scene.relation is None)
-        assert sorted(f.size or "" for f in demand.figures) == sorted(f.size for f in scene.figures)
+        scene = scenes.sample_scene(rng)
+        _, statement = describe_scene(scene, rng, full=True)
+        assert statement.background == scene.background and statement.position == scene.position
+        assert (statement.relation is None) == (scene.relation is None)
+        assert sorted(item.size or "" for item in statement.objects) == sorted(item.size for item in scene.objects)
 
 
-@pytest.mark.parametrize(
-    ("caption", "demand"),
-    [
-        (
-            "A BIG red circle, on a Blue background!",
-            Demand((FigureDemand("circle", "red", "large"),), "blue"),
-        ),
-        ("a pair of green squares", Demand((FigureDemand("square", "green"),) * 2)),
-        ("3 tiny white stars on black", Demand((FigureDemand("star", "white", "small"),) * 3, "black")),
-        (
-            "a yellow triangle to the left of a purple square on a black background",
-            Demand((FigureDemand("triangle", "yellow"), FigureDemand("square", "purple")), "black", None, "left of"),
-        ),
-        ("please draw one orange star near the top", Demand((FigureDemand("star", "orange"),), None, "top")),
-    ],
-)
-def test_parse_understands_a_strangers_words(caption: str, demand: Demand) -> None:
-    assert parse(caption) == demand
+OTHER_WORDINGS = {
+    "A BIG red circle, on a Blue background!": Statement((StatedObject("circle", "red", "large"),), "blue"),
+    "a pair of green squares": Statement((StatedObject("square", "green"),) * 2),
+    "3 tiny white stars on black": Statement((StatedObject("star", "white", "small"),) * 3, "black"),
+    "a yellow triangle to the left of a purple square on a black background": Statement(
+        (StatedObject("triangle", "yellow"), StatedObject("square", "purple")), "black", None, "left of"
+    ),
+    "please draw one orange star near the top": Statement((StatedObject("star", "orange"),), None, "top"),
+}
 
 
-def test_parse_refuses_a_caption_without_a_figure() -> None:
-    with pytest.raises(CaptionError, match="no figure"):
-        parse("a photo of an astronaut")
+@pytest.mark.parametrize(("caption", "statement"), OTHER_WORDINGS.items(), ids=OTHER_WORDINGS)
+def test_parse_reads_other_wordings(caption: str, statement: Statement) -> None:
+    assert parse_caption(caption) == statement
 
 
-def test_sizes_and_places_leave_gaps() -> None:
-    rng = random.Random(5)
-    for _ in range(1000):
-        scene = world.sample(rng)
-        border = world.SIZE_BORDER[len(scene.figures)]
-        for figure in scene.figures:
-            assert (figure.radius > border * 1.05) == (figure.size == "large")
-            assert (figure.radius < border * 0.95) == (figure.size == "small")
-        x, y = scene.figures[0].x, scene.figures[0].y
-        if scene.position == "left":
-            assert x < 0.34
-        if scene.position == "centre":
-            assert abs(x - 0.5) < 0.08 and abs(y - 0.5) < 0.08
+def test_parse_refuses_a_caption_without_an_object() -> None:
+    with pytest.raises(CaptionError, match="names no object"):
+        parse_caption("a photo of an astronaut")
 
 
-def test_chunks_depend_on_seed_and_number_alone() -> None:
-    job = Job(seed=1, number=5, scenes=6, wordings=3, aspect=1.0)
-    chunk, again = make(job), make(job)
-    assert chunk.rows.shape == (6, ROW) and chunk.ids.shape == (6, 3, 77)
-    assert chunk.labels.shape == (6, 3, len(CLASSES))
-    assert (chunk.rows == again.rows).all() and (chunk.ids == again.ids).all()
-    assert (make(job._replace(number=6)).rows != chunk.rows).any()
+def test_chunks_depend_only_on_seed_and_number() -> None:
+    request = ChunkRequest(seed=1, number=5, scenes=6, wordings=3, aspect=1.0)
+    chunk, again = generate_chunk(request), generate_chunk(request)
+    assert chunk.vectors.shape == (6, SCENE_VECTOR_LENGTH) and chunk.ids.shape == (6, 3, 77)
+    assert chunk.labels.shape == (6, 3, len(CLASS_COUNTS))
+    assert (chunk.vectors == again.vectors).all() and (chunk.ids == again.ids).all()
+    for other in (replace(request, number=6), replace(request, seed=2)):
+        assert (generate_chunk(other).vectors != chunk.vectors).any()
 
 
-def test_labels_name_what_is_stated_and_nothing_else() -> None:
-    demand = parse("a large red circle on a blue background")
-    found = labels(demand)
-    assert all(0 <= label < classes for label, classes in zip(found, CLASSES, strict=True))
-    assert found[:3] == [world.SHAPES.index("circle"), list(world.COLOURS).index("red"), 1]
-    assert found[3:9] == [classes - 1 for classes in CLASSES[3:9]]
-    assert found[10:] == [classes - 1 for classes in CLASSES[10:]]
-    assert labels(captions.Demand((FigureDemand("circle", "red"),)))[2] == 2
+def test_labels_contain_only_what_is_stated() -> None:
+    labels = class_labels(parse_caption("a large red circle on a blue background"))
+    assert all(0 <= label < count for label, count in zip(labels, CLASS_COUNTS, strict=True))
+    assert labels[:3] == [scenes.SHAPES.index("circle"), list(scenes.COLOURS).index("red"), 1]
+    assert labels[3:9] == [count - 1 for count in CLASS_COUNTS[3:9]]
+    assert labels[10:] == [count - 1 for count in CLASS_COUNTS[10:]]
+    assert class_labels(Statement((StatedObject("circle", "red"),)))[2] == 2

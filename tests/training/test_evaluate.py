@@ -1,47 +1,42 @@
-"""The exam's command: whose defaults it draws with."""
+"""The evaluation command uses the model's own defaults unless it gets other values."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from training import architecture, evaluate, export
-
-TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
+from training import evaluate
 
 
-class Blank:
-    """Draws nothing, and says what it was made with."""
+class FakeGenerator:
+    """Generates black images and keeps its settings."""
 
-    def __init__(self, *made_with: Any) -> None:
-        self.made_with = made_with
-        made.append(self)
+    def __init__(self, folder: Path, device: str, **settings: Any) -> None:
+        self.settings = settings
 
-    def paint(self, prompts: list[str], seed: int, refined: bool, size: tuple[int, int]) -> list[Image.Image]:
+    def generate(self, prompts: list[str], seed: int, refined: bool, size: tuple[int, int]) -> list[Image.Image]:
         return [Image.new("RGB", size)] * len(prompts)
 
 
-made: list[Blank] = []
-
-
-def test_a_model_is_drawn_with_its_own_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "guidance", "denoising_frac"),
+    [([], 2.0, 0.5), (["--guidance", "1", "--denoising-frac", "0.9"], 1.0, 0.9)],
+    ids=["defaults of the model", "options"],
+)
+def test_generates_with_defaults_or_options(
+    options: list[str], guidance: float, denoising_frac: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export.export(export.random_networks(), tmp_path)
-    own = tmp_path / "defaults.json"
-    assert json.loads(own.read_text()) == architecture.DEFAULTS == json.loads((TINY / "defaults.json").read_text())
-    own.write_text('{"guidance_scale": 2.0, "denoising_frac": 0.5}')
-    monkeypatch.setattr(evaluate, "Painter", Blank)
+    (tmp_path / "defaults.json").write_text('{"guidance_scale": 2.0, "denoising_frac": 0.5}')
+    generators = []
 
-    def settings(*more: str) -> tuple[float, float]:
-        monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path), "--device", "cpu", "--count", "1", *more])
-        evaluate.main()
-        said = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert said["guidance"] in made[-1].made_with and said["denoising_frac"] in made[-1].made_with
-        return said["guidance"], said["denoising_frac"]
+    def make_generator(*arguments: Any, **settings: Any) -> FakeGenerator:
+        generators.append(FakeGenerator(*arguments, **settings))
+        return generators[-1]
 
-    assert settings() == (2.0, 0.5)
-    assert settings("--guidance", "1", "--denoising-frac", "0.9") == (1.0, 0.9)
+    evaluate.main([str(tmp_path), "--device", "cpu", "--count", "1", *options], make_generator)
+    [settings] = [generator.settings for generator in generators]
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for values in (settings, summary):
+        assert (values["guidance"], values["denoising_frac"]) == (guidance, denoising_frac)

@@ -1,75 +1,78 @@
-"""Our tokenizer files in transformers' own CLIPTokenizer, and the training's fast path against it."""
+"""Tiny SDXL's tokenizer files in transformers' CLIPTokenizer, and the encoder of the training."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from training import tokenizer, world
-from training.captions import describe
-from training.data import token_ids
+from training import scenes, tokenizer
+from training.captions import describe_scene
+from training.dataset import token_ids
 
-MODEL = Path(__file__).parents[2] / "data" / "tiny-sdxl"
+MODEL_FOLDER = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def first():  # type: ignore[no-untyped-def]
-    return transformers.CLIPTokenizer.from_pretrained(MODEL / "tokenizer")
+def clip() -> Any:
+    return transformers.CLIPTokenizer.from_pretrained(MODEL_FOLDER / "tokenizer")
 
 
 @pytest.fixture(scope="module")
-def second():  # type: ignore[no-untyped-def]
-    return transformers.CLIPTokenizer.from_pretrained(MODEL / "tokenizer_2")
+def clip_2() -> Any:
+    return transformers.CLIPTokenizer.from_pretrained(MODEL_FOLDER / "tokenizer_2")
 
 
-def padded(tokenizer_, text: str) -> list[int]:  # type: ignore[no-untyped-def]
-    ids: list[int] = tokenizer_(text, padding="max_length", max_length=77, truncation=True).input_ids
+def padded_ids(clip_tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = clip_tokenizer(text, padding="max_length", max_length=77, truncation=True).input_ids
     return ids
 
 
-def test_the_committed_files_are_what_the_code_writes(tmp_path: Path) -> None:
-    for folder, pad in (("tokenizer", tokenizer.END), ("tokenizer_2", "!")):
-        tokenizer.write(tmp_path / folder, pad)
-        for file in (tmp_path / folder).iterdir():
-            assert file.read_bytes() == (MODEL / folder / file.name).read_bytes(), file.name
+@pytest.mark.parametrize(("folder", "pad_token"), [("tokenizer", tokenizer.END_TOKEN), ("tokenizer_2", "!")])
+def test_committed_files_are_what_the_code_writes(folder: str, pad_token: str, tmp_path: Path) -> None:
+    tokenizer.write_tokenizer(tmp_path, pad_token)
+    files = list(tmp_path.iterdir())
+    assert len(files) == 4
+    for file in files:
+        assert file.read_bytes() == (MODEL_FOLDER / folder / file.name).read_bytes(), file.name
 
 
-def test_lengths_and_padding(first, second) -> None:  # type: ignore[no-untyped-def]
+def test_lengths_and_padding(clip: Any, clip_2: Any) -> None:
     vocab, _ = tokenizer.vocabulary()
-    assert first.model_max_length == second.model_max_length == 77
-    one, two = padded(first, "a red circle"), padded(second, "a red circle")
-    assert len(one) == len(two) == 77
-    assert one[:5] == two[:5] and one[0] == vocab[tokenizer.START] and one[4] == vocab[tokenizer.END]
-    assert set(one[5:]) == {vocab[tokenizer.END]} and set(two[5:]) == {0}
-    assert max(vocab.values()) == vocab[tokenizer.END]
+    start, end = vocab[tokenizer.START_TOKEN], vocab[tokenizer.END_TOKEN]
+    assert clip.model_max_length == clip_2.model_max_length == 77
+    ids, ids_2 = padded_ids(clip, "a red circle"), padded_ids(clip_2, "a red circle")
+    assert len(ids) == len(ids_2) == 77
+    assert ids[:5] == ids_2[:5] and ids[0] == start and ids[4] == end
+    assert set(ids[5:]) == {end} and set(ids_2[5:]) == {0}
+    assert max(vocab.values()) == end
 
 
-def test_world_words_are_one_token_each(first) -> None:  # type: ignore[no-untyped-def]
-    for word in tokenizer.WORLD_WORDS.split():
-        assert len(first(word).input_ids) == 3, word
+def test_caption_words_are_one_token_each(clip: Any) -> None:
+    for word in tokenizer.CAPTION_WORDS.split():
+        assert len(clip(word).input_ids) == 3, word
 
 
 @pytest.mark.parametrize("text", ["zebra xylophone", "naïve façade", "日本語", "🙂 smile", "it's 42!?", "ＡＢＣ"])
-def test_unknown_words_survive_the_round_trip(first, text: str) -> None:  # type: ignore[no-untyped-def]
-    ids = first(text).input_ids
-    back = first.decode(ids, skip_special_tokens=True)
-    assert back.replace(" ", "") == text.lower().replace(" ", "")
+def test_decodes_unknown_words(clip: Any, text: str) -> None:
+    decoded = clip.decode(clip(text).input_ids, skip_special_tokens=True)
+    assert decoded.replace(" ", "") == text.lower().replace(" ", "")
 
 
-def test_long_text_is_cut_at_77(first) -> None:  # type: ignore[no-untyped-def]
-    ids = padded(first, "red " * 200)
-    assert len(ids) == 77 and ids[-1] == first.eos_token_id
+def test_truncates_long_text_to_77_tokens(clip: Any) -> None:
+    ids = padded_ids(clip, "red " * 200)
+    assert len(ids) == 77 and ids[-1] == clip.eos_token_id
 
 
-def test_case_does_not_matter(first) -> None:  # type: ignore[no-untyped-def]
-    assert first("A Red CIRCLE").input_ids == first("a red circle").input_ids
+def test_ignores_case(clip: Any) -> None:
+    assert clip("A Red CIRCLE").input_ids == clip("a red circle").input_ids
 
 
-def test_the_fast_path_agrees(first) -> None:  # type: ignore[no-untyped-def]
+def test_training_encoder_equals_transformers(clip: Any) -> None:
     rng = random.Random(6)
-    texts = [describe(world.sample(rng), rng)[0] for _ in range(300)]
-    for text in [*texts, "Unknown words, 17 zebras!", ""]:
-        assert token_ids(text) == padded(first, text), text
+    captions = [describe_scene(scenes.sample_scene(rng), rng)[0] for _ in range(300)]
+    for text in [*captions, "Unknown words, 17 zebras!", "red " * 200, ""]:
+        assert token_ids(text) == padded_ids(clip, text), text

@@ -1,8 +1,10 @@
-"""The world that Tiny SDXL draws: scenes of one to three plain figures on a plain background.
+"""The scenes that Tiny SDXL generates: one to three plain objects on a plain background.
 
-Promises: a sampled scene never holds a held-out triple unless asked to, its figures never touch each other or
-the border, and its sizes and positions leave the gaps that `training.score` relies on. Knows nothing of pixels
-or words. Lengths are fractions: `x` of the width, `y` of the height (downwards), `radius` of the shorter side.
+A sampled scene contains a held-out triple only on request. Its objects touch neither each other nor the border. Its
+sizes and positions leave the gaps that `training.score` relies on.
+
+Lengths are fractions: `x` of the width, `y` of the height (downwards), `radius` of the shorter side. Pixels and words
+are not part of this module.
 """
 
 from __future__ import annotations
@@ -30,36 +32,36 @@ POSITIONS: dict[str, tuple[float, float]] = {
     "bottom": (0.5, 0.75),
     "centre": (0.5, 0.5),
 }
-RELATIONS: dict[str, tuple[int, int]] = {  # direction from the second figure to the first
+RELATIONS: dict[str, tuple[int, int]] = {  # direction from the second object to the first
     "left of": (-1, 0),
     "right of": (1, 0),
     "above": (0, -1),
     "below": (0, 1),
 }
 
-# Radii by figures in the scene and size: the gap between the two is what makes "small" and "large" checkable.
+# Ranges of radii by the number of objects and their size. The gap between the two sizes makes them distinguishable.
 RADII: dict[int, dict[str, tuple[float, float]]] = {
     1: {"small": (0.092, 0.122), "large": (0.20, 0.26)},
     2: {"small": (0.09, 0.115), "large": (0.16, 0.20)},
     3: {"small": (0.09, 0.108), "large": (0.145, 0.17)},
 }
-# A radius at least this is "large"; the middle of the gap.
-SIZE_BORDER: dict[int, float] = {1: 0.157, 2: 0.135, 3: 0.125}
-BORDER = 0.02  # kept free between a figure and the frame, of the shorter side
-GAP = 0.05  # kept free between two figures, of the shorter side
-REACH = 1.15  # no point of a figure is farther from its centre than this many radii
+# The smallest "large" radius by the number of objects: the middle of the gap.
+MIN_LARGE_RADIUS: dict[int, float] = {1: 0.157, 2: 0.135, 3: 0.125}
+BORDER = 0.02  # free space between an object and the frame, as a fraction of the shorter side
+GAP = 0.05  # free space between two objects, as a fraction of the shorter side
+REACH = 1.15  # largest distance of an object's points from its centre, in radii
 
-# Shares of the scenes of each kind: what is hardest to draw comes most.
-KINDS: dict[str, float] = {"single": 0.25, "count": 0.4, "pair": 0.35}
+# Share of each kind in the training scenes. The hardest kind to generate has the largest share.
+KIND_SHARES: dict[str, float] = {"single": 0.25, "count": 0.4, "pair": 0.35}
 
 HELD_OUT_SEED = 20240607
 HELD_OUT_SHARE = 0.1
 
-Triple = tuple[str, str, str]  # shape, figure colour, background colour
+Triple = tuple[str, str, str]  # shape, object colour, background colour
 
 
 @dataclass(frozen=True)
-class Figure:
+class SceneObject:
     shape: str
     colour: str
     size: str
@@ -70,17 +72,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Scene:
-    """`kind` is single, count (alike figures) or pair (two that differ). `position` belongs to singles,
-    `relation` (of the first figure to the second) to pairs; either may be None."""
+    """A background colour and one to three objects.
+
+    `kind` is single, count (two or three equal objects) or pair (two different objects). `position` is set for some
+    singles. `relation` is set for some pairs and is that of the first object to the second.
+    """
 
     kind: str
     background: str
-    figures: tuple[Figure, ...]
+    objects: tuple[SceneObject, ...]
     position: str | None = None
     relation: str | None = None
 
     def triples(self) -> set[Triple]:
-        return {(figure.shape, figure.colour, self.background) for figure in self.figures}
+        return {(item.shape, item.colour, self.background) for item in self.objects}
 
 
 def all_triples() -> list[Triple]:
@@ -88,36 +93,38 @@ def all_triples() -> list[Triple]:
 
 
 @cache
-def held_out() -> frozenset[Triple]:
-    """The triples that no training scene holds. Any two parts of each still occur in training."""
+def held_out_triples() -> frozenset[Triple]:
+    """Return the triples that no training scene contains. Any two parts of each still occur in training."""
     triples = all_triples()
     random.Random(HELD_OUT_SEED).shuffle(triples)
     chosen: set[Triple] = set()
     per_shape = {shape: 0 for shape in SHAPES}
-    pairs: set[tuple[str, str]] = set()
-    wanted = round(HELD_OUT_SHARE * len(triples))
+    colour_pairs: set[tuple[str, str]] = set()
+    count = round(HELD_OUT_SHARE * len(triples))
     for shape, colour, background in triples:
-        # One per colour pair, and spread over the shapes: no pair of attributes goes missing from training.
-        if (colour, background) in pairs or per_shape[shape] >= -(-wanted // len(SHAPES)):
+        # At most one triple per pair of colours, spread over the shapes, so that training has every pair of attributes.
+        if (colour, background) in colour_pairs or per_shape[shape] >= -(-count // len(SHAPES)):
             continue
-        pairs.add((colour, background))
+        colour_pairs.add((colour, background))
         per_shape[shape] += 1
         chosen.add((shape, colour, background))
-        if len(chosen) == wanted:
+        if len(chosen) == count:
             break
     return frozenset(chosen)
 
 
-def sample(rng: random.Random, aspect: float = 1.0, held: bool = False, kind: str | None = None) -> Scene:
-    """One scene for a picture of width / height = `aspect`. With `held`, at least one figure is a held-out
-    triple; without, none is."""
-    kind = kind or rng.choices(list(KINDS), KINDS.values())[0]
+def sample_scene(rng: random.Random, aspect: float = 1.0, held_out: bool = False, kind: str | None = None) -> Scene:
+    """Sample a scene for an image of width / height = `aspect`.
+
+    With `held_out`, at least one object is part of a held-out triple; otherwise no object is.
+    """
+    kind = kind or rng.choices(list(KIND_SHARES), KIND_SHARES.values())[0]
     while True:
         background = rng.choice(list(COLOURS))
         first = rng.choice(SHAPES), _other_colour(rng, background)
         second = rng.choice(SHAPES), _other_colour(rng, background)
-        if held:
-            shape, colour, background = rng.choice(sorted(held_out()))
+        if held_out:
+            shape, colour, background = rng.choice(sorted(held_out_triples()))
             first = shape, colour
             if second[1] == background:
                 continue
@@ -127,15 +134,15 @@ def sample(rng: random.Random, aspect: float = 1.0, held: bool = False, kind: st
                     continue
         if kind == "pair" and first == second:
             continue
+        # (shape, colour) of each object
         looks = {"single": [first], "count": [first] * rng.choice((2, 3)), "pair": [first, second]}[kind]
-        found = {(*look, background) for look in looks} & held_out()
-        if bool(found) == held:
+        if bool({(*look, background) for look in looks} & held_out_triples()) == held_out:
             break
     sizes = [rng.choice(SIZES) for _ in looks]
     if kind == "count":
         sizes = [sizes[0]] * len(looks)
     while True:
-        scene = _place(rng, kind, background, looks, sizes, aspect)
+        scene = _place_objects(rng, kind, background, looks, sizes, aspect)
         if scene is not None:
             return scene
 
@@ -144,7 +151,7 @@ def _other_colour(rng: random.Random, background: str) -> str:
     return rng.choice([colour for colour in COLOURS if colour != background])
 
 
-def _place(
+def _place_objects(
     rng: random.Random,
     kind: str,
     background: str,
@@ -152,7 +159,7 @@ def _place(
     sizes: list[str],
     aspect: float,
 ) -> Scene | None:
-    """A scene with radii and centres, or None where this draw had no room."""
+    """Sample radii and centres once. Return None if the objects do not fit there."""
     radii = [rng.uniform(*RADII[len(looks)][size]) for size in sizes]
     position = relation = None
     if kind == "single":
@@ -164,33 +171,33 @@ def _place(
         centres = [_near(rng, (0.5 + side * 0.24 * dx, 0.5 + side * 0.24 * dy), 0.05) for side in (1, -1)]
     else:
         centres = [(rng.random(), rng.random()) for _ in looks]
-    wide, high = max(aspect, 1.0), max(1 / aspect, 1.0)  # of the shorter side
-    for (x, y), radius in zip(centres, radii, strict=True):
-        room = radius * REACH + BORDER
-        if position or relation:
-            continue
-        if min(x, 1 - x) * wide < room or min(y, 1 - y) * high < room:
-            return None
+    width, height = max(aspect, 1.0), max(1 / aspect, 1.0)  # in shorter sides
+    margins = [radius * REACH + BORDER for radius in radii]
     if position or relation:
         centres = [
-            (_inside(x, (radius * REACH + BORDER) / wide), _inside(y, (radius * REACH + BORDER) / high))
-            for (x, y), radius in zip(centres, radii, strict=True)
+            (_clamp(x, margin / width), _clamp(y, margin / height))
+            for (x, y), margin in zip(centres, margins, strict=True)
         ]
+    elif any(
+        min(x, 1 - x) * width < margin or min(y, 1 - y) * height < margin
+        for (x, y), margin in zip(centres, margins, strict=True)
+    ):
+        return None
     for i, (x, y) in enumerate(centres):
         for j in range(i):
-            apart = (((x - centres[j][0]) * wide) ** 2 + ((y - centres[j][1]) * high) ** 2) ** 0.5
-            if apart < (radii[i] + radii[j]) * REACH + GAP:
+            distance = (((x - centres[j][0]) * width) ** 2 + ((y - centres[j][1]) * height) ** 2) ** 0.5
+            if distance < (radii[i] + radii[j]) * REACH + GAP:
                 return None
-    figures = tuple(
-        Figure(shape, colour, size, x, y, radius)
+    objects = tuple(
+        SceneObject(shape, colour, size, x, y, radius)
         for (shape, colour), size, (x, y), radius in zip(looks, sizes, centres, radii, strict=True)
     )
-    return Scene(kind, background, figures, position, relation)
+    return Scene(kind, background, objects, position, relation)
 
 
 def _near(rng: random.Random, point: tuple[float, float], spread: float) -> tuple[float, float]:
     return point[0] + rng.uniform(-spread, spread), point[1] + rng.uniform(-spread, spread)
 
 
-def _inside(value: float, room: float) -> float:
-    return min(max(value, room), 1 - room)
+def _clamp(value: float, margin: float) -> float:
+    return min(max(value, margin), 1 - margin)
