@@ -1,8 +1,8 @@
 """Side streams for text encoding and decoding, which then overlap with the steps of the denoising loops.
 
-One thread queues all work. A stream may read another's tensors after waiting for it. The caching allocator knows only
-the stream that made a tensor, so other streams that read it are recorded (torch.Tensor.record_stream): its memory is
-not reused before they are done. On a CPU there are no streams, and work happens when it is called.
+One thread queues all work. A stream may read another's tensors after waiting for it. The caching allocator tracks only
+the stream that made a tensor, so other streams that read it are recorded (torch.Tensor.record_stream). Its memory is
+then not reused before they are done. On a CPU there are no streams, and work happens when it is called.
 """
 
 from collections.abc import Iterable, Iterator

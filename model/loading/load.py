@@ -96,7 +96,7 @@ def load_release(
             for name, records in selection.engines.items():
                 pairs = zip(records, tensors[name], strict=True)
                 engines[name] = _engine_set(name, [_open_engine(contents, *pair, device, plans) for pair in pairs])
-            engines |= {name: engines[other] for name, other in selection.shared.items()}
+            engines |= {name: engines[owner] for name, owner in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
         tokenizers=tokenizers,

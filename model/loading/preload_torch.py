@@ -1,9 +1,9 @@
 """Load torch's shared libraries and create the GPU's context on threads, while other modules are imported.
 
-`import torch` would load the libraries itself (some 0.2 s on a CPU, more with CUDA's), and the first use of a GPU would
-wait some 0.3 s for its context. Python code cannot run meanwhile; `ctypes` releases the interpreter lock. This changes
-nothing for torch: the files are its own, loaded as it loads them, and a process has one primary context for a device
-(CUDA driver API). Errors are left to torch, which reports them.
+`import torch` would load the libraries itself (some 0.2 s on a CPU, more with CUDA's). The first use of a GPU would
+wait some 0.3 s for its context. No Python code could run meanwhile; `ctypes` releases the interpreter lock. This
+changes nothing for torch: the files are its own, loaded as it loads them, and a process has one primary context for a
+device (CUDA driver API). Errors are left to torch, which reports them.
 """
 
 import ctypes

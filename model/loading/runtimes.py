@@ -123,14 +123,14 @@ def request_milliseconds(manifest: Manifest, engines: Iterable[EngineRecord], na
     step = min((time for time in steps if time is not None), default=None)
     # Requests use no refiner by default.
     once = [spec for spec in components_of(["base"]) if spec.name in names and spec.phase != "step"]
-    rest = _sum([median(spec.name, 1 if spec.batch_unit == "image" else 2) for spec in once])
-    return None if step is None or rest is None else rest + _COMPARED_STEPS * step
+    before_and_after = _sum([median(spec.name, 1 if spec.batch_unit == "image" else 2) for spec in once])
+    return None if step is None or before_and_after is None else before_and_after + _COMPARED_STEPS * step
 
 
-def _sum(times: Iterable[float | None]) -> float | None:
+def _sum(times: Sequence[float | None]) -> float | None:
     """Return the sum, or None if one of `times` is unknown."""
-    known = [*times]
-    return None if None in known else sum(time for time in known if time is not None)
+    known = [time for time in times if time is not None]
+    return sum(known) if len(known) == len(times) else None
 
 
 def _is_tensorrt(target: Target) -> bool:

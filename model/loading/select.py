@@ -69,7 +69,7 @@ def select(
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
     same_as = {name: SDXL[name].same_as for name in names}
-    shared = {name: other for name, other in same_as.items() if other and identities[name] == identities[other]}
+    shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
     return Selection(manifest, target, engines, weights, shared)
@@ -139,9 +139,9 @@ def choose_variants(manifest: Manifest, spec: ComponentSpec, chosen: Sequence[En
 
 def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     """Return the weights in the precision and layout that an engine needs. Raises MissingComponent."""
-    wanted = (engine.component, engine.precision, engine.layout)
+    identity = (engine.component, engine.precision, engine.layout)
     for record in manifest.weights:
-        if (record.component, record.precision, record.layout) == wanted:
+        if (record.component, record.precision, record.layout) == identity:
             return record
     raise MissingComponent(
         f"Release {manifest.name} has no {engine.precision} weights of {engine.component} in layout {engine.layout}."
@@ -152,11 +152,12 @@ def check_tensorrt_version(manifest: Manifest, engines: Iterable[EngineRecord], 
     """Refuse plans of another version of TensorRT. Raises NoEngineForTarget."""
     needed = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
     installed = tensorrt or tensorrt_api.installed_version() if needed else None
-    if other := sorted(needed - {installed}):
+    if unreadable := sorted(needed - {installed}):
+        version = unreadable[0]
         raise NoEngineForTarget(
-            f"Release {manifest.name} has plans of TensorRT {other[0]}, and this machine has {installed or 'none'}. A "
+            f"Release {manifest.name} has plans of TensorRT {version}, and this machine has {installed or 'none'}. A "
             "plan is read only by the version that built it.",
-            f"Install {other[0]} (docs/tensorrt.md), or build with this version (`preheat build --runtime tensorrt`) "
+            f"Install {version} (docs/tensorrt.md), or build with this version (`preheat build --runtime tensorrt`) "
             "and publish a new release (`preheat publish`).",
         )
 

@@ -1,7 +1,7 @@
 """The manifest of a release: everything that serves one model, by SHA-256. Written once, read by every later server.
 
 Numbers and names are bounded, unknown keys are refused, and repeated facts must agree. So code that has a parsed
-manifest (model/store/manifest_json.py) need not check it again. This module does not know where blobs are stored.
+manifest (model/store/manifest_json.py) need not check it again. This module is independent of where blobs are stored.
 """
 
 import json
@@ -184,7 +184,7 @@ class EngineRecord(_Record):
 
     @model_serializer(mode="wrap")
     def _omit_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit empty entries that older versions do not know, so that they can read the record."""
+        """Omit empty entries that older versions do not support, so that they can read the record."""
         entries: dict[str, Any] = write(self)
         return {key: value for key, value in entries.items() if value is not None or key not in _ADDED_ENTRIES}
 
@@ -352,7 +352,7 @@ class Manifest(_Record):
 
     def to_json(self) -> bytes:
         """Return the manifest as the bytes of its file."""
-        # An unsigned release stays readable for versions that did not know signatures.
+        # An unsigned release stays readable for versions without signatures.
         unsigned = {"signature"} if self.signature is None else None
         return json.dumps(self.model_dump(mode="json", exclude=unsigned), indent=1, sort_keys=True).encode()
 

@@ -1,4 +1,4 @@
-"""How to open a store: cache folder, endpoint, credentials. This module opens nothing and reads no settings."""
+"""The options of a store: cache folder, endpoint, credentials. This module opens nothing and reads no settings."""
 
 import os
 from collections.abc import Callable

@@ -126,13 +126,13 @@ class TensorRTPlan:
 
         engine = self.engine
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        found = {name: engine.get_tensor_mode(name) for name in names}
+        actual = {name: engine.get_tensor_mode(name) for name in names}
         expected = {spec.name: trt.TensorIOMode.INPUT for spec in self.signature.inputs}
         expected |= {spec.name: trt.TensorIOMode.OUTPUT for spec in self.signature.outputs}
         specs = [*self.signature.inputs, *self.signature.outputs]
-        if found != expected or any(engine.get_tensor_dtype(s.name) != api.data_type(s.dtype) for s in specs):
+        if actual != expected or any(engine.get_tensor_dtype(s.name) != api.data_type(s.dtype) for s in specs):
             raise PlanError(
-                f"The {self.component} plan has the tensors {', '.join(found)}, and its record states "
+                f"The {self.component} plan has the tensors {', '.join(actual)}, and its record states "
                 f"{', '.join(expected)}, or other types."
             )
 
