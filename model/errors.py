@@ -107,7 +107,7 @@ class BrokenImage(PreheatError):
 class Overloaded(PreheatError):
     """The queue is full. Answered with status 429.
 
-    `retry_after`: estimated whole seconds until the queue has space.
+    `retry_after`: whole seconds to wait before the next try, an estimate.
     """
 
     def __init__(self, message: str, retry_after: int) -> None:

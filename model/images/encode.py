@@ -29,7 +29,7 @@ def to_levels(decoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     and the host does not wait for them. Values are scaled in the dtype of `decoded` and rounded half to even, as in
     diffusers' `VaeImageProcessor.postprocess`, so pixels are identical.
     """
-    # NaN survives minimum and maximum, so two numbers an image suffice; isfinite of every value is far slower.
+    # NaN survives minimum and maximum, so two numbers for each image suffice; isfinite of every value is far slower.
     flat = decoded.flatten(1)
     finite = flat.amin(dim=1).isfinite() & flat.amax(dim=1).isfinite()
     levels = decoded.mul(0.5).add_(0.5).clamp_(0, 1).float().mul_(255).round_()

@@ -9,8 +9,8 @@ One process fetches a blob and holds the lock of its partial file; the others wa
 which end with the process. So a killed process leaves nothing locked, and the next one keeps the complete parts.
 
 When space is needed, the least recently used blobs are deleted first, but no blob that a live process has pinned. A
-load pins each blob before it looks for it, and unpins it when it closes its store. Mapped blobs may be deleted after
-that, because the file system keeps the bytes of a mapped file.
+load pins each blob before it looks for it, and unpins it when it closes its store. By then it has copied the bytes, so
+blobs may be deleted.
 
 Nothing is flushed to the disk. Every reader verifies a blob, and fetches it again if a power failure damaged it.
 """

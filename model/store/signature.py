@@ -55,7 +55,7 @@ def _has_small_order(raw: bytes) -> bool:
     """True for an encoded point whose order divides 8 on edwards25519, -x^2 + y^2 = 1 + d x^2 y^2 (RFC 8032, 5.1).
 
     The orders 1, 2 and 4 have y = 1, -1 and 0. Doubling a point of order 8 gives y = 0. This needs x^2 = -y^2, and so
-    d y^4 + 2 y^2 = 1. The sign of x, the highest bit, does not matter, and y may be at least the prime.
+    d y^4 + 2 y^2 = 1. The sign of x, the highest bit, does not matter, and y need not be reduced by the prime.
     """
     prime = 2**255 - 19
     d = -121665 * pow(121666, -1, prime)

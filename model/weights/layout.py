@@ -1,7 +1,7 @@
 """Weight layouts: "plain" as PyTorch stores tensors, or "channels_last" for the weights of convolutions.
 
-A GPU's convolutions read their weights channels last. Stored that way they need no conversion; stored plain, each call
-would convert 5 GB.
+A GPU's convolutions read their weights channels last. Weights stored that way need no conversion. Weights stored plain
+would be converted at each call, 5 GB of them.
 """
 
 from typing import Literal
