@@ -25,7 +25,7 @@ from model.weights.safetensors_header import Extent
 from model.weights.stream import SLOTS, CopyLane, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.releases import NAME, cpu_target, keep
+from tests.support.releases import NAME, cpu_target, put_blob
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -74,22 +74,22 @@ class LateLane(CopyLane):
         self._ordered[slot] = []
 
     def free_slot(self) -> memoryview:
-        self._copy_now((self._turn + 1) % SLOTS)
+        self._copy_now((self._current + 1) % SLOTS)
         return super().free_slot()
 
     def copy(self, pieces: Iterable[tuple[torch.Tensor, int]]) -> None:
-        self._ordered[self._turn] += pieces
+        self._ordered[self._current] += pieces
 
     def finish(self) -> None:
         for turn in range(SLOTS):
-            self._copy_now((self._turn + 1 + turn) % SLOTS)
+            self._copy_now((self._current + 1 + turn) % SLOTS)
 
 
 @pytest.mark.parametrize("lane", [CopyLane, SmallLane, LateLane])
 @pytest.mark.parametrize("threads", [1, 3, None])
 def test_tensors_arrive_unchanged(store: WritableLocalStore, lane: type[CopyLane], threads: int | None) -> None:
     groups = [some(seed) for seed in range(5)]
-    blobs = [keep(store, save(group)) for group in groups]
+    blobs = [put_blob(store, save(group)) for group in groups]
     arrived = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
     for blob, group in zip(blobs, groups, strict=True):
         same(arrived[blob.sha256], group)
@@ -104,7 +104,7 @@ def test_empty_tensor_is_on_the_device() -> None:
 
 
 def test_tensors_are_aligned_to_256_bytes(store: WritableLocalStore) -> None:
-    blob = keep(store, save(some(1)))
+    blob = put_blob(store, save(some(1)))
     [tensors] = stream_weights(store, [blob], CPU).values()
     base = min(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
     assert all((tensor.data_ptr() - base) % 256 == 0 for tensor in tensors.values() if tensor.numel())
@@ -118,7 +118,7 @@ def test_each_thread_has_its_own_lane(store: WritableLocalStore) -> None:
             together.wait()  # passes only if three blobs are read concurrently
             super().stream(digest, size, sink)
 
-    blobs = [keep(store, save(some(seed))) for seed in range(3)]
+    blobs = [put_blob(store, save(some(seed))) for seed in range(3)]
     made: list[CopyLane] = []
 
     def lane(device: torch.device) -> CopyLane:
@@ -130,7 +130,7 @@ def test_each_thread_has_its_own_lane(store: WritableLocalStore) -> None:
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_one_wrong_byte_returns_nothing(store: WritableLocalStore, threads: int) -> None:
-    blobs = [keep(store, save(some(seed))) for seed in range(4)]
+    blobs = [put_blob(store, save(some(seed))) for seed in range(4)]
     path = store.root / "blobs" / "sha256" / blobs[2].sha256
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -165,7 +165,7 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
 
 def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: weights stream while other blobs are fetched and verified."""
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     cold_start = ColdStart()
     loaded = load_release(store, NAME, [cpu_target()], [], cold_start)
     x = torch.randn(2, 4, 8, 8)
@@ -180,7 +180,7 @@ def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch:
 
 
 def test_failing_load_stops_streaming(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.write_release(releases.draft(store, releases.toy()))
+    store.write_release(releases.draft(store, releases.compiled_toy()))
     monkeypatch.setattr(streaming, "MAX_THREADS", 1)
     begun, failed = threading.Event(), threading.Event()
     streamed: list[str] = []
