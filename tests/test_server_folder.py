@@ -1,11 +1,10 @@
-"""Each local server has a folder of its own, also when another one runs, and after kill -9."""
+"""Each local server has its own folder, also while another one runs, and after SIGKILL."""
 
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -16,8 +15,9 @@ from engine_builder.local_server.server import Server, ServerFailed
 from engine_builder.local_server.server_folder import FolderFailed, server_folder
 from engine_builder.stores.store import WritableStore
 from tests.support import stub_truss
+from tests.support.waiting import eventually
 
-_HOLD = """
+HOLD_FOLDER = """
 import sys
 from pathlib import Path
 from engine_builder.local_server.server_folder import server_folder
@@ -25,6 +25,27 @@ with server_folder(Path(sys.argv[1])) as folder:
     print(folder.path, flush=True)
     sys.stdin.read()
 """
+LEAVE_FOLDER_TO_A_CHILD = """
+import os, sys
+from pathlib import Path
+from engine_builder.local_server.server_folder import server_folder
+with server_folder(Path(sys.argv[1])) as folder:
+    child = os.fork()
+    if child:
+        os._exit(0)
+    sys.stdin.read()
+    os._exit(0)
+"""
+
+
+def run_python(script: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        cwd=stub_truss.REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def folders(parent: Path) -> set[Path]:
@@ -41,14 +62,8 @@ def test_two_servers_have_two_folders(tmp_path: Path) -> None:
 
 
 def test_deletes_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(tmp_path)],
-        cwd=stub_truss.REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert owner.stdout is not None and owner.stdin is not None
+    owner = run_python(HOLD_FOLDER, tmp_path)
+    assert owner.stdout is not None
     abandoned = Path(owner.stdout.readline().strip())
     with server_folder(tmp_path) as mine:
         assert folders(tmp_path) == {abandoned, mine.path}
@@ -60,33 +75,19 @@ def test_deletes_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_a_running_server_keeps_its_folder(tmp_path: Path) -> None:
-    """Its process holds the lock, too, so the folder outlives an owner that was killed until the server has ended."""
-    script = """
-import os, sys
-from pathlib import Path
-from engine_builder.local_server.server_folder import server_folder
-with server_folder(Path(sys.argv[1])) as folder:
-    child = os.fork()
-    if child:
-        os._exit(0)
-    sys.stdin.read()
-    os._exit(0)
-"""
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path)], cwd=stub_truss.REPOSITORY, stdin=subprocess.PIPE
-    )
+    """The server's process holds the lock, too, so its folder outlives an owner that was killed."""
+    owner = run_python(LEAVE_FOLDER_TO_A_CHILD, tmp_path)
     owner.wait()
     [running] = folders(tmp_path)
     with server_folder(tmp_path):
         assert running.exists()
-    assert owner.stdin is not None
-    owner.stdin.close()
-    for _ in range(100):
+    owner.communicate("")  # ends the child
+
+    def is_deleted() -> bool:
         with server_folder(tmp_path):
-            if not running.exists():
-                return
-        time.sleep(0.05)
-    pytest.fail("the folder was not deleted")
+            return not running.exists()
+
+    eventually(is_deleted, "the folder is deleted")
 
 
 def test_keeps_the_folder_after_an_error(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_keeps_the_folder_after_an_error(tmp_path: Path) -> None:
     assert not stopped.path.exists()
 
 
-def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
+def test_reports_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(FolderFailed, match=r"cannot hold a server's files: .*Not a directory"),
@@ -108,50 +109,50 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path: Path) -> None:
         pass
 
 
-def test_two_servers_at_once_keep_their_logs(tmp_path: Path) -> None:
-    """Each has its files while the other one ends, and what is kept at the end is one server's whole log."""
+def test_two_servers_keep_their_files_and_logs(tmp_path: Path) -> None:
+    """Each has its files after the other one has ended. Each kept log is that of one server."""
     model = """
         class Model:
             def predict(self, request):
                 return {}
     """
     truss, config = stub_truss.write(tmp_path / "truss", model), tmp_path / "truss" / "config.yaml"
-    logs = [tmp_path / "logs" / "one.log", tmp_path / "logs" / "two.log"]
-    with serving(truss, config, tmp_path / "work", "s", "r", kept_log=logs[0]) as one:
-        with serving(truss, config, tmp_path / "work", "s", "r", kept_log=logs[1]) as two:
+    logs, work = [tmp_path / "logs" / "one.log", tmp_path / "logs" / "two.log"], tmp_path / "work"
+    with serving(truss, config, work, "store", "release", kept_log=logs[0]) as one:
+        with serving(truss, config, work, "store", "release", kept_log=logs[1]) as two:
             two.wait_ready(120)
         assert not two.layout.root.exists()
         one.wait_ready(120)
-    assert not folders(tmp_path / "work")
+    assert not folders(work)
     assert all("Completed model.load()" in log.read_text() for log in logs)
 
 
-def test_a_port_is_taken_as_soon_as_a_server_starts(tmp_path: Path) -> None:
-    """The second server is refused at once, and not when it has loaded its model."""
+def test_takes_the_port_before_the_model_loads(tmp_path: Path) -> None:
     layout = stub_truss.make_layout(tmp_path, "class Model:\n    def predict(self, request):\n        return {}\n")
     with Server(layout) as first, pytest.raises(ServerFailed, match=f"Port {first.port} of 127.0.0.1 is taken"):
         Server(layout, port=first.port).start()
 
 
-def test_a_second_serve_on_a_port_leaves_the_first_one_alone(store: WritableStore, release: str) -> None:
-    """With the real command: the second one is refused, and the first still answers and has its files."""
+def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release: str) -> None:
+    """The first one still answers, so it has its files."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+
+    def is_listening() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
     command = [sys.executable, "-m", "engine_builder.commands.main", "serve", release, "--store", store.url]
-    with subprocess.Popen(
-        [*command, "--port", str(port)], cwd=stub_truss.REPOSITORY, stdout=subprocess.PIPE, text=True
-    ) as first:
+    command += ["--port", str(port)]
+    with subprocess.Popen(command, cwd=stub_truss.REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
         try:
-            assert first.stdout is not None
-            for line in first.stdout:
-                if "Serving" in line:
-                    break
-            second = subprocess.run(
-                [*command, "--port", str(port)], cwd=stub_truss.REPOSITORY, capture_output=True, text=True
-            )
+            eventually(is_listening, "the first server listens")
+            second = subprocess.run(command, cwd=stub_truss.REPOSITORY, capture_output=True, text=True)
             assert second.returncode == 1 and f"Port {port} of 127.0.0.1 is taken" in second.stderr
             assert "Traceback" not in second.stderr
+            assert first.stdout is not None
+            assert any("Serving" in line for line in first.stdout)
             body = {"prompt": "a red circle", "width": 64, "height": 64, "num_inference_steps": 1}
             url = f"http://127.0.0.1:{port}/v1/models/model:predict"
             assert httpx.post(url, json=body, timeout=60, trust_env=False).json()["status"] == "success"

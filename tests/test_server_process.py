@@ -1,4 +1,4 @@
-"""The real Truss server in its process: what it can import, who can reach it, how it ends."""
+"""The real Truss server in its process: its imports and environment, its address, its failures and its end."""
 
 import os
 import signal
@@ -6,8 +6,7 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,11 +16,11 @@ import pytest
 
 from engine_builder.local_server.server import Layout, Server, ServerFailed, build_context, exception_sentence
 from tests.support import stub_truss
+from tests.support.waiting import eventually
 
-# Long enough for any machine: a test that waits for all of it fails.
-TIMEOUT = 120
+READY_SECONDS = 120  # a test that waits this long fails
 
-CURIOUS = """
+REPORTER = """
     import importlib
     import os
     import subprocess
@@ -45,96 +44,105 @@ CURIOUS = """
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """The image of a model that reports on its process."""
     config = """
         environment_variables:
           FROM_CONFIG: config
           PREHEAT_STORE: config
           PREHEAT_RELEASE: config
     """
-    return stub_truss.make_layout(tmp_path_factory.mktemp("curious"), CURIOUS, config)
+    return stub_truss.make_layout(tmp_path_factory.mktemp("reporter"), REPORTER, config)
 
 
-@pytest.fixture
-def server(layout: Layout) -> Iterator[Server]:
-    with Server(layout) as server:
-        server.wait_ready(TIMEOUT)
-        yield server
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log") / "server.log"
 
 
-def ask(server: Server, **request: object) -> dict:
-    answer = httpx.post(f"{server.url}/v1/models/model:predict", json=request, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+@pytest.fixture(scope="module")
+def progress() -> list[str]:
+    """The messages of the server's start."""
+    return []
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    end = time.monotonic() + TIMEOUT
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.02)
-    return condition()
+@pytest.fixture(scope="module")
+def server(layout: Layout, log: Path, progress: list[str]) -> Iterator[Server]:
+    """Started with the repository on PYTHONPATH, and with variables for the server and for others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(stub_truss.REPOSITORY))
+        patch.syspath_prepend(stub_truss.REPOSITORY)
+        patch.setenv("PREHEAT_STORE", "ours")
+        patch.setenv("PREHEAT_RELEASE", "ours")
+        patch.setenv("TRUSS_SECRET_token", "secret")
+        patch.setenv("PRIVATE", "private")
+        with Server(layout, environment={"PREHEAT_RELEASE": "given"}, log=log) as server:
+            server.wait_ready(READY_SECONDS, progress.append)
+            yield server
 
 
-def gone(pid: int) -> bool:
+def predict(server: Server, **request: object) -> dict:
+    response = httpx.post(f"{server.url}/v1/models/model:predict", json=request, trust_env=False)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def has_ended(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended; whoever adopted it has yet to notice
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # ended, and its parent has yet to read its status
     except psutil.NoSuchProcess:
         return True
 
 
-def test_only_what_is_in_the_image_is_importable(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(stub_truss.REPOSITORY))
-    monkeypatch.syspath_prepend(stub_truss.REPOSITORY)
-    with Server(layout) as server:
-        server.wait_ready(TIMEOUT)
-        ours = ["engine_builder", "engine_builder.local_server.server", "training", "tests"]
-        answer = ask(server, **{"import": [*ours, "model.errors", "numpy"]})
-    for name in ours:
-        assert answer["imports"][name].startswith("ModuleNotFoundError"), answer["imports"][name]
-    assert answer["imports"]["model.errors"] == str(layout.app / "model" / "errors.py")
-    assert answer["imports"]["numpy"].endswith("numpy/__init__.py")
+def test_imports_only_what_is_in_the_image(server: Server, layout: Layout) -> None:
+    excluded = ["engine_builder", "engine_builder.local_server.server", "training", "tests"]
+    imports = predict(server, **{"import": [*excluded, "model.errors", "numpy"]})["imports"]
+    for name in excluded:
+        assert imports[name].startswith("ModuleNotFoundError"), imports[name]
+    assert imports["model.errors"] == str(layout.app / "model" / "errors.py")
+    assert imports["numpy"].endswith("numpy/__init__.py")
 
 
-def test_the_main_module_and_folder_are_the_image_s(server: Server, layout: Layout) -> None:
-    answer = ask(server)
-    assert Path(answer["cwd"]) == layout.app
-    assert layout.app / answer["main"] == layout.app / "main.py"
+def test_runs_the_images_main_module_in_its_folder(server: Server, layout: Layout) -> None:
+    report = predict(server)
+    assert Path(report["cwd"]) == layout.app
+    assert layout.app / report["main"] == layout.app / "main.py"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 on its loopback")
-def test_it_listens_on_one_address_only(server: Server) -> None:
+def test_listens_on_one_address_only(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5):
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", server.port), timeout=5)
 
 
-def test_the_environment_is_the_image_s_and_what_is_passed_on(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PREHEAT_STORE", "ours")
-    monkeypatch.setenv("PREHEAT_RELEASE", "ours")
-    monkeypatch.setenv("TRUSS_SECRET_token", "secret")
-    monkeypatch.setenv("PRIVATE", "private")
-    with Server(layout, environment={"PREHEAT_RELEASE": "given"}) as server:
-        server.wait_ready(TIMEOUT)
-        env = ask(server)["env"]
+def test_environment_is_the_images_and_passed_variables(server: Server) -> None:
+    env = predict(server)["env"]
     assert env["FROM_CONFIG"] == "config"
     assert env["PREHEAT_STORE"] == "ours"
     assert env["PREHEAT_RELEASE"] == "given"
     assert env["TRUSS_SECRET_token"] == "secret"
     assert env["INFERENCE_SERVER_PORT"] == str(server.port)
     assert "PRIVATE" not in env and env["HOME"] != os.environ.get("HOME")
-    assert not Path(env["HOME"]).exists()
 
 
-def test_progress_is_what_the_server_logs_and_a_log_that_was_asked_for_is_kept(layout: Layout, tmp_path: Path) -> None:
-    said: list[str] = []
-    with Server(layout, log=tmp_path / "server.log") as server:
-        server.wait_ready(TIMEOUT, said.append)
-    assert "Executing model.load()..." in said
-    assert any(message.startswith("Completed model.load()") for message in said)
-    assert "Completed model.load()" in (tmp_path / "server.log").read_text()
+def test_reports_progress_and_keeps_a_requested_log(server: Server, progress: list[str], log: Path) -> None:
+    assert "Executing model.load()..." in progress
+    assert any(message.startswith("Completed model.load()") for message in progress)
+    assert "Completed model.load()" in log.read_text()
 
 
-def test_a_refusal_is_reported_once_and_without_a_signal(tmp_path: Path) -> None:
+def test_refuses_the_port_of_another_server(server: Server, layout: Layout) -> None:
+    with pytest.raises(ServerFailed, match=f"Port {server.port} of 127.0.0.1 is taken"):
+        Server(layout, port=server.port).start()
+
+
+def test_refuses_a_second_start(server: Server) -> None:
+    with pytest.raises(ServerFailed, match="started already"):
+        server.start()
+
+
+def test_reports_a_refusal_once_and_without_a_signal(tmp_path: Path) -> None:
     failing = """
         from model.errors import NoEngineForTarget
 
@@ -150,40 +158,37 @@ def test_a_refusal_is_reported_once_and_without_a_signal(tmp_path: Path) -> None
     """
     server = Server(stub_truss.make_layout(tmp_path, failing))
     with server, pytest.raises(ServerFailed) as failure:
-        server.wait_ready(TIMEOUT)
+        server.wait_ready(READY_SECONDS)
     assert str(failure.value) == "The server refused to start. No engine for this GPU.\nIts build failed. Build one."
     assert not server.running
 
 
 @pytest.mark.parametrize(
-    "model, begins",
+    ("model", "begins"),
     [
         ("import engine_builder", "ModuleNotFoundError: No module named 'engine_builder'\n"),
-        (
-            "class Model:\n    pass",
-            "_truss_common.errors.ModelDefinitionError: Truss model must have a `predict`",
-        ),
-        ("class Model:", "IndentationError: expected an indented block"),
+        ("class Model:\n    pass", "_truss_common.errors.ModelDefinitionError: Truss model must have a `predict`"),
     ],
+    ids=["import error", "no predict"],
 )
-def test_a_model_that_cannot_be_imported_is_answered_with_the_reason(tmp_path: Path, model: str, begins: str) -> None:
+def test_reports_why_a_model_cannot_be_imported(tmp_path: Path, model: str, begins: str) -> None:
     with Server(stub_truss.make_layout(tmp_path, model)) as server, pytest.raises(ServerFailed) as failure:
-        server.wait_ready(TIMEOUT)
+        server.wait_ready(READY_SECONDS)
     assert str(failure.value).startswith(begins)
 
 
-def test_a_server_that_cannot_start_is_answered_with_the_reason(layout: Layout, tmp_path: Path) -> None:
-    broken = stub_truss.make_layout(tmp_path, CURIOUS)
+def test_reports_why_a_server_cannot_start(tmp_path: Path) -> None:
+    broken = stub_truss.make_layout(tmp_path, REPORTER)
     (broken.app / "model_wrapper.py").write_text("raise RuntimeError('the image is broken')")
     with (
         Server(broken) as server,
         pytest.raises(ServerFailed, match=r"\ARuntimeError: the image is broken\n.*code 1"),
     ):
-        server.wait_ready(TIMEOUT)
+        server.wait_ready(READY_SECONDS)
 
 
-def test_what_a_server_says_while_it_shuts_down_does_not_hide_what_it_failed_at(tmp_path: Path) -> None:
-    failing = stub_truss.make_layout(tmp_path, CURIOUS)
+def test_messages_of_the_shutdown_do_not_hide_the_failure(tmp_path: Path) -> None:
+    failing = stub_truss.make_layout(tmp_path, REPORTER)
     (failing.app / "main.py").write_text(
         textwrap.dedent("""
             import json
@@ -199,7 +204,7 @@ def test_what_a_server_says_while_it_shuts_down_does_not_hide_what_it_failed_at(
         """)
     )
     with Server(failing) as server, pytest.raises(ServerFailed) as failure:
-        server.wait_ready(TIMEOUT)
+        server.wait_ready(READY_SECONDS)
     assert str(failure.value).splitlines() == [
         "OSError: the disk is full",
         "The server ended before it was ready (exit code 0).",
@@ -220,47 +225,51 @@ SLOW = """
 """
 
 
-def test_a_server_killed_while_it_loads_is_noticed(tmp_path: Path) -> None:
+def test_reports_a_server_that_is_killed_while_it_loads(tmp_path: Path) -> None:
     def kill(message: str) -> None:
         if message == "Loading truss model from file.":
             os.kill(server.pid, signal.SIGKILL)
 
     with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
         with pytest.raises(ServerFailed, match="killed by SIGKILL"):
-            server.wait_ready(TIMEOUT, kill)
+            server.wait_ready(READY_SECONDS, kill)
 
 
-def test_a_server_that_is_not_ready_in_time_is_stopped(tmp_path: Path) -> None:
-    pids: list[int] = []
+def test_stops_a_server_that_is_not_ready_in_time(tmp_path: Path) -> None:
     with Server(stub_truss.make_layout(tmp_path, SLOW)) as server:
-        pids.append(server.pid)
-        with pytest.raises(ServerFailed, match="not ready after 2 s"):
-            server.wait_ready(2)
-    assert gone(pids[0])
+        pid = server.pid
+        with pytest.raises(ServerFailed, match="not ready after 0.5 s"):
+            server.wait_ready(0.5)
+        assert has_ended(pid)
 
 
-def test_a_server_killed_while_it_serves_is_noticed(server: Server) -> None:
-    assert server.running
-    child = ask(server)["child"]
-    os.kill(server.pid, signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL
-    assert not server.running
-    with pytest.raises(ServerFailed, match="SIGKILL"):
-        server.wait_ready(TIMEOUT)
-    assert eventually(lambda: gone(child)), "what the dead server had spawned lives on"
+def test_reports_a_server_that_is_killed_while_it_serves(layout: Layout) -> None:
+    with Server(layout) as server:
+        server.wait_ready(READY_SECONDS)
+        assert server.running
+        child = predict(server)["child"]
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait() == -signal.SIGKILL
+        assert not server.running
+        with pytest.raises(ServerFailed, match="SIGKILL"):
+            server.wait_ready(READY_SECONDS)
+        eventually(lambda: has_ended(child), "the child process of the killed server ends")
 
 
-def test_stop_leaves_no_process(layout: Layout) -> None:
+def test_stop_leaves_no_process_and_no_files(layout: Layout) -> None:
     server = Server(layout).start()
-    server.wait_ready(TIMEOUT)
-    pids = [server.pid, ask(server)["child"]]
+    server.wait_ready(READY_SECONDS)
+    report = predict(server)
+    pids = [server.pid, report["child"]]
+    assert Path(report["env"]["HOME"]).exists()
     server.stop()
     server.stop()
     assert not server.running
-    assert all(eventually(lambda pid=pid: gone(pid)) for pid in pids)
+    eventually(lambda: all(has_ended(pid) for pid in pids), "the server and its child end")
+    assert not Path(report["env"]["HOME"]).exists()
 
 
-def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path) -> None:
+def test_stop_waits_for_requests_in_flight(tmp_path: Path) -> None:
     model = """
         import asyncio
         from pathlib import Path
@@ -273,14 +282,14 @@ def test_a_request_in_flight_is_answered_before_the_server_stops(tmp_path: Path)
     """
     begun = tmp_path / "begun"
     with Server(stub_truss.make_layout(tmp_path, model)) as server, ThreadPoolExecutor() as thread:
-        server.wait_ready(TIMEOUT)
-        answer = thread.submit(ask, server, begun=str(begun))
-        assert eventually(begun.exists)
+        server.wait_ready(READY_SECONDS)
+        answer = thread.submit(predict, server, begun=str(begun))
+        eventually(begun.exists, "the request begins")
         server.stop()
         assert answer.result() == "answered"
 
 
-def test_the_server_ends_with_the_process_that_started_it(layout: Layout, tmp_path: Path) -> None:
+def test_server_ends_with_the_process_that_started_it(layout: Layout, tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, sys
         from pathlib import Path
@@ -294,25 +303,15 @@ def test_the_server_ends_with_the_process_that_started_it(layout: Layout, tmp_pa
     ended = subprocess.run(
         [sys.executable, "-c", script, str(layout.root)],
         cwd=stub_truss.REPOSITORY,
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed process cannot clear away its scratch folder
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # a killed process cannot delete its temporary folder
         capture_output=True,
         text=True,
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert eventually(lambda: gone(int(ended.stdout)))
+    eventually(lambda: has_ended(int(ended.stdout)), "the server ends")
 
 
-def test_another_server_s_port_is_refused(server: Server, layout: Layout) -> None:
-    with pytest.raises(ServerFailed, match=f"Port {server.port} of 127.0.0.1 is taken"):
-        Server(layout, port=server.port).start()
-
-
-def test_a_server_is_started_once(server: Server) -> None:
-    with pytest.raises(ServerFailed, match="started already"):
-        server.start()
-
-
-def test_building_a_context_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
+def test_building_a_context_leaves_the_truss_unchanged(tmp_path: Path) -> None:
     truss = stub_truss.write(tmp_path / "truss", SLOW)
 
     def state() -> dict[Path, tuple[int, int]]:
@@ -323,8 +322,7 @@ def test_building_a_context_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
     assert state() == before
 
 
-def test_the_sentence_of_a_chained_exception_is_the_last_one_s() -> None:
-    trace = """Traceback (most recent call last):
+CHAINED = """Traceback (most recent call last):
   File "a.py", line 1, in <module>
 KeyError: 'x'
 
@@ -336,4 +334,22 @@ Traceback (most recent call last):
 model.errors.StoreError: The bucket is not there.
   Create it first.
 """
-    assert exception_sentence(trace) == "The bucket is not there.\n  Create it first."
+SYNTAX = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+  File "b.py", line 2
+    class Model:
+                ^
+IndentationError: expected an indented block after class definition on line 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("trace", "sentence"),
+    [
+        (CHAINED, "The bucket is not there.\n  Create it first."),
+        (SYNTAX, "IndentationError: expected an indented block after class definition on line 2"),
+    ],
+    ids=["chained", "syntax error"],
+)
+def test_sentence_of_a_traceback_is_its_last_exception(trace: str, sentence: str) -> None:
+    assert exception_sentence(trace) == sentence
