@@ -24,6 +24,7 @@ from model.store.options import StoreOptions
 from model.store.s3_client import connect
 from model.store.s3_errors import code_of, is_missing, store_error
 
+_LIST_PAGE_KEYS = 1000  # keys of one response, the maximum of S3
 _LONGEST_PAUSE_SECONDS = 5.0
 _CHUNK_BYTES = 2**20  # read from a connection at a time
 _BODY_ERRORS = (BotoCoreError, HTTPError)  # while a body is read; failed requests are StoreErrors by then
@@ -119,7 +120,7 @@ class Bucket:
         skip = len(self._key(folder)) - len(folder)
         with self._requesting(f"The list of {folder}"):
             for page in self.client.get_paginator("list_objects_v2").paginate(
-                Bucket=self.name, Prefix=self._key(folder)
+                Bucket=self.name, Prefix=self._key(folder), PaginationConfig={"PageSize": _LIST_PAGE_KEYS}
             ):
                 for entry in page.get("Contents", []):
                     yield entry["Key"][skip:], entry["Size"], entry["LastModified"].timestamp()
