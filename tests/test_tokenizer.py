@@ -168,7 +168,7 @@ def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
 def test_a_folder_that_lacks_a_file_is_an_error(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (folder / name).unlink()
-    with pytest.raises(MissingComponent, match=f"it has no {name}. Download"):
+    with pytest.raises(MissingComponent, match=f"it lacks {name}. Download"):
         export_tokenizer(folder)
 
 

@@ -21,7 +21,7 @@ from model.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
-SETTLE_SECONDS = 0.5  # until the scheduler waits for the next request
+SETTLE_SECONDS = 0.5  # the scheduler then waits for the next request
 _THREADS = {
     "MainThread": "Main thread (the server's event loop)",
     "preheat-worker": "Scheduler",
@@ -29,14 +29,14 @@ _THREADS = {
 }
 _INTRODUCTION = """# Architecture
 
-Two walks lead through `model/`: a request's, from `Model.predict` to the response, and a load's, `Model.load`. This
-page is made by a tool that traces both with the tiny model on a CPU:
+Two walks lead through `model/`: a request, from `Model.predict` to the response, and a load, `Model.load`. A tool
+writes this page. It traces both walks with the tiny model on a CPU:
 
     python -m engine_builder.architecture.document STORE RELEASE
 
-A numbered function is entered from another module. Below it stand the functions of its own module that it calls. A
-function is listed once, at its first call; (step) marks those that run in every denoising step. Nested functions count
-as their function, and properties as data. The diagrams show modules from which other modules are entered. Calls back
+A numbered function is called from another module. Below it are the functions of its own module that it calls. A
+function is listed once, at its first call; (step) marks those that run in every denoising step. Nested functions are
+part of their outer function. Properties are left out. The diagrams show the modules that call other modules. Calls back
 into a calling module have no arrow. Arrows are numbered in the order of first calls, one thread after the other.
 
 Stages, components and their facts are data: [model/pipeline/stages.py](../model/pipeline/stages.py) has the stages,
@@ -45,22 +45,22 @@ Stages, components and their facts are data: [model/pipeline/stages.py](../model
 """
 _REQUEST = f"""## A request
 
-One guided image of the native size in {STEPS} steps. Caches are filled: a request with another prompt and seed
-came before.
+One guided image of the native size in {STEPS} steps. Caches are filled by an earlier request with another prompt and
+seed.
 """
 _REFINED = """### With the refiner
 
-The same request with the refiner runs these in addition. A function above is repeated if it leads to one of them.
+With the refiner the same request also runs these functions. A function above is repeated if it calls one of them.
 """
 _LOAD = """## A load
 
-The release is in a local store. The warm-up generates an image, so a function of the request is repeated only if it
-leads to further functions. Threads that read ahead and hash files are not traced, because their order varies.
+The release is in a local store. The warm-up generates an image. So a function of the request is repeated only if it
+calls further functions. Threads that read ahead and hash files are not traced, because their order varies.
 """
 
 
 def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
-    """Load a release and answer requests in this process. Returns the walks of a load, a request, a refined request."""
+    """Load a release and answer requests. Returns the walks of a load, a request and a request with the refiner."""
     tracer = Tracer(ROOT / "model", _THREADS)
     tracer.install()
     model = Model(config={"model_metadata": {"preheat": {"store": store, "release": release}}})
@@ -68,12 +68,13 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
         model.load()
         time.sleep(SETTLE_SECONDS)
 
-    async def never() -> dict[str, object]:
+    async def receive_nothing() -> dict[str, object]:
         await asyncio.Event().wait()
         return {}
 
     async def answer(request: GenerationRequest) -> None:
-        await model.predict(request, Request({"type": "http", "method": "POST", "path": "/", "headers": []}, never))
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        await model.predict(request, Request(scope, receive_nothing))
         await asyncio.sleep(SETTLE_SECONDS)
 
     async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Walk:
@@ -82,7 +83,7 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
             await answer(request)
         return walk
 
-    async def requests() -> list[Walk]:
+    async def record_all() -> list[Walk]:
         walks = []
         for use_refiner in (False, True):
             await record("a red circle", 1, STEPS, use_refiner)  # fills caches
@@ -91,12 +92,12 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
             walks.append(walk)
         return walks
 
-    request, refined = asyncio.run(requests())
+    request, refined = asyncio.run(record_all())
     return load, request, refined
 
 
 def document(load: Walk, request: Walk, refined: Walk) -> str:
-    """Return the page."""
+    """Return the text of the page."""
     added, loading = without(refined, request), without(load, request)
     parts = [
         _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
@@ -106,26 +107,26 @@ def document(load: Walk, request: Walk, refined: Walk) -> str:
 
 
 def listing(walk: Walk, whole: Walk | None = None) -> list[str]:
-    """Return the lines of a numbered list for each thread. `whole`: the walk of which `walk` is a part."""
+    """Return the lines of a numbered list for each thread. `whole`: the walk that contains `walk`."""
 
     def mark(function: Function) -> str:
         return " (step)" if function.in_each_step else ""
 
-    below: dict[Key, list[Function]] = {}
+    helpers_of: dict[Key, list[Function]] = {}
     for function in walk.functions.values():
-        below.setdefault(callers_in_module(function, walk)[-1].key, []).append(function)
+        helpers_of.setdefault(callers_in_module(function, walk)[-1].key, []).append(function)
     lines, number = [], 0
     for thread, title in _THREADS.items():
-        of_thread = [function for function in walk.functions.values() if function.thread.startswith(thread)]
-        entered = [function for function in of_thread if function.is_entered]
+        in_thread = [function for function in walk.functions.values() if function.thread.startswith(thread)]
+        entered = [function for function in in_thread if function.is_entered]
         lines += [f"**{title}**", ""] if entered else []
         for function in entered:
             number += 1
             lines.append(f"{number}. `{function.module}.py` **{_name(function)}**{mark(function)}{_summary(function)}")
-            helpers = [other for other in below.get(function.key, []) if other is not function]
+            helpers = [other for other in helpers_of.get(function.key, []) if other is not function]
             lines += [f"    - {', '.join(f'`{_name(other)}`{mark(other)}' for other in helpers)}"] if helpers else []
         lines += [""] if entered else []
-    lines.append(f"{number} functions entered from another module, {len(walk.functions)} in all.")
+    lines.append(f"{number} functions called from another module, {len(walk.functions)} in all.")
     if whole is not None:
         entered = [function for function in whole.functions.values() if function.is_entered]
         lines.append(f"The whole walk: {len(entered)} and {len(whole.functions)}.")
@@ -133,7 +134,7 @@ def listing(walk: Walk, whole: Walk | None = None) -> list[str]:
 
 
 def diagram(walk: Walk) -> str:
-    """Return a Mermaid flowchart of the modules that enter other modules."""
+    """Return a Mermaid flowchart of the modules that call other modules."""
     order = list(_THREADS)
 
     def position(function: Function) -> int:
@@ -154,23 +155,23 @@ def diagram(walk: Walk) -> str:
         nodes = [f"    {_node(module)}[{module.rpartition('/')[2]}]" for module in modules]
         lines += [f"  subgraph {folder}", *nodes, "  end"] if folder else nodes
     for number, (source, target) in enumerate(arrows, start=1):
-        # Long arrows between folders keep other folders' modules out of their way.
+        # Arrows between folders are longer, so that they do not cross other folders' modules.
         arrow = "-->" if _folder(source) == _folder(target) else "---->"
         lines.append(f"  {_node(source)} {arrow}|{number}| {_node(target)}")
     return "\n".join([*lines, "```"])
 
 
 def _name(function: Function) -> str:
-    """The function's name; a class stands for its constructor."""
+    """Return the function's name. A constructor has the name of its class."""
     return function.key[1].removesuffix(".__init__")
 
 
 def _summary(function: Function) -> str:
-    """The first sentence of its docstring, after a colon."""
-    target = importlib.import_module(f"model.{function.module.replace('/', '.')}")
+    """Return the first sentence of the function's docstring, after a colon."""
+    documented = importlib.import_module(f"model.{function.module.replace('/', '.')}")
     for part in _name(function).split("."):
-        target = getattr(target, part)
-    sentence = " ".join((target.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+        documented = getattr(documented, part)
+    sentence = " ".join((documented.__doc__ or "").split()).partition(". ")[0].rstrip(".")
     return f": {sentence}" if sentence else ""
 
 
@@ -182,16 +183,16 @@ def _node(module: str) -> str:
     return module.replace("/", "_")
 
 
-def main(arguments: Iterable[str]) -> None:
+def main(command_line: Iterable[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store")
     parser.add_argument("release")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "architecture.md")
-    given = parser.parse_args([*arguments])
+    arguments = parser.parse_args([*command_line])
     logging.disable(logging.INFO)
-    given.out.write_text(document(*trace(given.store, given.release)))
-    print(f"wrote {given.out}", flush=True)
-    os._exit(0)  # the scheduler's thread would keep the process alive until its device is closed
+    arguments.out.write_text(document(*trace(arguments.store, arguments.release)))
+    print(f"wrote {arguments.out}", flush=True)
+    os._exit(0)  # without waiting for the model's threads
 
 
 if __name__ == "__main__":

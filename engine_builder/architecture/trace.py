@@ -1,4 +1,4 @@
-"""Record which functions of a package run, in the order of their first calls. Knows nothing of Preheat's modules."""
+"""Record which functions of any package run, in the order of their first calls."""
 
 import inspect
 import sys
@@ -15,14 +15,14 @@ Key = tuple[str, str]
 
 @dataclass
 class Function:
-    """A function that ran. `caller`: the nearest function of the package above its first call."""
+    """A function that ran. `caller`: the innermost function of the package that led to its first call."""
 
     key: Key
     thread: str
     caller: Key | None
     calls: int = 0
     is_entered: bool = False
-    """True if another module called it, or nothing of the package did."""
+    """True if another module called it, or no function of the package did."""
     in_each_step: bool = False
 
     @property
@@ -32,7 +32,7 @@ class Function:
 
 @dataclass
 class Walk:
-    """What ran: functions in the order of their first calls, and the pairs of functions (caller, called) likewise."""
+    """The functions that ran, and the pairs (caller, called), each in the order of first calls."""
 
     functions: dict[Key, Function] = field(default_factory=dict)
     calls: dict[tuple[Key, Key], None] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class Walk:
 def mark_steps(walk: Walk, longer: Walk, steps: int) -> None:
     """Mark the functions that each step calls. `longer`: a walk like `walk` with `steps` more steps."""
     for key, function in walk.functions.items():
-        again = longer.functions.get(key)
-        function.in_each_step = again is not None and again.calls - function.calls >= steps
+        in_longer = longer.functions.get(key)
+        function.in_each_step = in_longer is not None and in_longer.calls - function.calls >= steps
 
 
 def callers_in_module(function: Function, walk: Walk) -> list[Function]:
@@ -54,18 +54,21 @@ def callers_in_module(function: Function, walk: Walk) -> list[Function]:
 
 
 def without(walk: Walk, other: Walk) -> Walk:
-    """Return a walk without the functions of another, but with those that lead to further ones in their module."""
-    further = [function for key, function in walk.functions.items() if key not in other.functions]
-    kept = {path.key for function in further for path in callers_in_module(function, walk)}
-    functions = {key: function for key, function in walk.functions.items() if key in kept}
+    """Return a walk without the functions of another walk.
+
+    A shared function remains if it leads, within its module, to one that is not shared.
+    """
+    unshared = [function for key, function in walk.functions.items() if key not in other.functions]
+    remaining = {caller.key for function in unshared for caller in callers_in_module(function, walk)}
+    functions = {key: function for key, function in walk.functions.items() if key in remaining}
     return Walk(functions, {call: None for call in walk.calls if call[0] in functions and call[1] in functions})
 
 
 class Tracer:
-    """Traces the package in `folder`. Comprehensions, lambdas and nested functions count as their function.
+    """Traces the package in `folder`. Comprehensions, lambdas and nested functions are part of their outer function.
 
-    Properties count as data and are left out, as are bodies of modules and classes, and generated methods. Threads
-    count by the beginning of their names.
+    Properties, generated methods, and the bodies of modules and classes are left out. `threads`: the traced threads, by
+    the beginning of their names.
     """
 
     def __init__(self, folder: Path, threads: Iterable[str]) -> None:
@@ -94,14 +97,14 @@ class Tracer:
             return
         if (key := self._key(frame)) is None:
             return
-        above, caller = frame.f_back, None
-        while above is not None and (caller := self._key(above)) is None:
-            above = above.f_back
-        if caller == key:  # a nested function of it, or a recursion
+        outer, caller = frame.f_back, None
+        while outer is not None and (caller := self._key(outer)) is None:
+            outer = outer.f_back
+        if caller == key:  # a nested function, or a recursion
             return
         if caller is not None:
             walk.calls[caller, key] = None
-            if caller not in walk.functions:  # it began before the recording did
+            if caller not in walk.functions:  # its call began before the recording
                 walk.functions[caller] = Function(caller, thread, None, 1, True)
         function = walk.functions.setdefault(key, Function(key, thread, caller))
         function.calls += 1

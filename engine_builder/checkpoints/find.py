@@ -51,10 +51,11 @@ def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Check
     Raises CheckpointError.
     """
     base = find_model(model)
+    refiner_folder: Path | None = None
     if refiner:
         refiner_folder = find_model(refiner)
-    else:
-        refiner_folder = base / "refiner" if _has_index(base / "refiner") else None
+    elif _has_index(base / "refiner"):
+        refiner_folder = base / "refiner"
     for folder in (base, refiner_folder):
         if folder is not None and not _has_index(folder):
             raise CheckpointError(f"{folder} has no model_index.json.")

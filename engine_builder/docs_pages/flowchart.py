@@ -1,9 +1,9 @@
 """Draw the flowcharts of docs/architecture.md as SVG while the site is built.
 
-The page holds them as Mermaid text, which code hosts draw by themselves. The site draws them here instead, because
-Mermaid's script is 3 MB and MkDocs would have every reader fetch it from another host. Modules stand in one column, in
-the order of their first call. Arrows to a later module run on the right, arrows back on the left, each in a lane of
-its own. An arrow's number stands at both of its ends.
+The page has them as Mermaid text, which code hosts draw. The site does not use Mermaid's script: it is 3 MB, and every
+reader would fetch it from another host. Modules are in one column, in the order of their first calls. Arrows to a later
+module are on the right, arrows back on the left, and arrows that overlap have different lanes. An arrow's number is at
+both of its ends.
 """
 
 import logging
@@ -15,19 +15,20 @@ from typing import Any
 
 logger = logging.getLogger("mkdocs.flowchart")
 
-_WIDTH = 190  # of a module's box, in SVG units (pixels at full size)
-_PORT = 15  # vertical space of an arrow's end
+# In SVG units (pixels at full size).
+_BOX_WIDTH = 190  # of a module's box
+_END_HEIGHT = 15  # of an arrow's end
 _GAP = 10  # between modules
-_FOLDER = 24  # height of a folder's title
-_LANE = 13  # horizontal space of a lane
-_STUB = 26  # from a box to the first lane; the number stands here
+_TITLE_HEIGHT = 24  # of a folder's title
+_LANE_WIDTH = 13
+_STUB_WIDTH = 26  # from a box to the first lane; the arrow's number is here
 _NODE = re.compile(r"(\w+)\[([\w./]+)\]")
 _ARROW = re.compile(r"(\w+) -+>\|(\d+)\| (\w+)")
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """A call. `number` is its place in the order of first calls."""
+    """A call. `number`: its position in the order of first calls."""
 
     number: int
     source: str
@@ -36,7 +37,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Flowchart:
-    """Modules by folder ("" for none), as id -> label, and the arrows between them."""
+    """The modules of each folder ("": modules without a folder), as id -> label, and the arrows between them."""
 
     folders: dict[str, dict[str, str]]
     arrows: list[Arrow]
@@ -74,37 +75,37 @@ def parse(text: str) -> Flowchart:
 def draw(chart: Flowchart) -> str:
     """Return the chart as an SVG element without line breaks."""
     order = [node for nodes in chart.folders.values() for node in nodes]
-    place = {node: index for index, node in enumerate(order)}
-    down = [arrow for arrow in chart.arrows if place[arrow.target] > place[arrow.source]]
-    back = [arrow for arrow in chart.arrows if place[arrow.target] <= place[arrow.source]]
+    position = {node: index for index, node in enumerate(order)}
+    down = [arrow for arrow in chart.arrows if position[arrow.target] > position[arrow.source]]
+    back = [arrow for arrow in chart.arrows if position[arrow.target] <= position[arrow.source]]
     boxes, titles, height = _boxes(chart, down, back)
-    left = _STUB + _LANE * (1 + max(_lanes(back, place).values(), default=0))
-    right = _STUB + _LANE * (1 + max(_lanes(down, place).values(), default=0))
+    left = _STUB_WIDTH + _LANE_WIDTH * (1 + max(_lanes(back, position).values(), default=0))
+    right = _STUB_WIDTH + _LANE_WIDTH * (1 + max(_lanes(down, position).values(), default=0))
     parts = [
-        f'<rect x="{left - 8}" y="{top}" width="{_WIDTH + 16}" height="{size}" rx="4" fill="none" opacity="0.4"/>'
+        f'<rect x="{left - 8}" y="{top}" width="{_BOX_WIDTH + 16}" height="{size}" rx="4" fill="none" opacity="0.4"/>'
         f'<text x="{left}" y="{top + 15}" stroke="none" opacity="0.8">{escape(name)}/</text>'
         for name, top, size in titles
     ]
     for box in boxes.values():
         middle = box.top + box.height / 2
-        parts.append(f'<rect x="{left}" y="{box.top}" width="{_WIDTH}" height="{box.height}" rx="4" fill="none"/>')
-        x = left + _WIDTH / 2
+        parts.append(f'<rect x="{left}" y="{box.top}" width="{_BOX_WIDTH}" height="{box.height}" rx="4" fill="none"/>')
+        x = left + _BOX_WIDTH / 2
         parts.append(f'<text x="{x}" y="{middle + 4}" stroke="none" text-anchor="middle">{escape(box.label)}</text>')
-    parts += _arrows(down, boxes, place, left + _WIDTH, 1)
-    parts += _arrows(back, boxes, place, left, -1)
-    width = left + _WIDTH + right
-    steps = "; ".join(f"{arrow.number}: {arrow.source} calls {arrow.target}" for arrow in chart.arrows)
+    parts += _arrows(down, boxes, position, left + _BOX_WIDTH, 1)
+    parts += _arrows(back, boxes, position, left, -1)
+    width = left + _BOX_WIDTH + right
+    description = "; ".join(f"{arrow.number}: {arrow.source} calls {arrow.target}" for arrow in chart.arrows)
     return (
         f'<svg class="flowchart" role="img" viewBox="0 0 {width} {height}" width="{width}" '
-        f'font-size="12" font-family="monospace" stroke-width="1"><title>{escape(steps)}</title>'
+        f'font-size="12" font-family="monospace" stroke-width="1"><title>{escape(description)}</title>'
         f'<g stroke="currentColor" fill="currentColor">{"".join(parts)}</g></svg>'
     )
 
 
 def fence(source: str, language: str, css_class: str, options: dict[str, str], md: Any, **_: Any) -> str:
-    """The formatter of ```mermaid blocks, as PyMdown's superfences call it.
+    """Format a ```mermaid block. PyMdown's superfences call this function.
 
-    Superfences show a block whose formatter raises as plain text. The warning makes `mkdocs build --strict` fail.
+    If it raises, superfences show the block as plain text. The warning makes `mkdocs build --strict` fail.
     """
     try:
         return draw(parse(source))
@@ -122,10 +123,10 @@ def _boxes(
     y = 4.0
     for folder, nodes in chart.folders.items():
         top = y
-        y += _FOLDER if folder else 0
+        y += _TITLE_HEIGHT if folder else 0
         for node, label in nodes.items():
             ends = max(sum((a.source == node) + (a.target == node) for a in side) for side in (down, back))
-            boxes[node] = _Box(label, y, max(26, _PORT * ends + 6))
+            boxes[node] = _Box(label, y, max(26, _END_HEIGHT * ends + 6))
             y += boxes[node].height + _GAP
         if folder:
             titles.append((folder, top, y - top))
@@ -133,39 +134,39 @@ def _boxes(
     return boxes, titles, y
 
 
-def _lanes(arrows: Iterable[Arrow], place: dict[str, int]) -> dict[Arrow, int]:
-    """Give each arrow the nearest lane in which it meets no other; short arrows first."""
+def _lanes(arrows: Iterable[Arrow], position: dict[str, int]) -> dict[Arrow, int]:
+    """Assign each arrow the nearest lane in which it overlaps no other arrow. Short arrows come first."""
     lanes: dict[Arrow, int] = {}
-    for arrow in sorted(arrows, key=lambda a: (abs(place[a.target] - place[a.source]), a.number)):
-        low, high = sorted((place[arrow.source], place[arrow.target]))
+    for arrow in sorted(arrows, key=lambda a: (abs(position[a.target] - position[a.source]), a.number)):
+        first, last = sorted((position[arrow.source], position[arrow.target]))
         taken = {
             lane
             for other, lane in lanes.items()
-            if low <= max(place[other.source], place[other.target])
-            and min(place[other.source], place[other.target]) <= high
+            if first <= max(position[other.source], position[other.target])
+            and min(position[other.source], position[other.target]) <= last
         }
         lanes[arrow] = next(lane for lane in range(len(lanes) + 1) if lane not in taken)
     return lanes
 
 
 def _arrows(
-    arrows: Sequence[Arrow], boxes: dict[str, _Box], place: dict[str, int], edge: float, side: int
+    arrows: Sequence[Arrow], boxes: dict[str, _Box], position: dict[str, int], edge: float, side: int
 ) -> Iterable[str]:
-    """Draw the arrows of one side of the column. `side` is 1 on the right, -1 on the left."""
-    lanes = _lanes(arrows, place)
-    # A module's calls leave below its own callers' arrows; both in the order of their numbers.
+    """Yield the SVG of the arrows on one side of the column. `edge`: x of the boxes' side. `side`: 1 right, -1 left."""
+    lanes = _lanes(arrows, position)
+    # At a module the arrows of its callers come first, then those of its calls, each in the order of their numbers.
     ends: dict[str, list[tuple[bool, int]]] = {}
     for arrow in arrows:
         ends.setdefault(arrow.source, []).append((True, arrow.number))
         ends.setdefault(arrow.target, []).append((False, arrow.number))
 
     def y_of(node: str, end: tuple[bool, int]) -> float:
-        box, mine = boxes[node], sorted(ends[node])
-        return box.top + box.height * (mine.index(end) + 0.5) / len(mine)
+        box, ordered = boxes[node], sorted(ends[node])
+        return box.top + box.height * (ordered.index(end) + 0.5) / len(ordered)
 
     anchor = "start" if side > 0 else "end"
     for arrow in arrows:
-        x = edge + side * (_STUB + _LANE * lanes[arrow])
+        x = edge + side * (_STUB_WIDTH + _LANE_WIDTH * lanes[arrow])
         begin, end = y_of(arrow.source, (True, arrow.number)), y_of(arrow.target, (False, arrow.number))
         yield f'<path d="M{edge} {begin}H{x}V{end}H{edge}" fill="none"/>'
         yield f'<path d="M{edge} {end}l{side * 7} -3.5v7z"/>'

@@ -1,7 +1,7 @@
-"""What MkDocs does to each page of docs/ while it builds the site.
+"""The hook that MkDocs calls for each page of docs/ while it builds the site.
 
-Pages link to source files of this repository, which a code host shows. The site has no such files, so there these links
-become the path of the file.
+Pages link to source files of this repository, which a code host shows. The site has no such files, so it shows their
+paths in place of the links.
 """
 
 import re

@@ -51,23 +51,23 @@ for number, image in enumerate(body["images"]):
 ## Fields
 
 Only `prompt` is required. Types are strict: `"30"` is not accepted for 30, nor 1 for true. 7 is accepted for 7.0. A
-field that is not listed here is refused, and so is a value out of range. Nothing is changed silently. A field that is
+field that is not listed here is refused, and so is a value out of range. No value is changed silently. A field that is
 null or missing takes its default. "The release's" means a default that the release states
 ([build and publish](build-and-publish.md#default-values-of-a-release)).
 
 """
 _AFTER_FIELDS = """
-Callers of the older SDXL Truss: the refiner is off unless a request asks for it, and guidance holds for all steps. The
-older server behaved like `"use_refiner": true, "end_cfg_frac": 0.4`.
+For callers of the older SDXL Truss: by default the refiner is off, and all steps are guided. The older server behaved
+like `"use_refiner": true, "end_cfg_frac": 0.4`.
 
 A negative prompt that is null and one that is "" differ as in diffusers: for null, SDXL takes zeros instead of an
-encoded text. A model with an embedded guidance scale, such as LCM-SDXL, reads no negative prompt. The answer then holds
-a warning.
+encoded text. A model with an embedded guidance scale, such as LCM-SDXL, reads no negative prompt. The answer then has a
+warning.
 
 ## Samplers
 
 `scheduler` takes a name from the left column or the name of a diffusers class. In a request
-`DPMSolverMultistepScheduler` stands for DPM++ 2M. Its options count in a model's `scheduler_config.json`.
+`DPMSolverMultistepScheduler` means DPM++ 2M. In a model's `scheduler_config.json` its options select the sampler.
 
 | name | diffusers class |
 |---|---|
@@ -77,7 +77,7 @@ _RESPONSE_HEAD = """
 
 A request that succeeds is answered with status 200 and this JSON object. Every answer except Truss's own has the header
 `X-Request-Id`. It repeats the caller's `X-Request-Id` (up to 128 letters, digits and `_.:-`). Otherwise it is the
-platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line for each request under that id.
+platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line for each request, with that id.
 
 """
 _STREAM = """
@@ -95,9 +95,9 @@ same status codes as without a stream. After status 200 these lines follow.
 | `done` | `status`, `time`, `timings`, `warnings`, `engine` | last, if all images are finished |
 | `error` | `status`, `kind`, `error` | last, instead of `done` |
 
-`steps` counts the steps of all images, of the base and of the refiner. A preview comes after every `preview_every`
-steps of an image. It has one pixel for each latent, from a linear map that is fitted to the release's decoder at
-warm-up. A `step` line with a preview is sent when the preview is encoded, so it may come after later steps.
+`steps` counts the steps of all images, of the base and of the refiner. A preview follows every `preview_every` steps of
+an image. It has one pixel for each latent, from a linear map that the warm-up fits to the release's decoder. A `step`
+line with a preview is sent once the preview is encoded, so it may follow later steps.
 
     {"event": "accepted", "request_id": "...", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}
@@ -107,8 +107,8 @@ warm-up. A `step` line with a preview is sent when the preview is encoded, so it
 
 ## Status codes
 
-A refusal is JSON: `{"error": ..., "kind": ...}`. `field` is added where one field is the cause. Answers of Truss itself
-have no `kind`.
+A refusal is JSON: `{"error": ..., "kind": ...}`. `field` is added if one field is the cause. Truss's own answers have
+no `kind`.
 
 | status | `kind` | when | what to do |
 |---|---|---|---|
@@ -124,30 +124,33 @@ _JSON_TYPES = {
     'Literal["success"]': "string",
     "ImageFormat": "string",
 }
-# What a caller needs to know of each refusal; STATUS has the codes.
-_WHEN = {
+# Each kind of refusal: when it is sent, and the caller's remedy. STATUS has the codes.
+_REFUSALS = {
     "refused": (
-        "this deployment does not serve it: a size, a sampler, LCM's number of steps, the refiner",
+        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner",
         "change the named field",
     ),
     "overloaded": (
         "`limits.max_queue` images are waiting. The header `Retry-After` has seconds",
         "repeat it after that time",
     ),
-    "cancelled": ("the client left. Only the log and the metrics show it", ""),
+    "cancelled": ("the client disconnected. Only the log and the metrics show it", ""),
     "broken_image": (
-        "an image holds NaN. `error` names the seed",
+        "an image has NaN or infinite values. `error` names the seed",
         "report it: the VAE's precision is usually the cause",
     ),
     "unavailable": ("the GPU failed, and the process is about to be replaced", "repeat it"),
-    "deadline": ("not finished within `limits.deadline_seconds`", "ask for less, or later"),
+    "deadline": (
+        "the images were not finished within `limits.deadline_seconds`",
+        "request fewer steps or images, or repeat it later",
+    ),
 }
-_FAILED = (
-    "| 500 | `failed` | generation failed for another reason | look at the server's log under the request's id |\n"
+_OTHER_ERROR = (
+    "| 500 | `failed` | generation failed for another reason | search the server's log for the request's id |\n"
 )
 _TAIL = """
-A body that is not JSON is answered by Truss before the model sees it. Deeply nested JSON is a 500 for that reason. A
-client that disconnects frees its place before the next step, whether its request waited or ran.
+Truss answers a body that is not JSON, without a call of the model. So deeply nested JSON gets status 500. If a client
+disconnects, its request is removed before the next step, waiting or running.
 """
 
 
@@ -166,14 +169,14 @@ def page() -> str:
     parts += ["\n`engine`:\n\n", _record(EngineInfo)]
     parts.append(_STREAM.replace("@HEARTBEAT@", f"{HEARTBEAT_SECONDS:g} s"))
     for status, kind in sorted(STATUS.values()):
-        when, fix = _WHEN[kind]
-        parts.append(f"| {status} | `{kind}` | {when} | {fix} |\n")
-        parts += [_FAILED] if status == 500 else []
+        when, remedy = _REFUSALS[kind]
+        parts.append(f"| {status} | `{kind}` | {when} | {remedy} |\n")
+        parts += [_OTHER_ERROR] if status == 500 else []
     return "".join([*parts, _TAIL])
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """A field's type and range in words. Null is left out: every optional field accepts it."""
+    """Return a field's type and range in words. Null is left out, because every optional field accepts it."""
     choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
     (choice,) = choices
     if "enum" in choice:
@@ -190,7 +193,7 @@ def _default(field: Mapping[str, Any]) -> str:
 
 
 def _classes(sampler: str) -> list[str]:
-    """The diffusers classes and options that a sampler stands for."""
+    """Return the diffusers classes and options of a sampler."""
     if sampler in DPM_VARIANTS.values():
         (algorithm, karras), *_ = (options for options, name in DPM_VARIANTS.items() if name == sampler)
         return [f"`DPMSolverMultistepScheduler` with `algorithm_type` `{algorithm}`, `use_karras_sigmas` {karras}"]
@@ -198,7 +201,7 @@ def _classes(sampler: str) -> list[str]:
 
 
 def _record(record: type) -> str:
-    """A table of a TypedDict's keys, from its source: name, type and comment."""
+    """Return a table of a TypedDict's keys, from its source: name, type and comment."""
     rows = re.findall(r"^    (\w+): ([^#\n]+?)(?:  # (.+))?$", inspect.getsource(record), re.MULTILINE)
     lines = [f"| `{name}` | {_JSON_TYPES.get(kind, 'object')} | {comment} |\n" for name, kind, comment in rows]
     return "".join(["| key | type | meaning |\n|---|---|---|\n", *lines])

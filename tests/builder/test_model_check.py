@@ -103,10 +103,10 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "one shard of two": (
         rename(UNET_WEIGHTS, "diffusion_pytorch_model-00001-of-00002.safetensors"), "unet", "lacks some of the files",
     ),
-    "tokenizer without merges": (lambda f: (f / "tokenizer/merges.txt").unlink(), "tokenizer", "no merges.txt"),
+    "tokenizer without merges": (lambda f: (f / "tokenizer/merges.txt").unlink(), "tokenizer", "lacks merges.txt"),
     "tokenizer with odd merges": (write("tokenizer/merges.txt", b"#version: 0.2\na b c d\n"), "tokenizer", "Merges"),
     "tokenizer with a list": (write("tokenizer/vocab.json", b"[1]"), "tokenizer", "tokenizer"),
-    "tokenizer of 50 tokens": (edit(TOKENIZER_CONFIG, model_max_length=50), "tokenizer", "makes 50 tokens"),
+    "tokenizer of 50 tokens": (edit(TOKENIZER_CONFIG, model_max_length=50), "tokenizer", "as 50 tokens"),
     "tokenizer length is text": (edit(TOKENIZER_CONFIG, model_max_length="x"), "tokenizer", "does not limit"),
     "tokenizer of another model": (add_token, "tokenizer", "the vocabulary in"),
 }  # fmt: skip
