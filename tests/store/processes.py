@@ -1,4 +1,4 @@
-"""Scripts run as real processes in this repository, also with mounts of their own."""
+"""Run scripts as processes in this repository, also with mounts of their own."""
 
 import os
 import shutil
@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CHANGING_FILE = Path("/proc/self/io")  # counts the reads of this process, so each read of it returns other bytes
 
 
 def python(
     script: str, *arguments: object, prefix: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[str]":
-    """Start `script`, without this machine's own credentials and settings."""
+    """Start `script` without this machine's credentials and settings. `prefix`: a command that starts it."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "PREHEAT_"))}
     return subprocess.Popen(
         [*prefix, sys.executable, "-W", "error::ResourceWarning", "-c", textwrap.dedent(script), *map(str, arguments)],
@@ -25,9 +26,9 @@ def python(
     )  # fmt: skip
 
 
-def finish(process: "subprocess.Popen[str]", given: str = "") -> str:
+def finish(process: "subprocess.Popen[str]") -> str:
     """Wait for the process and return its output. It must succeed."""
-    out, err = process.communicate(given, timeout=120)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     return out
 

@@ -11,7 +11,7 @@ import pytest
 from model.errors import CorruptBlob, ManifestError, StoreError
 from model.store.blob_cache import BlobCache, PartialBlob
 from tests.store.processes import finish, own_mounts, python
-from tests.support.cached_blobs import PART, Fill, blob_of, fetch, file_names, fill_with
+from tests.support.cached_blobs import PART, Fill, blob_of, bytes_read, fetch, file_names, fill_with
 
 
 def fail_after(parts: int, data: bytes, error: Exception) -> Fill:
@@ -29,12 +29,6 @@ def fail_after(parts: int, data: bytes, error: Exception) -> Fill:
 
 def never(partial: PartialBlob) -> None:
     raise AssertionError("the blob is cached")
-
-
-def bytes_read() -> int:
-    """Return the number of bytes that this thread has read from files so far."""
-    fields = Path("/proc/thread-self/io").read_text().split()
-    return int(fields[fields.index("rchar:") + 1])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Garbage collection and copies of releases, in stores of both kinds."""
 
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
 from tests.conftest import Opener
 from tests.support import releases
+from tests.support.faulty_proxy import Fault, FaultyProxy
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -71,14 +73,32 @@ def test_deletes_nothing_if_a_manifest_is_unreadable(
     assert any_store.has(lost)
 
 
-def test_put_of_existing_blob_makes_it_young(any_store: WritableStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a negative age limit every existing blob counts as old."""
-    digest = any_store.put_bytes(b"bytes")
-    before = next(put for _, _, put in any_store.blobs())
-    monkeypatch.setattr("engine_builder.stores.writing.REFRESH_AGE_SECONDS", -1)
-    assert any_store.put_bytes(b"bytes") == digest
-    assert next(put for _, _, put in any_store.blobs()) > before
-    any_store.check(digest, 5)
+def put_time(store: WritableStore) -> float:
+    """Return the time of the last put of the only blob."""
+    [(_, _, put_at)] = store.blobs()
+    return put_at
+
+
+def test_put_refreshes_an_old_blob_in_a_folder(tmp_path: Path) -> None:
+    store = open_writable_store(tmp_path / "folder")
+    path = store.get(store.put_bytes(b"bytes"), 5)
+    for age, refreshed in ((1800, False), (7200, True)):
+        old = path.stat().st_mtime - age
+        os.utime(path, (old, old))
+        store.put_bytes(b"bytes")
+        assert (put_time(store) > old) == refreshed
+
+
+def test_put_refreshes_an_old_blob_in_a_bucket(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    store = open_bucket("gc", endpoint=proxy.url)
+    digest = store.put_bytes(b"bytes")
+    before = put_time(store)
+    store.put_bytes(b"bytes")
+    assert put_time(store) == before, "it is not old"
+    proxy.inject(Fault("old", method="HEAD"))
+    store.put_bytes(b"bytes")
+    assert not proxy.pending and put_time(store) > before
+    store.check(digest, 5)
 
 
 def test_deletes_unfinished_uploads(open_bucket: Opener, s3: Any, bucket: str) -> None:

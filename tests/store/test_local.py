@@ -1,20 +1,18 @@
-"""A store in a folder: hostile folders, full and read-only disks, killed and racing writers."""
+"""A store in a folder: damaged folders, full and read-only disks, killed and racing writers."""
 
 import hashlib
 import os
 import signal
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store.manifest import Manifest
 from model.store.store import open_store
-from tests.store.processes import finish, own_mounts, python
+from tests.store.processes import CHANGING_FILE, finish, own_mounts, python
 from tests.support import releases
 
 DATA = b"some bytes of an engine" * 1000
@@ -26,16 +24,8 @@ def store(tmp_path: Path) -> WritableLocalStore:
     return WritableLocalStore(tmp_path / "store")
 
 
-def blob(store: WritableLocalStore, digest: str = DIGEST) -> Path:
+def blob_path(store: WritableLocalStore, digest: str = DIGEST) -> Path:
     return store.root / "blobs" / "sha256" / digest
-
-
-def plant(store: WritableLocalStore, data: bytes, digest: str = DIGEST) -> Path:
-    """Write bytes under a digest, right or wrong."""
-    path = blob(store, digest)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path
 
 
 def files(root: Path) -> list[str]:
@@ -55,10 +45,10 @@ def test_put_then_get_and_read(store: WritableLocalStore, tmp_path: Path) -> Non
     store.read(DIGEST, memoryview(buffer))
     assert buffer == DATA
     assert files(store.root) == [f"blobs/sha256/{DIGEST}"]
-    assert blob(store).stat().st_mode & 0o777 == 0o644, "other users' servers must read it"
+    assert blob_path(store).stat().st_mode & 0o777 == 0o644, "other users' servers must read it"
 
 
-def test_empty_blob(store: WritableLocalStore) -> None:
+def test_empty_blob_path(store: WritableLocalStore) -> None:
     digest = store.put_bytes(b"")
     assert store.get(digest, 0).read_bytes() == b""
     store.read(digest, memoryview(bytearray()))
@@ -75,7 +65,9 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damaged", DAMAGE.values(), ids=DAMAGE)
 def test_refuses_damage_and_put_repairs_it(store: WritableLocalStore, damaged: bytes) -> None:
-    path = plant(store, damaged)
+    path = blob_path(store)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(damaged)
     with pytest.raises(CorruptBlob, match=f"`preheat verify`, delete it .blobs/sha256/{DIGEST}.*`preheat build`"):
         store.get(DIGEST, len(DATA))
     with pytest.raises(CorruptBlob, match=DIGEST[:12]):
@@ -103,7 +95,7 @@ def test_detects_change_with_restored_mtime(store: WritableLocalStore) -> None:
     store.put_bytes(DATA)
     path = store.get(DIGEST, len(DATA))
     before = path.stat()
-    while path.stat().st_ctime_ns == before.st_ctime_ns:  # file systems update times some 250 times a second
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of a file system may tick 250 times a second
         path.write_bytes(DATA[::-1])
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     now = path.stat()
@@ -133,23 +125,9 @@ def test_put_refuses_missing_source(store: WritableLocalStore, tmp_path: Path) -
     assert files(store.root) == []
 
 
-def test_put_refuses_changing_source(
-    store: WritableLocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The source grows after it was hashed and before it is copied."""
-    source = tmp_path / "log"
-    source.write_bytes(DATA)
-    file_digest = hashlib.file_digest
-
-    def hash_and_grow(file: BinaryIO, name: str) -> object:
-        digest = file_digest(file, name)
-        with source.open("ab") as more:
-            more.write(b"more")
-        return digest
-
-    monkeypatch.setattr(hashlib, "file_digest", hash_and_grow)
+def test_put_refuses_changing_source(store: WritableLocalStore) -> None:
     with pytest.raises(StoreError, match="changed while it was stored. Run the command again"):
-        store.put(source)
+        store.put(CHANGING_FILE)
     assert files(store.root) == []
 
 
@@ -160,11 +138,11 @@ def test_follows_link_and_checks_its_target(store: WritableLocalStore, tmp_path:
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.write_bytes(DATA)
     bad.write_bytes(DATA[::-1])
-    blob(store).parent.mkdir(parents=True)
-    blob(store).symlink_to(good)
+    blob_path(store).parent.mkdir(parents=True)
+    blob_path(store).symlink_to(good)
     assert store.get(DIGEST, len(DATA)).read_bytes() == DATA
-    blob(store).unlink()
-    blob(store).symlink_to(bad)
+    blob_path(store).unlink()
+    blob_path(store).symlink_to(bad)
     with pytest.raises(CorruptBlob, match="have changed"):
         store.get(DIGEST, len(DATA))
 
@@ -172,25 +150,25 @@ def test_follows_link_and_checks_its_target(store: WritableLocalStore, tmp_path:
 def test_put_replaces_link_but_not_its_target(store: WritableLocalStore, tmp_path: Path) -> None:
     outside = tmp_path / "passwd"
     outside.write_bytes(b"root")
-    blob(store).parent.mkdir(parents=True)
+    blob_path(store).parent.mkdir(parents=True)
     for target in (outside, tmp_path / "nowhere"):
-        blob(store).symlink_to(target)
+        blob_path(store).symlink_to(target)
         store.put_bytes(DATA)
-        assert not blob(store).is_symlink() and store.get(DIGEST, len(DATA)).read_bytes() == DATA
-        blob(store).unlink()
+        assert not blob_path(store).is_symlink() and store.get(DIGEST, len(DATA)).read_bytes() == DATA
+        blob_path(store).unlink()
     assert outside.read_bytes() == b"root" and not (tmp_path / "nowhere").exists()
 
 
 def test_refuses_pipes_folders_and_loops(store: WritableLocalStore) -> None:
-    path = blob(store)
+    path = blob_path(store)
     path.parent.mkdir(parents=True)
-    for make, unmake in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (lambda it: os.symlink(it, it), os.unlink)):
-        make(path)
+    for create, delete in ((os.mkfifo, os.unlink), (os.mkdir, os.rmdir), (lambda it: os.symlink(it, it), os.unlink)):
+        create(path)
         with pytest.raises(StoreError, match="cannot be read"):
             store.get(DIGEST, 0)
         with pytest.raises(StoreError, match="cannot be read"):
             store.read(DIGEST, memoryview(bytearray()))
-        unmake(path)
+        delete(path)
     release = store.root / "releases" / "toy" / "1.json"
     release.parent.mkdir(parents=True)
     os.mkfifo(release)
@@ -227,11 +205,11 @@ def test_missing_release_lists_available_ones(store: WritableLocalStore) -> None
     assert len(str(caught.value)) < 1000
 
 
-def test_refuses_release_with_bad_blob(store: WritableLocalStore) -> None:
+def test_refuses_release_with_bad_blob_path(store: WritableLocalStore) -> None:
     manifest = releases.draft(store)
     digests = list(manifest.blobs())
     for digest in (digests[0], digests[-1], digests[len(digests) // 2]):
-        path = blob(store, digest)
+        path = blob_path(store, digest)
         data = path.read_bytes()
         for damage in (None, data[:-1], bytes([data[0] ^ 1]) + data[1:]):
             path.unlink()
@@ -259,7 +237,7 @@ def test_refuses_unreadable_manifest(store: WritableLocalStore) -> None:
     assert not (store.root / "releases").exists()
 
 
-def test_lists_only_releases(store: WritableLocalStore) -> None:
+def test_lists_only_valid_release_names(store: WritableLocalStore) -> None:
     store.write_release(releases.draft(store))
     folder = store.root / "releases"
     for other in ("toy/.hidden.json", "toy/a b.json", "toy/readme.txt", "toy/.incoming-x.json", ".DS_Store"):
@@ -270,7 +248,7 @@ def test_lists_only_releases(store: WritableLocalStore) -> None:
 
 
 def test_exactly_one_racing_publisher_wins(store: WritableLocalStore, tmp_path: Path) -> None:
-    """Four processes publish thirty versions at once. Each version comes whole from one of them."""
+    """Three processes publish thirty versions concurrently. Each version is the whole manifest of one of them."""
     manifest = releases.draft(store)
     draft = tmp_path / "draft.json"
     draft.write_bytes(manifest.to_json())
@@ -280,30 +258,30 @@ def test_exactly_one_racing_publisher_wins(store: WritableLocalStore, tmp_path: 
         from engine_builder.stores.local import WritableLocalStore
         from model.store.manifest import Manifest
 
-        root, draft, me = sys.argv[1:]
+        root, draft, publisher = sys.argv[1:]
         store = WritableLocalStore(root)
         manifest = Manifest.model_validate_json(open(draft, "rb").read())
         print("ready", flush=True)
         sys.stdin.readline()
         for version in map(str, range(30)):
             try:
-                store.write_release(manifest.model_copy(update={"version": version, "created": me}))
+                store.write_release(manifest.model_copy(update={"version": version, "created": publisher}))
                 print(version)
             except ReleaseExists:
                 pass
     """
-    publishers = [python(script, store.root, draft, me) for me in "abcd"]
-    for publisher in publishers:
+    publishers = {name: python(script, store.root, draft, name) for name in "abc"}
+    for publisher in publishers.values():
         assert publisher.stdout is not None and publisher.stdout.readline() == "ready\n"
-    for publisher in publishers:
+    for publisher in publishers.values():
         assert publisher.stdin is not None
         publisher.stdin.write("go\n")
         publisher.stdin.flush()
-    won = {me: finish(publisher).split() for me, publisher in zip("abcd", publishers, strict=True)}
-    assert sorted(version for versions in won.values() for version in versions) == sorted(map(str, range(30)))
-    for me, versions in won.items():
-        for version in versions:
-            assert store.read_release(f"toy/{version}").created == me
+    published = {name: finish(publisher).split() for name, publisher in publishers.items()}
+    assert sorted(version for own in published.values() for version in own) == sorted(map(str, range(30)))
+    for name, own in published.items():
+        for version in own:
+            assert store.read_release(f"toy/{version}").created == name
     assert not list(store.root.rglob(".incoming-*"))
 
 
@@ -326,31 +304,31 @@ def test_records_are_kept_rewritten_and_listed(store: WritableLocalStore) -> Non
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_killed_put_leaves_valid_store(store: WritableLocalStore, moment: str) -> None:
-    """kill -9 before the bytes are flushed, and before the file gets its name."""
+    """kill -9 before the bytes are flushed, or before the file is renamed."""
     script = """
         import os, signal, sys
         from engine_builder.stores.local import WritableLocalStore
 
         def stop(*_):
-            print("here", flush=True)
+            print("stopped", flush=True)
             signal.pause()
 
         setattr(os, sys.argv[2], stop)
         WritableLocalStore(sys.argv[1]).put_bytes(b"some bytes of an engine" * 1000)
     """
     writer = python(script, store.root, moment)
-    assert writer.stdout is not None and writer.stdout.readline() == "here\n"
+    assert writer.stdout is not None and writer.stdout.readline() == "stopped\n"
     writer.kill()
     assert writer.wait(timeout=60) == -signal.SIGKILL
     writer.communicate()
-    left = list(store.root.rglob(".incoming-*"))
-    assert len(left) == 1 and not store.has(DIGEST) and not blob(store).exists()
+    [incoming] = store.root.rglob(".incoming-*")
+    assert not store.has(DIGEST) and not blob_path(store).exists()
     again = WritableLocalStore(store.root)
     assert again.put_bytes(DATA) == DIGEST and again.get(DIGEST, len(DATA)).read_bytes() == DATA
-    assert left[0].exists(), "its writer may be alive"
+    assert incoming.exists(), "its writer may be alive"
 
 
-def test_sweeps_files_of_dead_writers_after_a_day(store: WritableLocalStore) -> None:
+def test_deletes_files_of_dead_writers_after_a_day(store: WritableLocalStore) -> None:
     folders = [store.root / "blobs" / "sha256", store.root / "releases" / "toy"]
     now = time.time()
     for folder in folders:
@@ -406,20 +384,20 @@ FULL_DISK = """
     large = root.parent / "large"
     large.write_bytes(os.urandom(2**20))
 
-    def refused(attempt):
-        before = sorted(root.rglob("*"))
+    before = sorted(root.rglob("*"))
+    for attempt in (
+        lambda: store.put(large),
+        lambda: store.put_bytes(large.read_bytes()),
+        lambda: store.write_record("engines", "key", large.read_bytes()),
+    ):
         try:
             attempt()
         except StoreError as error:
             print(error)
-        assert sorted(root.rglob("*")) == before, "something was left behind"
-
-    refused(lambda: store.put(large))
-    refused(lambda: store.put_bytes(large.read_bytes()))
-    refused(lambda: store.write_record("engines", "key", large.read_bytes()))
+        assert sorted(root.rglob("*")) == before, "a file was left"
     assert store.read_record("engines", "key") == b"before"
     store.get(small, 5)
-    assert store.put_bytes(b"room again") and store.get(small, 5)
+    assert store.put_bytes(b"small, too") and store.get(small, 5)
 """
 
 
@@ -481,13 +459,13 @@ def test_refuses_invalid_url(url: str) -> None:
 
 def test_opens_by_path_and_by_url(tmp_path: Path) -> None:
     odd = tmp_path / "with space, % and #"
-    made = open_writable_store(odd)
-    digest = made.put_bytes(DATA)
-    for url in (made.url, str(odd), odd, f"file://localhost{made.url.removeprefix('file://')}"):
+    store = open_writable_store(odd)
+    digest = store.put_bytes(DATA)
+    for url in (store.url, str(odd), odd, f"file://localhost{store.url.removeprefix('file://')}"):
         assert open_store(url).get(digest, len(DATA)) == open_writable_store(url).get(digest, len(DATA))
 
 
-def test_manifest_survives_the_folder(store: WritableLocalStore) -> None:
-    manifest: Manifest = releases.draft(store, refiner=True)
+def test_manifest_survives_writing_and_reading(store: WritableLocalStore) -> None:
+    manifest = releases.draft(store, refiner=True)
     store.write_release(manifest)
     assert WritableLocalStore(store.root).read_release("toy/1") == manifest

@@ -12,36 +12,32 @@ import pytest
 from engine_builder.stores.s3_uploads import UPLOAD_PART_BYTES
 from engine_builder.stores.store import open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
-from model.store import s3 as s3_module
-from model.store import s3_bucket
 from model.store.manifest import Blob
 from model.store.s3 import split_url
+from model.store.s3_bucket import fits_etag
 from tests.conftest import Opener
-from tests.store.processes import finish, python
+from tests.store.processes import CHANGING_FILE, finish, python
 from tests.support import releases
-from tests.support.faulty_proxy import Fault, FaultyProxy
-from tests.support.object_store import ObjectStore
+from tests.support.cached_blobs import bytes_read, file_names
+from tests.support.faulty_proxy import Fault, FaultyProxy, RecordedRequest
+from tests.support.object_store import PAGE_KEYS, ObjectStore
 
 
-def noise(size: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size)
+def random_bytes(size: int) -> bytes:
+    return random.Random(0).randbytes(size)
 
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def keys(s3: Any, bucket: str) -> list[str]:
-    return [entry["Key"] for entry in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
-
-
 # -- blobs and records --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, UPLOAD_PART_BYTES, 2 * UPLOAD_PART_BYTES + 1])
-def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "PART_BYTES", 5 * 2**20)  # several ranges, the last one short
-    store, data = open_bucket("a/prefix"), noise(size)
+def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int) -> None:
+    part_bytes = 5 * 2**20  # several ranges, the last one short
+    store, data = open_bucket("a/prefix", part_bytes=part_bytes), random_bytes(size)
     file = tmp_path / "file"
     file.write_bytes(data)
     digest = store.put(file)
@@ -50,17 +46,24 @@ def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int, monkeypatc
     path = store.get(digest, size)
     assert path == tmp_path / "cache" / "blobs" / "sha256" / digest and path.read_bytes() == data
     buffer = bytearray(size)
-    open_bucket("a/prefix", cache_dir=tmp_path / "other").read(digest, memoryview(buffer))
+    open_bucket("a/prefix", part_bytes=part_bytes, cache_dir=tmp_path / "other").read(digest, memoryview(buffer))
     assert buffer == data
     store.check(digest, size)
 
 
 def test_put_bytes(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket("p")
-    large = noise(UPLOAD_PART_BYTES + 5)
+    large = random_bytes(UPLOAD_PART_BYTES + 5)
     for data in (b"", b"small", large):
         assert store.put_bytes(data) == store.put_bytes(data) == sha256(data)
         assert s3.get_object(Bucket=bucket, Key=f"p/blobs/sha256/{sha256(data)}")["Body"].read() == data
+
+
+def test_put_refuses_changing_source(open_bucket: Opener) -> None:
+    store = open_bucket()
+    with pytest.raises(StoreError, match="changed while it was stored. Run the command again"):
+        store.put(CHANGING_FILE)
+    assert not list(store.blobs())
 
 
 def test_cache_has_the_layout_of_a_local_store(open_bucket: Opener, tmp_path: Path) -> None:
@@ -83,78 +86,71 @@ class KeepingSink:
 
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
-        self.begun = 0
+        self.starts = 0
+        """Number of times that the blob began."""
         self._buffer = memoryview(bytearray(100_003))
 
     def buffer(self) -> memoryview:
         return self._buffer
 
     def filled(self, at: int, data: memoryview) -> None:
-        self.begun += at == 0
+        self.starts += at == 0
         self.data[at : at + len(data)] = data
 
 
 def test_stream_caches_and_hashes_in_one_pass(
-    open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_bucket: Opener, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(s3_module, "PART_BYTES", 256 * 2**10)
-    data = random.Random(5).randbytes(1_200_000)
-    digest = open_bucket(cache_dir=tmp_path / "unused").put_bytes(data)
-    hashed = 0
-    sha256 = hashlib.sha256
-
-    class Counting:
-        def __init__(self) -> None:
-            self._inner = sha256()
-
-        def update(self, piece: memoryview) -> None:
-            nonlocal hashed
-            hashed += len(piece)
-            self._inner.update(piece)
-
-        def hexdigest(self) -> str:
-            return self._inner.hexdigest()
-
-    monkeypatch.setattr(hashlib, "sha256", lambda *data: sha256(*data) if data else Counting())
+    """The calling thread reads the bytes of the cached file once, while other threads fetch them."""
+    data = random_bytes(1_200_000)
+    digest = sha256(data)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data)
     for requests in (5, 0):  # from the bucket, then from the cache
         proxy.clear()
-        proxy.requests.clear()
-        sink, hashed = KeepingSink(len(data)), 0
-        open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
-        assert sink.data == data and sink.begun == 1 and hashed == len(data)
+        store, sink = open_bucket(endpoint=proxy.url, part_bytes=256 * 2**10), KeepingSink(len(data))
+        before = bytes_read()
+        store.stream(digest, len(data), sink)
+        assert len(data) <= bytes_read() - before < 1.5 * len(data)
+        assert sink.data == data and sink.starts == 1
         assert len(proxy.requested_ranges(digest)) == requests
-    cached = tmp_path / "cache" / "blobs" / "sha256" / digest
-    assert cached.read_bytes() == data
+    assert (tmp_path / "cache" / "blobs" / "sha256" / digest).read_bytes() == data
 
+
+def test_stream_fetches_a_damaged_copy_again(open_bucket: Opener, tmp_path: Path) -> None:
+    data = random_bytes(300_000)
+    digest = open_bucket().put_bytes(data)
+    cached = open_bucket().get(digest, len(data))
     cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     sink = KeepingSink(len(data))
-    open_bucket(endpoint=proxy.url).stream(digest, len(data), sink)
-    assert sink.data == data and sink.begun == 2, "a damaged copy is fetched again"
+    open_bucket().stream(digest, len(data), sink)
+    assert sink.data == data and sink.starts == 2
     assert cached.read_bytes() == data
 
 
 def test_stream_refuses_damage_after_one_retry(open_bucket: Opener, s3: Any, bucket: str, tmp_path: Path) -> None:
-    data = random.Random(6).randbytes(300_000)
+    data = random_bytes(300_000)
     store = open_bucket()
     digest = store.put_bytes(data)
     s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data[:-1] + bytes([data[-1] ^ 1]))
     sink = KeepingSink(len(data))
     with pytest.raises(CorruptBlob, match="its bytes have changed"):
         store.stream(digest, len(data), sink)
-    assert sink.begun == 2
-    for folder in ("blobs/sha256", "partial"):
-        assert not list((tmp_path / "cache" / folder).iterdir())
+    assert sink.starts == 2
+    assert not file_names(tmp_path / "cache") and not file_names(tmp_path / "cache", "partial")
 
 
 def test_fetches_blobs_in_parallel(open_bucket: Opener, proxy: FaultyProxy, tmp_path: Path) -> None:
-    """Each answer waits for three requests, so sequential requests would never end."""
+    """Each request waits for two others, so sequential requests would never end."""
     store = open_bucket()
     blobs = [Blob(sha256=store.put_bytes(bytes([i]) * 10), bytes=10) for i in range(3)]
-    together = threading.Barrier(3)
+    concurrent = threading.Barrier(3)
 
-    proxy.on_request = lambda _: print(together.wait(timeout=60))
+    def wait_for_others(request: RecordedRequest) -> None:
+        concurrent.wait(timeout=60)
+
+    proxy.on_request = wait_for_others
     open_bucket(endpoint=proxy.url, cache_dir=tmp_path / "other").fetch(blobs)
-    assert all((tmp_path / "other" / "blobs" / "sha256" / blob.sha256).exists() for blob in blobs)
+    assert file_names(tmp_path / "other") == {blob.sha256 for blob in blobs}
 
 
 def test_missing_blob_is_named(open_bucket: Opener) -> None:
@@ -184,9 +180,7 @@ def test_refuses_damage_in_the_bucket(
         store.check(digest, 5)
     with pytest.raises(CorruptBlob, match=words):
         store.read(digest, memoryview(bytearray(5)))
-    assert not [
-        path for name in ("blobs", "partial") for path in (tmp_path / "cache" / name).rglob("*") if path.is_file()
-    ]
+    assert not file_names(tmp_path / "cache") and not file_names(tmp_path / "cache", "partial")
 
 
 def test_check_ignores_the_cache(open_bucket: Opener, s3: Any, bucket: str) -> None:
@@ -224,15 +218,13 @@ def test_prefixes_of_a_bucket_are_separate_stores(open_bucket: Opener) -> None:
     assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.NAME]
 
 
-def test_lists_releases_of_several_pages(
-    open_bucket: Opener, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(s3_bucket, "LIST_PAGE_KEYS", 3)
-    names = [f"toy/{i}" for i in range(8)]
+def test_lists_releases_of_several_pages(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    names = [f"toy/{i}" for i in range(2 * PAGE_KEYS)]
     for name in names:
         s3.put_object(Bucket=bucket, Key=f"releases/{name}.json", Body=b"")
     for other in ("releases/README.json", "releases/a/b/c.json", "releases/toy/x.txt", "releases/toy/.json"):
         s3.put_object(Bucket=bucket, Key=other, Body=b"")
+    assert s3.list_objects_v2(Bucket=bucket, MaxKeys=1000)["KeyCount"] == PAGE_KEYS
     assert open_bucket().releases() == sorted(names)
 
 
@@ -270,7 +262,8 @@ def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy
     manifest = releases.draft(store)
     proxy.inject(Fault("drop_answer", method="PUT", path="/releases/"))
     store.write_release(manifest)
-    assert not proxy.pending and sum(seen.method == "PUT" and "/releases/" in seen.path for seen in proxy.requests) == 2
+    puts = [request for request in proxy.requests if request.method == "PUT" and "/releases/" in request.path]
+    assert not proxy.pending and len(puts) == 2
     with pytest.raises(ReleaseExists):
         store.write_release(manifest)
 
@@ -283,7 +276,7 @@ PUBLISH = """
     from model.settings import read_settings
     from model.store.manifest import Manifest
 
-    url, draft, versions, me = sys.argv[1:]
+    url, draft, versions, publisher = sys.argv[1:]
     store = open_writable_store(url, read_settings().store_options())
     manifest = Manifest.model_validate_json(Path(draft).read_bytes())
     store.releases()
@@ -291,7 +284,7 @@ PUBLISH = """
     sys.stdin.readline()
     for version in versions.split():
         try:
-            store.write_release(manifest.model_copy(update={"version": version, "created": me}))
+            store.write_release(manifest.model_copy(update={"version": version, "created": publisher}))
             print(version)
         except ReleaseExists:
             pass
@@ -306,18 +299,20 @@ def test_exactly_one_racing_publisher_wins(
     draft.write_bytes(releases.draft(store).to_json())
     versions = " ".join(map(str, range(12)))
     environment = object_store.environment | {"PREHEAT_CACHE_DIR": str(tmp_path / "publishers")}
-    publishers = {me: python(PUBLISH, f"s3://{bucket}", draft, versions, me, environment=environment) for me in "abc"}
+    publishers = {
+        name: python(PUBLISH, f"s3://{bucket}", draft, versions, name, environment=environment) for name in "ab"
+    }
     for publisher in publishers.values():
         assert publisher.stdout is not None and publisher.stdout.readline() == "ready\n", publisher.communicate()[1]
     for publisher in publishers.values():
         assert publisher.stdin is not None
         publisher.stdin.write("go\n")
         publisher.stdin.flush()
-    won = {me: finish(publisher).split() for me, publisher in publishers.items()}
-    assert sorted(version for mine in won.values() for version in mine) == sorted(versions.split())
-    for me, mine in won.items():
-        for version in mine:
-            assert store.read_release(f"toy/{version}").created == me
+    published = {name: finish(publisher).split() for name, publisher in publishers.items()}
+    assert sorted(version for own in published.values() for version in own) == sorted(versions.split())
+    for name, own in published.items():
+        for version in own:
+            assert store.read_release(f"toy/{version}").created == name
 
 
 # -- requests and URLs --------------------------------------------------------------------------------------------
@@ -327,8 +322,9 @@ def test_failed_upload_leaves_nothing(open_bucket: Opener, s3: Any, bucket: str,
     store = open_bucket(endpoint=proxy.url, attempts=2)
     proxy.inject(Fault("status", times=99, status=500, code="InternalError", method="PUT", path="partNumber=2"))
     with pytest.raises(StoreError, match=r"fails, also after several tries \(500 InternalError\)"):
-        store.put_bytes(noise(2 * UPLOAD_PART_BYTES))
-    assert keys(s3, bucket) == [] and not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
+        store.put_bytes(random_bytes(2 * UPLOAD_PART_BYTES))
+    assert s3.list_objects_v2(Bucket=bucket)["KeyCount"] == 0
+    assert not s3.list_multipart_uploads(Bucket=bucket).get("Uploads")
 
 
 @pytest.mark.parametrize(
@@ -357,7 +353,7 @@ def test_local_store_does_not_import_boto3(tmp_path: Path) -> None:
 
 
 def test_gateway_checks_content_md5(object_store: ObjectStore, bucket: str, s3: Any) -> None:
-    """The store relies on this: a body that does not match its Content-MD5 is refused, over plain HTTP too."""
+    """The store relies on this: the gateway refuses a body that does not match its Content-MD5, over plain HTTP too."""
     url = s3.generate_presigned_url(
         "put_object", {"Bucket": bucket, "Key": "x", "ContentMD5": "1B2M2Y8AsgTpgAmY7PhCfg=="}
     )
@@ -378,5 +374,5 @@ def test_gateway_checks_content_md5(object_store: ObjectStore, bucket: str, s3: 
         ({"ETag": '"00000000000000000000000000000000-2"'}, True),
     ],
 )
-def test_etag_is_md5_only_without_foreign_keys(answer: dict[str, str], fits: bool) -> None:
-    assert s3_bucket.fits_etag(b"hello", answer) is fits
+def test_etag_is_md5_unless_encrypted_with_own_keys(answer: dict[str, str], fits: bool) -> None:
+    assert fits_etag(b"hello", answer) is fits

@@ -1,4 +1,4 @@
-"""Blobs of one repeated letter, and what a cache folder holds. Scripts in other processes use them too."""
+"""Blobs of one repeated letter, and the contents of a cache folder. Scripts in other processes use them too."""
 
 import hashlib
 from collections.abc import Callable
@@ -39,3 +39,9 @@ def fetch(cache: BlobCache, letter: str, size: int = 10_000) -> Path:
 def file_names(root: Path, folder: str = "blobs/sha256") -> set[str]:
     """Return the names of the files in a folder of the cache; by default, the digests of its complete blobs."""
     return {path.name for path in (root / folder).iterdir()}
+
+
+def bytes_read() -> int:
+    """Return the number of bytes that this thread has read so far, from files and sockets."""
+    fields = Path("/proc/thread-self/io").read_text().split()
+    return int(fields[fields.index("rchar:") + 1])
