@@ -28,7 +28,7 @@ LARGEST_DYNAMIC_SIDE = 1024  # pixels; limit of CPU engines
 # x86-64 level of CPU engines -> compiler flag, SIMD bits. A build uses the newest level that its machine supports.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 _CPU_LOOP_THREADS = 8  # parts that a CPU engine's loops are split into, on any number of cores
-_MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
+MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
 
 
 class CompileError(PreheatError):
@@ -234,7 +234,7 @@ def _gpu_compiler_settings() -> Iterator[None]:
     cuDNN's attention comes first: on an H200 it takes two thirds of the time of PyTorch's.
     """
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(order, set_priority=True), V.set_choices_handler(_LargerReductions()), _descriptor_memory():
+    with sdpa_kernel(order, set_priority=True), V.set_choices_handler(_LargerReductions()), descriptor_memory():
         yield
 
 
@@ -254,7 +254,7 @@ class _LargerReductions(InductorChoices):
 
 
 @contextmanager
-def _descriptor_memory() -> Iterator[None]:
+def descriptor_memory() -> Iterator[None]:
     """Allocate memory for the tensor descriptors of all programs of a kernel.
 
     The code that torch 2.11 generates allocates memory for one program, and Triton writes the descriptors of each
@@ -268,7 +268,7 @@ def _descriptor_memory() -> Iterator[None]:
     def cpp_scratch(self: Any, index: int, workspace: Any, prefix: str | None = None) -> Any:
         code = original(self, index, workspace, prefix)
         if workspace.size > 0 and not any("grid_0" in line for line in code[0]):
-            workspace.size *= _MAX_PROGRAMS
+            workspace.size *= MAX_PROGRAMS
             code = original(self, index, workspace, prefix)
         return code
 
