@@ -29,27 +29,27 @@ def test_deletes_only_unnamed_blobs(any_store: WritableStore) -> None:
     manifest = releases.draft(any_store)
     any_store.write_release(manifest)
     named = set(manifest.blobs())
-    drafted, recorded, lost = (any_store.put_bytes(data) for data in (b"drafted", b"recorded", b"lost"))
+    drafted, recorded, unnamed = (any_store.put_bytes(data) for data in (b"drafted", b"recorded", b"unnamed"))
     draft = manifest.model_copy(update={"model": "other"}).to_json()
     spare = manifest.tokenizers["tokenizer"].blob.sha256
     any_store.write_record("drafts", "other", draft.replace(spare.encode(), drafted.encode()))
     any_store.write_record("engines", "key", f'{{"blob": {{"sha256": "{recorded}"}}, "a newer": "field"}}'.encode())
     young = find_garbage(any_store, 3600)
     assert (young.blobs, young.young_count, young.named_count) == ({}, 1, len(named) + 2)
-    assert delete_garbage(any_store, young) == 0 and any_store.has(lost)
+    assert delete_garbage(any_store, young) == 0 and any_store.has(unnamed)
     old = find_garbage(any_store, 3600, now=datetime.now(UTC).timestamp() + 3601)
-    assert old.blobs == {lost: 4} and any_store.has(lost)
-    assert delete_garbage(any_store, old) == 4
+    assert old.blobs == {unnamed: len(b"unnamed")} and any_store.has(unnamed)
+    assert delete_garbage(any_store, old) == len(b"unnamed")
     assert {digest for digest, _, _ in any_store.blobs()} == named | {drafted, recorded}
 
 
-def test_keeps_blobs_put_or_named_meanwhile(any_store: WritableStore) -> None:
+def test_keeps_blobs_put_or_named_since_the_search(any_store: WritableStore) -> None:
     drafted, put = any_store.put_bytes(b"drafted"), any_store.put_bytes(b"put")
     now = datetime.now(UTC).timestamp()
     garbage = find_garbage(any_store, 0, now=now + 60)
     assert set(garbage.blobs) == {drafted, put}
     any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
-    since = replace(garbage, keep_after=now - 60)  # as if both were old and put again
+    since = replace(garbage, keep_after=now - 60)  # as if both were put again after the search
     assert delete_garbage(any_store, since) == 0
     assert any_store.has(drafted) and any_store.has(put)
     assert delete_garbage(any_store, garbage) == len(b"put")
@@ -59,7 +59,7 @@ def test_keeps_blobs_put_or_named_meanwhile(any_store: WritableStore) -> None:
 def test_deletes_nothing_if_a_manifest_is_unreadable(
     any_store: WritableStore, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    lost = any_store.put_bytes(b"lost")
+    unnamed = any_store.put_bytes(b"unnamed")
     manifest = releases.draft(any_store)
     any_store.write_release(manifest)
     newer = manifest.to_json().replace(b'"schema_version": 1', b'"schema_version": 2')
@@ -70,7 +70,7 @@ def test_deletes_nothing_if_a_manifest_is_unreadable(
         (tmp_path / "folder" / "releases" / "toy" / "1.json").write_bytes(newer)
     with pytest.raises(ManifestError, match="schema"):
         find_garbage(any_store, 0, now=datetime.now(UTC).timestamp() + 60)
-    assert any_store.has(lost)
+    assert any_store.has(unnamed)
 
 
 def put_time(store: WritableStore) -> float:
@@ -122,26 +122,26 @@ def test_refuses_age_of_a_running_build() -> None:
 
 def test_copies_release_to_bucket_and_back(open_bucket: Opener, tmp_path: Path) -> None:
     folder, back = (open_writable_store(tmp_path / name) for name in ("folder", "back"))
-    there = open_bucket()
+    remote = open_bucket()
     manifest = releases.draft(folder)
     folder.write_release(manifest)
-    assert copy_release(folder, there, "toy/1") == (manifest, True)
-    assert copy_release(there, back, "toy/1") == (manifest, True)
-    assert copy_release(folder, there, "toy/1") == (manifest, False)
+    assert copy_release(folder, remote, "toy/1") == (manifest, True)
+    assert copy_release(remote, back, "toy/1") == (manifest, True)
+    assert copy_release(folder, remote, "toy/1") == (manifest, False)
     for digest, blob in manifest.blobs().items():
         assert back.get(digest, blob.bytes).read_bytes() == folder.get(digest, blob.bytes).read_bytes()
     other = open_writable_store(tmp_path / "other")
     other.write_release(releases.draft(other).model_copy(update={"created": "2027-01-01T00:00:00+00:00"}))
     with pytest.raises(ReleaseExists, match="has another release toy/1"):
-        copy_release(other, there, "toy/1")
+        copy_release(other, remote, "toy/1")
 
 
 def test_damaged_blob_is_not_copied(open_bucket: Opener, tmp_path: Path) -> None:
-    folder, there = open_writable_store(tmp_path / "folder"), open_bucket()
+    folder, remote = open_writable_store(tmp_path / "folder"), open_bucket()
     manifest = releases.draft(folder)
     folder.write_release(manifest)
     path = folder.get(manifest.weights[0].blobs[0].sha256, manifest.weights[0].blobs[0].bytes)
     path.write_bytes(bytes(len(path.read_bytes())))
     with pytest.raises(CorruptBlob):
-        copy_release(folder, there, "toy/1")
-    assert there.releases() == []
+        copy_release(folder, remote, "toy/1")
+    assert remote.releases() == []

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,10 +27,11 @@ def entries(manifest: Manifest) -> Entries:
 
 
 def refusal(data: bytes | Entries, name: str = releases.NAME) -> str:
+    """Return the error of a manifest that must be refused."""
     with pytest.raises(ManifestError) as caught:
         parse_manifest(data if isinstance(data, bytes) else json.dumps(data).encode(), name)
     message = str(caught.value)
-    assert message.isprintable() and len(message) < 700, "it would fill a log, or forge a line"
+    assert message.isprintable() and len(message) < 700, "it would fill a log or forge a line"
     return message
 
 
@@ -61,14 +61,14 @@ def test_splits_release_name() -> None:
 
 
 NOT_JSON = {
-    "nothing": b"",
-    "half": b'{"schema_version": 1, "model": "toy"',
+    "empty": b"",
+    "truncated": b'{"schema_version": 1, "model": "toy"',
     "not utf-8": b'{"schema_version": 1, "model": "\xff"}',
     "utf-16": '{"schema_version": 1}'.encode("utf-16"),
     "half a surrogate pair": b'{"schema_version": 1, "model": "\\ud800"}',
     "deeply nested": b'{"schema_version": 1, "defaults": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "deeply nested objects": b'{"a":' * 100_000,
-    "a number without end": b'{"schema_version": ' + b"1" * 100_000 + b"}",
+    "a number of 100,000 digits": b'{"schema_version": ' + b"1" * 100_000 + b"}",
     "NaN": b'{"schema_version": 1, "x": NaN}',
     "Infinity": b'{"schema_version": 1, "x": -Infinity}',
     "a comment": b'{"schema_version": 1} // hello',
@@ -104,7 +104,7 @@ def test_refuses_large_manifest(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize("version", [2, 99, 10**4000])
 def test_newer_schema_says_to_upgrade(entries: Entries, version: int) -> None:
-    message = refusal(entries | {"schema_version": version, "what_only_the_future_knows": {}})
+    message = refusal(entries | {"schema_version": version, "key_of_the_future": {}})
     assert "reads up to 1" in message and "Upgrade Preheat" in message and "`preheat build`" in message
 
 
@@ -124,13 +124,13 @@ def test_refuses_manifest_of_another_release(entries: Entries) -> None:
 
 
 def test_refuses_every_unknown_key(entries: Entries) -> None:
-    """One in each object of the manifest, except where keys are data."""
-    free = {"builder", "defaults", "schedulers", "architectures"}
+    """Adds one to each object of the manifest, except where keys are data."""
+    free_form = {"builder", "defaults", "schedulers", "architectures"}
     refused = 0
 
     def visit(node: Any, path: tuple[str, ...]) -> None:
         nonlocal refused
-        if isinstance(node, dict) and not free & set(path):
+        if isinstance(node, dict) and not free_form & set(path):
             node["surprise"] = 1
             assert "surprise" in refusal(entries), path
             del node["surprise"]
@@ -155,22 +155,18 @@ def test_requires_every_key(entries: Entries) -> None:
         assert key in refusal({kept: value for kept, value in entries.items() if kept != key})
 
 
-def change(path: str, value: object) -> Callable[[Entries], None]:
-    """Return a function that sets a value, for example of engines.0.target."""
-
-    def apply(entries: Entries) -> None:
-        node: Any = entries
-        *way, last = (int(part) if part.isdigit() else part for part in path.split("."))
-        for part in way:
-            node = node[part]
-        node[last] = value
-
-    return apply
+def set_entry(entries: Entries, path: str, value: object) -> None:
+    """Set a value at a path such as engines.0.target."""
+    node: Any = entries
+    *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
+    for part in parents:
+        node = node[part]
+    node[last] = value
 
 
 DIGEST = "engines.0.blob.sha256"
 BAD_VALUES = {
-    "digest that climbs": (DIGEST, "../../../../etc/passwd" + "0" * 42),
+    "digest with a path": (DIGEST, "../../../../etc/passwd" + "0" * 42),
     "digest in capitals": (DIGEST, "A" * 64),
     "digest too short": (DIGEST, "0" * 63),
     "digest with a line break": (DIGEST, "0" * 64 + "\n"),
@@ -179,42 +175,42 @@ BAD_VALUES = {
     "size as a fraction": ("engines.0.blob.bytes", 17.0),
     "size that is true": ("engines.0.blob.bytes", True),
     "size below zero": ("engines.0.blob.bytes", -1),
-    "size without end": ("engines.0.blob.bytes", 10**4000),
-    "size of a moon": ("engines.0.blob.bytes", 2**50),
+    "size of 4,000 digits": ("engines.0.blob.bytes", 10**4000),
+    "size beyond any disk": ("engines.0.blob.bytes", 2**50),
     "constants too large to read": ("engines.0.constants.bytes", SMALL_BLOB_LIMIT + 1),
     "tokenizer too large to read": ("tokenizers.tokenizer.blob.bytes", SMALL_BLOB_LIMIT + 1),
     "weights larger than a blob": ("weights.0.blobs.0.bytes", BLOB_LIMIT + 1),
     "no blob of weights": ("weights.0.blobs", []),
-    "target that climbs": ("engines.0.target", "../cuda"),
+    "target with a path": ("engines.0.target", "../cuda"),
     "unknown runtime": ("engines.0.runtime", "pickle"),
     "unknown precision": ("weights.0.precision", "fp4"),
-    "component of no architecture": ("engines.0.component", "controlnet"),
-    "weights of no architecture": ("weights.0.component", "controlnet"),
-    "model that climbs": ("model", ".."),
+    "component without architecture": ("engines.0.component", "controlnet"),
+    "weights without architecture": ("weights.0.component", "controlnet"),
+    "model with a path": ("model", ".."),
     "other family": ("family", "sd15"),
     "engines in an object": ("engines", {}),
     "engines in a string": ("engines", "abc"),
     "span backwards": ("engines.0.bucket.rows", {"min": 4, "max": 1, "multiple": 1}),
     "span out of step": ("engines.0.bucket.rows", {"min": 1, "max": 4, "multiple": 3}),
-    "span of nothing": ("engines.0.bucket.rows.min", 0),
-    "span without end": ("engines.0.bucket.rows.max", 2**31),
+    "span from zero": ("engines.0.bucket.rows.min", 0),
+    "span beyond the limit": ("engines.0.bucket.rows.max", 2**31),
     "bucket without a size": ("engines.0.bucket.width", None),
     "no inputs": ("engines.0.signature.inputs", []),
     "no outputs": ("engines.0.signature.outputs", []),
     "size divided by zero": ("engines.0.signature.inputs.0.shape.2", "height/0"),
     "unknown symbol": ("engines.0.signature.inputs.0.shape.2", "depth"),
-    "dimension of nothing": ("engines.0.signature.inputs.0.shape.1", 0),
+    "dimension of zero": ("engines.0.signature.inputs.0.shape.1", 0),
     "first dimension not rows": ("engines.0.signature.inputs.0.shape.0", 4),
     "no dimension": ("engines.0.signature.inputs.0.shape", []),
     "unknown dtype": ("engines.0.signature.inputs.0.dtype", "complex64"),
     "accuracy on no case": ("engines.0.accuracy.cases", 0),
-    "native size of nothing": ("settings.native_height", 0),
-    "native size out of the VAE's step": ("settings.native_width", 65),
-    "scale of nothing": ("settings.vae_scale_factor", 0),
+    "native size of zero": ("settings.native_height", 0),
+    "native size off the VAE's grid": ("settings.native_width", 65),
+    "scale of zero": ("settings.vae_scale_factor", 0),
     "scaling by zero": ("settings.vae_scaling_factor", 0.0),
-    "truth as a number": ("settings.force_zeros_for_empty_prompt", 1),
+    "boolean as a number": ("settings.force_zeros_for_empty_prompt", 1),
     "token below zero": ("tokenizers.tokenizer.pad_token_id", -1),
-    "prompt of no token": ("tokenizers.tokenizer.max_length", 0),
+    "prompt of zero tokens": ("tokenizers.tokenizer.max_length", 0),
     "unknown tokenizer": ("tokenizers.tokenizer_3", {}),
     "unknown scheduler": ("schedulers.third", {}),
     "scheduler that is a list": ("schedulers.base", []),
@@ -224,7 +220,7 @@ BAD_VALUES = {
 
 @pytest.mark.parametrize(("path", "value"), BAD_VALUES.values(), ids=BAD_VALUES)
 def test_refuses_bad_value(entries: Entries, path: str, value: object) -> None:
-    change(path, value)(entries)
+    set_entry(entries, path, value)
     message = refusal(entries)
     assert "damaged at" in message and "`preheat publish`" in message
 
@@ -237,40 +233,40 @@ def test_refuses_number_beyond_float_range(manifest: Manifest) -> None:
         assert "-1e999 exceeds the range of a number" in message
 
 
-def duplicate(where: str) -> Callable[[Entries], None]:
-    return lambda entries: entries[where].append(entries[where][0])
+def repeat_first(section: str) -> Callable[[Entries], None]:
+    return lambda entries: entries[section].append(entries[section][0])
 
 
-def twice_a_blob(entries: Entries) -> None:
+def repeat_a_blob(entries: Entries) -> None:
     blobs = entries["weights"][0]["blobs"]
     blobs.append(blobs[0])
 
 
-def two_sizes(entries: Entries) -> None:
+def change_size_of_a_blob(entries: Entries) -> None:
     entries["engines"][1]["blob"] = entries["engines"][0]["blob"] | {"bytes": 1}
 
 
-def networks_of_a_refiner_without_settings(entries: Entries) -> None:
+def add_refiner_network_without_settings(entries: Entries) -> None:
     entries["architectures"]["refiner_unet"] = entries["architectures"]["unet"]
 
 
-def two_inputs_of_one_name(entries: Entries) -> None:
+def repeat_an_input(entries: Entries) -> None:
     inputs = entries["engines"][0]["signature"]["inputs"]
     inputs.append(inputs[0])
 
 
-def an_output_of_unknown_size(entries: Entries) -> None:
+def remove_the_size_of_an_output(entries: Entries) -> None:
     entries["engines"][0]["signature"]["inputs"][0]["shape"] = ["rows", 4, "height/8", 8]
 
 
 CONTRADICTIONS: dict[str, Callable[[Entries], None]] = {
-    "engine unet|engine text_encoder": duplicate("engines"),
-    "weights text_encoder": duplicate("weights"),
-    "a blob is listed twice": twice_a_blob,
-    "has two sizes": two_sizes,
-    "networks of a refiner": networks_of_a_refiner_without_settings,
-    "two tensors have the same name": two_inputs_of_one_name,
-    "a size that no input has": an_output_of_unknown_size,
+    "engine unet|engine text_encoder": repeat_first("engines"),
+    "weights text_encoder": repeat_first("weights"),
+    "a blob is listed twice": repeat_a_blob,
+    "has two sizes": change_size_of_a_blob,
+    "networks of a refiner": add_refiner_network_without_settings,
+    "two tensors have the same name": repeat_an_input,
+    "a size that no input has": remove_the_size_of_an_output,
 }
 
 
@@ -284,7 +280,7 @@ def test_unknown_key_forges_no_log_line(entries: Entries) -> None:
     assert "surprise" in refusal(entries | {"surprise\n" + "x" * 10_000 + "\x1b[31m": 1})
 
 
-def test_span_and_bucket_hold() -> None:
+def test_span_and_bucket_hold_their_sizes() -> None:
     span = Span(min=64, max=128, multiple=32)
     assert [side for side in range(200) if span.holds(side)] == [64, 96, 128]
     bucket = Bucket(batch=Span(min=2, max=2), height=span, width=span)
@@ -294,9 +290,9 @@ def test_span_and_bucket_hold() -> None:
 
 
 BAD_MAPS = {
-    "nothing": b"",
+    "empty": b"",
     "a list": b"[]",
-    "half": b'{"a": ',
+    "truncated": b'{"a": ',
     "null": b"null",
     "no entry": b'{"a": null}',
     "no dtype": b'{"a": {"tensor": "a", "shape": [1]}}',
@@ -317,7 +313,7 @@ def test_refuses_damaged_map_of_constants(data: bytes) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
-def test_reads_map_of_constants(tmp_path: Path) -> None:
+def test_reads_map_of_constants() -> None:
     parsed = parse_constants(releases.toy_constants())
     assert {name: constant.shape for name, constant in parsed.items()} == {
         "a.weight": (8, 4), "a.bias": (8,), "b.weight": (4, 8), "b.bias": (4,),

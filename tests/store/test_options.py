@@ -13,11 +13,11 @@ from model.store.options import StoreOptions
 
 
 class SecretNotFound(Exception):
-    """Named like the class of Truss's server."""
+    """Has the name of Truss's class."""
 
 
 class Secrets(Mapping[str, str]):
-    """Like Truss's secrets: a missing one raises a class of its own, and they cannot be listed."""
+    """Like Truss's secrets: a missing one raises SecretNotFound, and they cannot be listed."""
 
     def __init__(self, **secrets: str) -> None:
         self._secrets = secrets
@@ -46,13 +46,13 @@ def options_of(section: dict[str, Any], secrets: Mapping[str, str] | None = None
     return read_settings(section).store_options(secrets)
 
 
-def test_secrets_unless_environment_has_credentials(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_credentials_replace_secrets(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = Secrets(aws_access_key_id="id\n", aws_secret_access_key="key\n")
     options = options_of({"profile": "p"}, secrets)
     assert (options.access_key_id, options.secret_access_key, options.session_token) == ("id", "key", None)
     assert options.profile is None
-    for lacking in (None, {}, Secrets(aws_access_key_id="id"), Secrets()):
-        options = options_of({"profile": "p"}, lacking)
+    for incomplete in (None, {}, Secrets(aws_access_key_id="id"), Secrets()):
+        options = options_of({"profile": "p"}, incomplete)
         assert (options.access_key_id, options.secret_access_key, options.profile) == (None, None, "p")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "other")
     assert options_of({}, secrets).access_key_id is None
@@ -67,16 +67,16 @@ def test_failing_secret_is_not_a_missing_one(bare: None) -> None:
         options_of({}, Broken())
 
 
-def test_environment_comes_before_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
-    options = options_of(settings)
+def test_environment_overrides_config(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"cache_dir": "/config", "cache_bytes": "2GiB", "endpoint": "http://config", "region": "config"}
+    options = options_of(section)
     assert options.cache_folder == Path("/config") and options.cache_bytes == 2 * 2**30
     assert (options.endpoint, options.region) == ("http://config", "config")
     monkeypatch.setenv("PREHEAT_CACHE_DIR", "/environment")
     monkeypatch.setenv("PREHEAT_CACHE_BYTES", "1000")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://environment")
     monkeypatch.setenv("AWS_REGION", "environment")
-    options = options_of(settings)
+    options = options_of(section)
     assert options.cache_folder == Path("/environment") and options.cache_bytes == 1000
     assert (options.endpoint, options.region) == ("http://environment", "environment")
 

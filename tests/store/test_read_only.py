@@ -1,4 +1,4 @@
-"""Serve from a read-only folder, such as a mount or an image layer. Nothing is copied."""
+"""Serving from a read-only folder, such as a mount or an image layer, copies nothing."""
 
 import json
 import os
@@ -58,11 +58,11 @@ def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
     assert not list((tmp_path / "temporary").iterdir()), "no blob was copied elsewhere"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can change to a user who may not write: run as root")
-def test_serves_user_who_may_only_read(tmp_path: Path) -> None:
-    """As in an image that runs as another user than the folder's writer."""
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user: run as root")
+def test_serves_user_without_write_permission(tmp_path: Path) -> None:
+    """As in an image whose user is not the folder's owner."""
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft(store))
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)

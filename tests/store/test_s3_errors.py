@@ -1,4 +1,4 @@
-"""Errors of S3 services and of the way to them, as the user reads them."""
+"""Errors of S3 services and of their connections, as users see them."""
 
 import os
 from datetime import UTC, datetime
@@ -14,18 +14,19 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 
 
 def refusal(store: S3Store) -> str:
+    """Return the error of reading a release, which must fail."""
     with pytest.raises(StoreError) as caught:
         store.read_release("toy/1")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_wrong_credentials(open_bucket: Opener) -> None:
+def test_reports_wrong_credentials(open_bucket: Opener) -> None:
     assert "does not accept the credentials" in refusal(open_bucket(secret_access_key="wrong"))
-    assert "(InvalidAccessKeyId). Set AWS_ACCESS_KEY_ID" in refusal(open_bucket(access_key_id="nobody"))
+    assert "(InvalidAccessKeyId). Set AWS_ACCESS_KEY_ID" in refusal(open_bucket(access_key_id="unknown"))
 
 
-def test_missing_credentials(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_missing_credentials(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("AWS_"):
             monkeypatch.delenv(name)
@@ -33,11 +34,11 @@ def test_missing_credentials(open_bucket: Opener, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, ceph.credentials()[name])
     message = refusal(open_bucket(access_key_id=None, secret_access_key=None))
     assert message.startswith("No credentials were found for s3://") and "aws_access_key_id" in message
-    message = refusal(open_bucket(access_key_id=None, secret_access_key=None, profile="nobody"))
+    message = refusal(open_bucket(access_key_id=None, secret_access_key=None, profile="unknown"))
     assert message.startswith("No profile was found for s3://")
 
 
-def test_missing_bucket(open_bucket: Opener) -> None:
+def test_reports_missing_bucket(open_bucket: Opener) -> None:
     store = open_bucket(name="preheat-no-such-bucket")
     assert refusal(store).startswith("The bucket of s3://preheat-no-such-bucket does not exist at http://127.0.0.1:")
     for request in (store.releases, lambda: store.has(sha256(b"")), lambda: store.put_bytes(b"x")):
@@ -45,14 +46,14 @@ def test_missing_bucket(open_bucket: Opener) -> None:
             request()
 
 
-def test_wrong_endpoint(open_bucket: Opener) -> None:
+def test_reports_wrong_endpoint(open_bucket: Opener) -> None:
     message = refusal(open_bucket(endpoint="http://127.0.0.1:1", attempts=1))
     assert "at http://127.0.0.1:1 cannot be reached (EndpointConnectionError). Check the endpoint" in message
     for wrong in ("127.0.0.1:1", "http://"):
         assert "is not a valid endpoint. Give a URL" in refusal(open_bucket(endpoint=wrong))
 
 
-def test_wrong_clock(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_wrong_clock(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     import botocore.auth
 
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_: datetime(2020, 1, 1, tzinfo=UTC))
@@ -71,6 +72,6 @@ def test_wrong_clock(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> No
         (418, "Teapot", "Release toy/1 was refused by s3://"),
     ],
 )
-def test_service_error(open_bucket: Opener, proxy: FaultyProxy, status: int, code: str, words: str) -> None:
+def test_reports_service_error(open_bucket: Opener, proxy: FaultyProxy, status: int, code: str, words: str) -> None:
     proxy.inject(Fault("status", times=99, status=status, code=code))
     assert words in refusal(open_bucket(endpoint=proxy.url, attempts=2))

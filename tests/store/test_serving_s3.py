@@ -1,4 +1,4 @@
-"""The real Truss server starts from s3:// alone: endpoint from its config, credentials from Truss secrets."""
+"""The real Truss server starts from a bucket: the endpoint is in its config, the credentials are Truss secrets."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Layout:
-    """An image whose config names the bucket and its endpoint, so that it needs no environment."""
+    """An image whose config names the bucket and its endpoint, so it needs no environment."""
     config = yaml.safe_load((REPOSITORY / "truss" / "configs" / "cpu-demo.yaml").read_text())
     config["secrets"] = {"aws_access_key_id": None, "aws_secret_access_key": None}
     config["model_metadata"]["preheat"] |= {
-        "store": f"s3://{bucket}/releases-of-ours",
+        "store": f"s3://{bucket}/prefix",
         "release": release,
         "endpoint": proxy.url,
         "region": "us-east-1",
@@ -39,8 +39,8 @@ def layout(proxy: FaultyProxy, bucket: str, release: str, tmp_path: Path) -> Lay
 
 
 @pytest.fixture
-def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove this machine's settings, which the server would inherit."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove this machine's settings, so that the server does not inherit them."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "PREHEAT_", "TRUSS_SECRET_")):
             monkeypatch.delenv(name)
@@ -52,12 +52,11 @@ def test_server_starts_from_bucket_after_killed_fetch(
     layout: Layout,
     open_bucket: Opener,
     proxy: FaultyProxy,
-    quiet_environment: None,
+    clean_environment: None,
     show_progress: Callable[[str], None],
     tmp_path: Path,
 ) -> None:
-    there = open_bucket("releases-of-ours", cache_dir=tmp_path / "unused")
-    manifest, _ = copy_release(store, there, release)
+    manifest, _ = copy_release(store, open_bucket("prefix", cache_dir=tmp_path / "unused"), release)
     secrets = {
         "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
         "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
@@ -87,7 +86,7 @@ def test_server_starts_from_bucket_after_killed_fetch(
     assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
 
 
-def test_server_without_secrets_names_them(layout: Layout, quiet_environment: None) -> None:
+def test_server_without_secrets_names_them(layout: Layout, clean_environment: None) -> None:
     with Server(
         layout, environment=ceph.credentials() | {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     ) as server:

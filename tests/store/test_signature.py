@@ -1,4 +1,4 @@
-"""Signatures: trusted releases load, others are refused; the commands that make and show signatures."""
+"""Signatures: trusted releases load, others are refused. The commands that create and show signatures."""
 
 import base64
 import json
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from typer.testing import CliRunner
 
 from engine_builder.commands import main as cli
-from engine_builder.commands.console import console
 from engine_builder.releases import signing
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.publish import publish
@@ -23,6 +24,7 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature
+from tests.store.processes import finish, python
 from tests.support import releases
 from tests.support.releases import NAME
 
@@ -52,9 +54,7 @@ def store(tmp_path: Path) -> WritableLocalStore:
 
 @pytest.fixture
 def signed(store: WritableLocalStore, key_file: Path) -> Manifest:
-    manifest, new = publish(store, "toy", signing.read_key(key_file))
-    assert new
-    return manifest
+    return publish(store, "toy", signing.read_key(key_file))[0]
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -97,9 +97,7 @@ def test_one_of_several_trusted_keys_suffices(signed: Manifest, public: PublicKe
 
 
 def test_signature_is_ed25519_of_canonical_json(signed: Manifest, public: PublicKey) -> None:
-    """Checked without our own code, as another program would."""
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
+    """This test verifies it without Preheat's code, as another program would."""
     entries = json.loads(signed.to_json())
     signature = entries.pop("signature")
     canonical = json.dumps(entries, sort_keys=True, separators=(",", ":")).encode()
@@ -108,12 +106,12 @@ def test_signature_is_ed25519_of_canonical_json(signed: Manifest, public: Public
     )
 
 
-def edited(path: str, value: object) -> Callable[[Entries], None]:
+def set_entry(path: str, value: object) -> Callable[[Entries], None]:
     def edit(entries: Entries) -> None:
-        *way, last = path.split(".")
+        *parents, last = path.split(".")
         node: Any = entries
-        for step in way:
-            node = node[int(step) if step.isdigit() else step]
+        for key in parents:
+            node = node[int(key) if key.isdigit() else key]
         assert node[last] != value
         node[last] = value
 
@@ -121,14 +119,14 @@ def edited(path: str, value: object) -> Callable[[Entries], None]:
 
 
 EDITS = {
-    "an engine": edited("engines.0.blob.sha256", "0" * 64),
-    "a size": edited("weights.0.blobs.0.bytes", 7),
-    "a default": edited("defaults.num_inference_steps", 5),
-    "a date": edited("created", "2027-01-01T00:00:00+00:00"),
-    "a target": edited("engines.0.target", "cpu-x86_64_v1-torch2.13"),
+    "an engine": set_entry("engines.0.blob.sha256", "0" * 64),
+    "a size": set_entry("weights.0.blobs.0.bytes", 7),
+    "a default": set_entry("defaults.num_inference_steps", 5),
+    "a date": set_entry("created", "2027-01-01T00:00:00+00:00"),
+    "a target": set_entry("engines.0.target", "cpu-x86_64_v1-torch2.13"),
     "a note": lambda entries: entries["builder"].update(surprise=""),
-    "a default that is left out": lambda entries: entries["engines"][0]["bucket"]["rows"].pop("multiple"),
-    "a record less": lambda entries: entries["engines"].pop(),
+    "a missing default": lambda entries: entries["engines"][0]["bucket"]["rows"].pop("multiple"),
+    "a missing record": lambda entries: entries["engines"].pop(),
     "the order": lambda entries: entries["weights"].reverse(),
 }
 
@@ -152,9 +150,8 @@ def test_refuses_unsigned_release_with_a_trusted_key(store: WritableLocalStore, 
 def test_refuses_signature_of_another_key(signed: Manifest, tmp_path: Path) -> None:
     other = signing.write_key(tmp_path / "other.pem")
     assert signed.signature is not None
-    with pytest.raises(
-        UntrustedRelease, match=f"is signed by {signed.signature.key_id}. .*only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
-    ):
+    words = f"is signed by {signed.signature.key_id}. .*only .*{other.key_id}.*PREHEAT_PUBLIC_KEY"
+    with pytest.raises(UntrustedRelease, match=words):
         check_signature(signed, [other])
 
 
@@ -183,28 +180,30 @@ def test_key_is_written_once_and_private(tmp_path: Path) -> None:
     before = path.read_bytes()
     assert b"PRIVATE KEY" in before and "PRIVATE KEY" not in output
     code, output = run("keygen", path)
-    assert (
-        code == 1
-        and "exists, and releases may be signed with it. Name another file." in output
-        and path.read_bytes() == before
-    )
+    assert code == 1 and "exists, and releases may be signed with it. Name another file." in output
+    assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "data", [None, b"", b"key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "rsa", "locked"]
-)
-def test_refuses_invalid_private_key(store: WritableLocalStore, tmp_path: Path, data: bytes | str | None) -> None:
-    from cryptography.hazmat.primitives import serialization as form
-    from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+def pem(key: Any, encryption: Any) -> bytes:
+    data = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
+    assert isinstance(data, bytes)
+    return data
 
+
+INVALID_KEYS = {
+    "missing file": None,
+    "empty": b"",
+    "no PEM": b"key",
+    "short": b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
+    "another algorithm": pem(ec.generate_private_key(ec.SECP256R1()), serialization.NoEncryption()),
+    "encrypted": pem(Ed25519PrivateKey.generate(), serialization.BestAvailableEncryption(b"secret")),
+}
+
+
+@pytest.mark.parametrize("data", INVALID_KEYS.values(), ids=INVALID_KEYS)
+def test_refuses_invalid_private_key(store: WritableLocalStore, tmp_path: Path, data: bytes | None) -> None:
     path = tmp_path / "bad.pem"
-    if data == "rsa":
-        key = rsa.generate_private_key(65537, 2048)
-        data = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    if data == "locked":
-        locked = form.BestAvailableEncryption(b"secret")
-        data = ed25519.Ed25519PrivateKey.generate().private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, locked)
-    if isinstance(data, bytes):
+    if data is not None:
         path.write_bytes(data)
     code, output = run("publish", "toy", "--store", store.root, "--sign", path)
     assert code == 1 and str(path) in output and "preheat keygen" in output
@@ -222,32 +221,25 @@ def test_commands_name_the_signer(
     code, output = run("verify", "toy/1", "--store", store.root, "--public-key", public)
     assert code == 0 and f"toy/1 is signed by {public.key_id}\n" in output
     code, output = run("verify", "--store", store.root, "--public-key", public)
-    assert (
-        code == 1 and "untrusted Release toy/unsigned is not signed" in output and "blobs of 2 releases are" in output
-    )
+    assert code == 1
+    assert "untrusted Release toy/unsigned is not signed" in output and "blobs of 2 releases are" in output
     other = signing.write_key(tmp_path / "other.pem")
     code, output = run("verify", "toy/1", "--store", store.root, "--public-key", other)
-    assert (
-        code == 1
-        and f"is signed by {public.key_id}. This deployment loads only releases signed by {other.key_id}." in output
-    )
+    assert code == 1
+    assert f"is signed by {public.key_id}. This deployment loads only releases signed by {other.key_id}." in output
     code, output = run("verify", "toy/1", "--store", store.root, "--public-key", "ed25519:no")
     assert code == 1 and "'ed25519:no' is not a public key. Give the line that" in output
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
     assert run("verify", "toy/1", "--store", store.root)[0] == 0
-    assert (
-        run("verify", "toy/1", "--store", store.root, "--public-key", other)[0] == 1
-    )  # the option comes before the environment
+    code, _ = run("verify", "toy/1", "--store", store.root, "--public-key", other)
+    assert code == 1, "the option takes precedence over the environment"
 
 
-def test_releases_are_never_cut_off(
-    store: WritableLocalStore, key_file: Path, public: PublicKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_narrow_terminal_truncates_no_release(store: WritableLocalStore, key_file: Path, public: PublicKey) -> None:
     name = "toy/a-version-with-a-name-of-its-own"
     assert run("publish", name, "--store", store.root, "--sign", key_file)[0] == 0
-    monkeypatch.setattr(console, "width", 30)
-    code, output = run("releases", "--store", store.root)
-    assert code == 0
+    script = "from engine_builder.commands.main import main; main()"
+    output = finish(python(script, "releases", "--store", store.root, environment={"COLUMNS": "30"}))
     listed, about, *targets = output.splitlines()
     manifest = store.read_release(name)
     assert listed == name and targets == [f"    {target}" for target in manifest.targets]
@@ -272,7 +264,7 @@ def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
 # -- the key in the config ----------------------------------------------------------------------------------------
 
 
-def test_environment_key_comes_before_config_key(
+def test_environment_key_overrides_config_key(
     public: PublicKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
@@ -287,16 +279,16 @@ def test_environment_key_comes_before_config_key(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "value",
     [
         " ", ",", "ed25519:", "ed25519:AAAA", "AAAA", False, 0, 7, {}, [""], [None],
         "ed25519:" + base64.b64encode(bytes(33)).decode(), "ed25519:" + "*" * 44, "x" * 10_000,
     ],
 )  # fmt: skip
-def test_refuses_invalid_public_key(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_invalid_public_key(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PREHEAT_PUBLIC_KEY", raising=False)
     with pytest.raises(ConfigError, match="is not a public key. Give the line that `preheat keygen` prints") as caught:
-        read_settings({"public_key": given})
+        read_settings({"public_key": value})
     assert len(str(caught.value)) < 400
 
 
@@ -312,7 +304,7 @@ def test_refuses_public_key_of_small_order(y: int, sign: int) -> None:
         PublicKey.parse(str(PublicKey(raw)))
 
 
-def test_signature_nobody_made_matches_a_small_order_key() -> None:
+def test_small_order_key_accepts_a_forged_signature() -> None:
     """The reason for the refusal: the library accepts R = identity and S = 0 for many messages."""
     key = Ed25519PublicKey.from_public_bytes((1).to_bytes(32, "little"))
     key.verify((1).to_bytes(32, "little") + bytes(32), b"any message")
@@ -326,17 +318,17 @@ def test_server_with_key_loads_only_signed_releases(
     publish(store, "toy/unsigned")
     publish(store, "toy/signed", signing.read_key(key_file))
 
-    def load(release: str, **settings: object) -> type[BaseException]:
-        given = {"store": store.url, "release": release} | settings
+    def load_error(release: str, **settings: object) -> type[BaseException]:
+        section = {"store": store.url, "release": release} | settings
         with pytest.raises(PreheatError) as caught:
-            Model(config={"model_metadata": {"preheat": given}}).load()
+            Model(config={"model_metadata": {"preheat": section}}).load()
         return type(caught.value)
 
     # A trusted release fails later, when its fake engine is opened.
-    assert load("toy/unsigned") is load("toy/signed", public_key=str(public)) is EngineError
-    assert load("toy/unsigned", public_key=str(public)) is UntrustedRelease
+    assert load_error("toy/unsigned") is load_error("toy/signed", public_key=str(public)) is EngineError
+    assert load_error("toy/unsigned", public_key=str(public)) is UntrustedRelease
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public))
-    assert load("toy/unsigned") is UntrustedRelease
+    assert load_error("toy/unsigned") is UntrustedRelease
     for blob in (store.root / "blobs" / "sha256").iterdir():
         blob.unlink()
-    assert load("toy/unsigned") is UntrustedRelease, "before any blob is read"
+    assert load_error("toy/unsigned") is UntrustedRelease, "before any blob is read"
