@@ -1,4 +1,4 @@
-"""Signatures, and the check of callers' tensors against them: sizes are returned, a wrong input is named."""
+"""Signatures, and the check of tensors against them: it returns the sizes, or names the wrong input."""
 
 import pytest
 import torch
@@ -53,24 +53,23 @@ def test_signatures_have_the_widths_of_the_model() -> None:
     assert pooled == {"hidden_states": ("rows", 77, 12), "pooled": ("rows", 13)}
 
 
-def test_outputs_of_one_network_fit_the_inputs_of_the_next() -> None:
+def test_outputs_of_one_network_are_inputs_of_the_next() -> None:
     [context] = unet_text_signature(WIDTHS, "float16").inputs
     assert context.shape == ("rows", 77, 20)
-    takes = {tensor.name: tensor for tensor in UNET.inputs}
+    unet_inputs_by_name = {tensor.name: tensor for tensor in UNET.inputs}
     for signature in (unet_text_signature(WIDTHS, "float16"), unet_time_signature(WIDTHS, "float16")):
-        [made] = signature.outputs
-        assert takes[made.name] == made
+        [output] = signature.outputs
+        assert unet_inputs_by_name[output.name] == output
     pooled = pooled_text_signature(WIDTHS, "float16").outputs[1]
     assert pooled.shape in [tensor.shape for tensor in unet_time_signature(WIDTHS, "float16").inputs]
 
 
 @pytest.mark.parametrize("name", list(unet_inputs()))
-def test_each_input_that_does_not_fit_is_named(name: str) -> None:
+def test_names_the_input_that_does_not_fit(name: str) -> None:
     good = unet_inputs()
     tensor = good[name]
-    other = torch.float32 if tensor.dtype == torch.float16 else torch.float16
     wrong = {
-        "dtype": tensor.to(other),
+        "dtype": tensor.to(torch.float32),
         "a larger batch than the others": torch.cat([tensor, tensor[:1]]),
         "a dimension more": tensor[..., None],
         "a dimension less": tensor[0],
@@ -78,22 +77,23 @@ def test_each_input_that_does_not_fit_is_named(name: str) -> None:
     }
     if tensor.ndim > 1:
         wrong["another width"] = torch.cat([tensor, tensor], 1)
-    for how, bad in wrong.items():
+    for difference, tensor in wrong.items():
         with pytest.raises(EngineError, match=r"unet: input \w+ is .* expected"):
-            bind_shapes(UNET, good | {name: bad}, "unet")
-        if name != "sample" or how in ("dtype", "a dimension more", "another width"):
+            bind_shapes(UNET, good | {name: tensor}, "unet")
+        # The first input, `sample`, sets the sizes. Where it is wrong, the next one contradicts them.
+        if name != "sample" or difference in ("dtype", "a dimension more", "another width"):
             with pytest.raises(EngineError, match=f"input {name} is"):
-                bind_shapes(UNET, good | {name: bad}, "unet")
+                bind_shapes(UNET, good | {name: tensor}, "unet")
 
 
-def test_inputs_that_contradict_each_other_are_refused() -> None:
+def test_refuses_inputs_of_different_batches() -> None:
     with pytest.raises(
         EngineError, match=r"time_embeds is float16 \[3, 30\], expected float16 \['rows', 30\] with {'rows': 2,"
     ):
         bind_shapes(UNET, unet_inputs() | {"time_embeds": torch.zeros(3, 30, dtype=torch.float16)}, "unet")
 
 
-def test_a_missing_or_unknown_input_is_named() -> None:
+def test_names_a_missing_or_unknown_input() -> None:
     good = unet_inputs()
     for name in good:
         with pytest.raises(EngineError, match="unet takes sample, time_embeds, .*; it received"):
@@ -104,10 +104,10 @@ def test_a_missing_or_unknown_input_is_named() -> None:
         bind_shapes(UNET, {}, "unet")
 
 
-def test_the_order_of_inputs_is_the_signatures_not_the_callers() -> None:
+def test_accepts_inputs_in_any_order() -> None:
     assert bind_shapes(UNET, dict(reversed(unet_inputs().items())), "unet")["rows"] == 2
 
 
-def test_dtypes_go_by_torchs_names() -> None:
+def test_dtype_names_are_those_of_torch() -> None:
     for name, dtype in shapes.DTYPES.items():
         assert shapes.dtype_name(dtype) == name

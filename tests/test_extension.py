@@ -1,4 +1,4 @@
-"""A component and a stage that no other file knows: they shift the predicted noise in proportion to the timestep."""
+"""A component and a stage that no other file names. They shift the predicted noise in proportion to the timestep."""
 
 from dataclasses import replace
 
@@ -18,16 +18,16 @@ from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model
 
 SAMPLE, SHIFT = (TensorSpec(name=name, dtype="float32", shape=WIDTHS.latents) for name in ("sample", "shift"))
-TAKES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
-SHIFTER = ComponentSpec("shifter", "base", "", "", lambda *_: TAKES, "step", "cfg_half", by_step=("scale",), feeds=UNET)
+TYPES = Signature(inputs=(SAMPLE, TensorSpec(name="scale", dtype="float32", shape=("rows", 1))), outputs=(SHIFT,))
+SHIFTER = ComponentSpec("shifter", "base", "", "", lambda *_: TYPES, "step", "cfg_half", by_step=("scale",), feeds=UNET)
 
 
-class Networks(Stub):
-    def _outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+class ShiftStub(Stub):
+    def outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "scale" in inputs:
             return {"shift": inputs["scale"][:, :, None, None].expand_as(inputs["sample"])}
-        own = 1e-3 * inputs["time_embeds"][:, :1, None, None]  # of the reference; time embeddings begin with timesteps
-        return {"noise": super()._outputs(inputs)["noise"] + inputs.get("shift", own)}
+        shift = 1e-3 * inputs["time_embeds"][:, :1, None, None]  # in the reference: the embeddings begin with timesteps
+        return {"noise": super().outputs(inputs)["noise"] + inputs.get("shift", shift)}
 
 
 class ShiftStage:
@@ -41,11 +41,11 @@ class ShiftStage:
 @pytest.mark.parametrize("in_graphs", [False, True])
 def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
     plain, reference, model = linear_model(), linear_model(), linear_model()
-    own = plain.engines[UNET].signature
-    reference.engines[UNET] = EngineSet([Networks(UNET, own)])
-    unet = Networks(UNET, Signature(inputs=(*own.inputs, SHIFT), outputs=own.outputs))
+    signature = plain.engines[UNET].signature
+    reference.engines[UNET] = EngineSet([ShiftStub(UNET, signature)])
+    unet = ShiftStub(UNET, Signature(inputs=(*signature.inputs, SHIFT), outputs=signature.outputs))
     model.components = SDXL | {"shifter": SHIFTER}
-    model.engines |= {UNET: EngineSet([unet]), "shifter": EngineSet([Networks("shifter", TAKES)])}
+    model.engines |= {UNET: EngineSet([unet]), "shifter": EngineSet([ShiftStub("shifter", TYPES)])}
     if in_graphs:
         unet.bucket = Bucket(rows=Span(min=8, max=8), height=Span(min=64, max=64), width=Span(min=96, max=96))
         model.loops[UNET, 64, 96] = GraphLoop(model.step_networks(UNET), 64, 96, model.device)

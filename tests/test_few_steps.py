@@ -15,11 +15,11 @@ from diffusers import StableDiffusionXLPipeline
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
-from engine_builder.backends.onnx.graph_store import check_graph_runs
+from engine_builder.backends.onnx.graph_store import validate_graph
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.checkpoints.release_settings import read_model_facts, read_release_defaults, read_schedulers
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import open_writable_store
@@ -36,10 +36,10 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.text_to_image import generate
 from model.store.precision import FP16, FP32
-from tests.conftest import KEPT_TOYS, MODEL_FOLDER, _alone
+from tests.conftest import KEPT_TOYS, MODEL_FOLDER, file_lock
 from tests.support import toy_sdxl
 from tests.support.components import BASE_COMPONENTS
-from tests.support.line_networks import PLAIN, WIDTHS, Stub, line_model, stub
+from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
 from tests.support.reference import Reference
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
@@ -63,14 +63,17 @@ def distilled_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def distilled(
-    distilled_folder: Path, target: Target, tmp_path_factory: pytest.TempPathFactory, say: Callable[[str], None]
+    distilled_folder: Path,
+    target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+    show_progress: Callable[[str], None],
 ) -> Loaded:
     """That toy built, published and loaded. Engines are kept from one run to the next, as the other toy's are."""
     plan = BuildPlan("toy-lcm", Checkpoint(distilled_folder), None, target, FP32)
     folder = tmp_path_factory.mktemp("distilled-store") / "store"
-    with _alone(KEPT_TOYS.with_suffix(".lock")):
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
         kept = open_writable_store(KEPT_TOYS)
-        build(plan, kept, lambda component, activity, *_: say(f"distilled toy: {component}: {activity}"))
+        build(plan, kept, lambda component, activity, *_: show_progress(f"distilled toy: {component}: {activity}"))
         shutil.copytree(KEPT_TOYS, folder)
     store = open_writable_store(folder)
     release = publish(store, "toy-lcm")[0].name
@@ -102,7 +105,7 @@ def test_unet_that_embeds_guidance_generates_diffusers_image(distilled: Loaded, 
             for negative in (None, "a green triangle"):
                 asked = asked_of(distilled, scheduler=scheduler, guidance_scale=guidance, negative_prompt=negative)
                 [picture], _, _ = generate(distilled.model, [asked])
-                assert apart(picture, reference.draw(asked)) <= TOLERANCE, (scheduler, guidance, negative)
+                assert apart(picture, reference.generate(asked)) <= TOLERANCE, (scheduler, guidance, negative)
                 pictures[scheduler, guidance] = picture
     # What is compared could differ.
     assert apart(pictures["LCM", 1.0], pictures["LCM", 7.5]) > 5 * TOLERANCE
@@ -134,7 +137,7 @@ def test_signature_tells_if_a_unet_embeds_guidance(distilled: Loaded, loaded: Lo
 
 def distilled_lines() -> LoadedModel:
     """The linear stand-in model with a base that embeds guidance and a refiner that does not."""
-    model = line_model()
+    model = linear_model()
     signature = signatures.unet_time_signature(replace(WIDTHS, timestep_cond=WIDTH), "float32")
     model.engines[spec.UNET_TIME] = EngineSet([Stub(spec.UNET_TIME, signature)])
     return model
@@ -174,7 +177,7 @@ def test_base_without_steps_is_neither_encoded_nor_run() -> None:
 
 def test_a_unet_that_embeds_guidance_exports_to_onnx(distilled_folder: Path) -> None:
     network = load_network(Checkpoint(distilled_folder), spec.UNET_TIME, FP16)
-    assert check_graph_runs(network, export_graph(network)) <= 1e-2
+    assert validate_graph(network, export_graph(network)) <= 1e-2
 
 
 # -- Turbo and Lightning ---------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path:
     folder = packaged(kind, tmp_path / "model")
     base = Checkpoint(folder)
     settings = read_model_facts(base, None)
-    model = replace(loaded.model, settings=settings, noise_schedules=read_schedulers(base, None), loops={})
+    model = replace(loaded.model, settings=settings, noise_schedules=read_noise_schedules(base, None), loops={})
     defaults = read_defaults(read_release_defaults(base, None))
     served = replace(
         loaded.served, defaults=defaults, native_width=settings.native_width, native_height=settings.native_height
@@ -222,7 +225,7 @@ def test_a_few_steps_draw_diffusers_picture(kind: str, loaded: Loaded, tmp_path:
         assert (asked.scheduler, asked.guidance_scale, asked.width, asked.height) == (SAMPLER[kind], 0.0, 128, 192)
         [picture], _, warnings = generate(model, [asked])
         assert picture.shape == (192, 128, 3) and warnings == []
-        assert apart(picture, reference.draw(asked)) <= TOLERANCE, steps
+        assert apart(picture, reference.generate(asked)) <= TOLERANCE, steps
         [leading], _, _ = generate(replace(model, noise_schedules=loaded.model.noise_schedules, loops={}), [asked])
         assert apart(picture, leading) > 5 * TOLERANCE, steps
         pictures.append(picture)

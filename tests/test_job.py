@@ -1,4 +1,4 @@
-"""The timings and the single answer of a job."""
+"""The timings and the single result of a job."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def make_job() -> Job:
     return Job(Runner(linear_model()).plan(PLAIN), None, 0)
 
 
-def test_stages_follow_each_other_and_add_up() -> None:
+def test_stage_times_add_up_to_the_whole() -> None:
     job = make_job()
     for stage in ("queue", "text", "denoise", "denoise", "decode", "encode"):
         job.end_stage(stage)
@@ -21,7 +21,7 @@ def test_stages_follow_each_other_and_add_up() -> None:
     assert sum(timings.values()) == pytest.approx((job.timestamps["encode"] - job.timestamps["accepted"]) * 1000)
 
 
-def test_a_job_is_answered_once() -> None:
+def test_first_result_of_a_job_is_final() -> None:
     job = make_job()
     assert job.fail(Cancelled("first")) and not job.fail(Unavailable("second"))
     with pytest.raises(Cancelled, match="first"):

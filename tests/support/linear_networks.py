@@ -62,12 +62,12 @@ class Stub:
             raise self.fails
         shapes.bind_shapes(self.signature, inputs, self.component)
         self.seen.append({name: tensor.clone() for name, tensor in inputs.items()})
-        outputs = self._outputs(inputs)
+        outputs = self.outputs(inputs)
         if self.poison is not None and len(self.seen) - 1 == self.poison[0]:
             next(iter(outputs.values())).flatten()[0] = self.poison[1]
         return outputs
 
-    def _outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def outputs(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "input_ids" in inputs:
             ids = inputs["input_ids"].float()
             hidden = ids[:, :, None].expand(-1, -1, TEXT_WIDTH).clone()
