@@ -202,8 +202,8 @@ def _classes(sampler: str) -> list[str]:
 
 def _record(record: type) -> str:
     """Return a table of a TypedDict's keys, from its source: name, type and comment."""
-    rows = re.findall(r"^    (\w+): ([^#\n]+?)(?:  # (.+))?$", inspect.getsource(record), re.MULTILINE)
-    lines = [f"| `{name}` | {_JSON_TYPES.get(kind, 'object')} | {comment} |\n" for name, kind, comment in rows]
+    keys = re.findall(r"^    (\w+): ([^#\n]+?)(?:  # (.+))?$", inspect.getsource(record), re.MULTILINE)
+    lines = [f"| `{name}` | {_JSON_TYPES.get(kind, 'object')} | {comment} |\n" for name, kind, comment in keys]
     return "".join(["| key | type | meaning |\n|---|---|---|\n", *lines])
 
 

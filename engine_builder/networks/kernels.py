@@ -25,7 +25,7 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
 ):  # fmt: skip
     # All keys fit into registers at once, so one softmax is enough. Keys and values are loaded once for several blocks
-    # of tokens, in two parts of 64 and TAIL text tokens, because 77 is far from a power of two.
+    # of tokens. They are loaded in two parts, of 64 and TAIL text tokens, because 77 is far from a power of two.
     entry, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     k = head * WIDTH + tl.arange(0, WIDTH)
     text, text_2 = tl.arange(0, 64), 64 + tl.arange(0, TAIL)

@@ -16,8 +16,8 @@ _TILES_CHANNELS = 128  # of one program, if it divides the channels; otherwise h
 def _winograd_tile_positions(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
 ):  # fmt: skip
-    # Returns the program's tiles, whether each exists, the program's channels, and for each tile its batch entry and
-    # the y and x of its first pixel.
+    # Returns the program's tiles, the mask of existing ones, the program's channels, and each tile's batch entry. Then
+    # the y and x of each tile's first pixel.
     down: tl.constexpr = (HEIGHT + 1) // 2
     across: tl.constexpr = (WIDTH + 1) // 2
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -52,8 +52,8 @@ class EagerLoop:
         images, states = self.images, [self._tensors[image] for image in self.images]
         x = torch.cat([state.x for state in states])  # float32 [images, channels, height/8, width/8]
         previous = torch.cat([state.previous for state in states])
-        now = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
-        coefficients = torch.from_numpy(np.stack(now)).to(x.device)  # [images, 7]
+        of_steps = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
+        coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 7]
         c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
         eps = self._predict_noise(c_in * x)
         advance(x, previous, eps, draw_noise(images, x), update)

@@ -234,8 +234,8 @@ class GraphLoop:
 
         The results of free slots are never read.
         """
-        now = self._coefficients[self._slot_indices, self._steps_done]  # [slots, 8]
-        c_in, *update, scale = now.T.reshape(now.shape[1], -1, 1, 1, 1)
+        coefficients = self._coefficients[self._slot_indices, self._steps_done]  # [slots, 8]
+        c_in, *update, scale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
         model_input = torch.mul(c_in, self._latents, out=self._model_input)
         sizes = [engine.bucket.batch.max for engine in engines]
         ends = list(accumulate(sizes, initial=0))

@@ -1,7 +1,7 @@
 """The state of an image, and the contract of a denoising loop: images of one size on one UNet, each at its own step.
 
-Each image's result is independent of the other images in the batch. Loops know nothing of requests, prompts, queues or
-HTTP; `model.pipeline` makes the image states and chooses the implementation.
+Each image's result is independent of the other images in the batch. Loops do not depend on requests, prompts, queues or
+HTTP: `model.pipeline` makes the image states and chooses the implementation.
 """
 
 from collections.abc import Collection, Sequence

@@ -19,8 +19,8 @@ def scale_by_step(params: GenerationParams) -> Floats:
 def embed_guidance(scales: Floats, width: int) -> torch.Tensor:
     """Embed guidance scales [steps] for a distilled UNet, float32 [steps, width].
 
-    Sines and cosines of 1000 * (scale - 1), as diffusers' `get_guidance_scale_embedding` computes them for Luo et al.
-    2023 (arXiv 2310.04378), section 4; the frequencies are those of Kingma et al. 2021 (arXiv 2107.00630).
+    The embedding is sines and cosines of 1000 * (scale - 1), as in diffusers' `get_guidance_scale_embedding`. Sources:
+    Luo et al. 2023 (arXiv 2310.04378), section 4; for the frequencies Kingma et al. 2021 (arXiv 2107.00630).
     """
     # The order of operations is diffusers': the sine of a number in the thousands depends on the number's last bit.
     half = width // 2

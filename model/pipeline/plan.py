@@ -49,7 +49,7 @@ class RequestPlan:
     first_loop: the loop that its images join first.
     unet_batch: batch entries of that loop's UNet that the first step of each image takes.
     init_sigma: the initial latents are init_sigma * N(0, 1).
-    tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if there is none).
+    tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if it is None).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
     encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
         fills it for the first image. Each image takes one, so the tensors are freed with the last.
@@ -81,10 +81,10 @@ class RequestPlan:
 
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
-    whole = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
-    schedules = [(BASE, whole)]
+    whole_schedule = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
+    schedules = [(BASE, whole_schedule)]
     if params.use_refiner:
-        base, refiner = split_schedule(whole, model.noise_schedules["base"], params.denoising_frac)
+        base, refiner = split_schedule(whole_schedule, model.noise_schedules["base"], params.denoising_frac)
         schedules = [(BASE, base), (REFINER, refiner)]
     scales, start = scale_by_step(params), 0
     denoise: dict[str, DenoisePlan] = {}
@@ -102,7 +102,7 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
         params,
         first_loop=(unet, params.height, params.width),
         unet_batch=2 if plan.guided else 1,
-        init_sigma=whole.init_sigma,
+        init_sigma=whole_schedule.init_sigma,
         tokens=tokens,
         denoise=denoise,
         warnings=_warnings(model, params, schedules[-1][1], dropped_tokens),

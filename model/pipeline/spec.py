@@ -16,7 +16,7 @@ from model.store.precision import Dtype
 Part = Literal["base", "refiner"]
 """The checkpoint that a component is read from, and the UNet that it serves."""
 Phase = Literal["prompt", "request", "step", "image"]
-"""How often a component runs: for each prompt, request, denoising step or finished image."""
+"""A component runs once for each prompt, request, denoising step or finished image."""
 BatchUnit = Literal["text", "timestep", "cfg_half", "image"]
 """The unit of a component's batch. Only the last two have a height and a width."""
 Stream = Literal["first_text", "text", "denoising", "decoding"]

@@ -2,7 +2,7 @@
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
 with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance. The
-runtime of the engines makes no difference here.
+engines may be of any runtime.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -39,8 +39,8 @@ def run_stages(
 ) -> list[ImageState]:
     """Run all stages of all images of these requests. Returns once the work is queued on the device.
 
-    `end_stage` is called with a stage's name once its work is queued: with the first stage's before the first loop, and
-    with that of each stage with a loop.
+    `end_stage` is called with a stage's name once its work is queued: for the first stage, which ends before the first
+    loop, and for each stage with a loop.
     """
     images = [(plan, image) for plan in plans for image in plan.images()]
     by_loop = _advance(runner, images)

@@ -16,7 +16,7 @@ def efficient_images(step_seconds: Iterable[tuple[int, float]]) -> int:
 
     `step_seconds`: pairs of images and the seconds of a step of as many, the fewest images first, at least one pair. It
     is read until a pair lowers the seconds per image by less than 10 %. A pair with more than twice the images of the
-    pair before counts as twice as many: without an engine in between, twice as many take its time too.
+    pair before counts as twice as many. No engine exists in between, so twice as many images take its time too.
     """
     efficient, seconds_per_image = 0, math.inf
     for images, seconds in step_seconds:

@@ -1,6 +1,6 @@
 """In-flight batching: one daemon thread advances every accepted image, one step at a time.
 
-Between two steps images join loops, leave them (finished, cancelled) and are decoded, so a new request waits for one
+Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
 itself; `model.scheduling.admission` limits how many run at once. Loops (one for each UNet and size) take turns of one
 step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
