@@ -1,7 +1,7 @@
-# Two commands for a newcomer: `make demo` and `make test`. Every target sets .venv up by itself.
+# Start with `make demo` and `make test`. Every target sets up .venv first.
 #
 #   make demo PROMPT="two green squares on a white background" SEED=3 OUT=squares.png
-#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    # no NVIDIA GPU: torch without CUDA's gigabytes
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu    # no NVIDIA GPU: torch without gigabytes of CUDA
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130 TORCH=2.11.0    # to build for config.yaml's torch
 
 PYTHON ?= python3.11
@@ -12,7 +12,7 @@ SEED ?= 7
 OUT ?= demo.png
 RELEASE ?= tiny-sdxl/1
 PORT ?= 8080
-# See truss/configs/cpu-demo.yaml: spinning threads starve each other on a machine that has other work.
+# Spinning threads slow each other down on a machine with other work; see truss/configs/cpu-demo.yaml.
 export OMP_WAIT_POLICY ?= PASSIVE
 
 BIN := .venv/bin
@@ -24,9 +24,9 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
 setup: $(READY)
 
-# The Truss server's own requirements come from the truss package, so that the server runs here on what it runs on
-# in the image; its pin of numpy below 2 gives way to ours, as config.yaml's does. Other versions are those that the
-# configs pin; torch has its own variable.
+# The requirements of the Truss server come from the truss package, so that the server runs with the same versions here
+# and in the image. Its pin of numpy below 2 is left out, as in config.yaml. The configs pin the other versions, except
+# torch's, which is the variable TORCH.
 $(READY): pyproject.toml truss/configs/cpu-demo.yaml
 	$(PYTHON) -m venv .venv
 	sed -n -e '/- torch==/d' -e 's/^  - \([a-z0-9-]*==[0-9.]*\)$$/\1/p' truss/configs/cpu-demo.yaml > .venv/pins.txt
@@ -49,19 +49,19 @@ serve: $(READY)
 test: $(READY)
 	$(BIN)/pytest
 
-# What takes minutes more than CI has: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
+# Tests that are too slow for CI: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
 slow: export PREHEAT_SLOW := 1
 slow: $(READY)
 	$(BIN)/pytest tests/builder -k onnx
 
-# Kills what fetches from the object store 50 times, each time at another moment.
+# Kills processes that fetch from the object store: 50 times, each time at another moment.
 soak: export PREHEAT_SOAK_KILLS ?= 50
 soak: export PREHEAT_REQUIRE_OBJECT_STORE := 1
 soak: $(READY)
 	$(BIN)/pytest tests/store -k kill_9
 
-# Some ten minutes on two cores: the real server under closed and open loops, 64 clients of which some leave, 1,000
-# images while its memory is watched, and 5,000 malformed and well-formed bodies.
+# About ten minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
+# during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies.
 load: export PREHEAT_LOAD_SECONDS ?= 120
 load: export PREHEAT_SOAK_IMAGES ?= 1000
 load: export PREHEAT_FUZZ_BODIES ?= 5000
@@ -69,11 +69,11 @@ load: $(READY)
 	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
 	$(BIN)/pytest tests/load
 
-# The site, into site/. A broken link fails it.
+# The site, in site/. A broken link is an error.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# PREHEAT_TENSORRT_STUBS: a folder with type stubs of the whole TensorRT module; without it typings/ has what is called.
+# PREHEAT_TENSORRT_STUBS: a folder with type stubs of the whole TensorRT module. Default: typings/, the called part.
 check: export MYPYPATH := $(PREHEAT_TENSORRT_STUBS)
 check: $(READY)
 	$(BIN)/ruff check

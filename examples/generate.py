@@ -4,7 +4,8 @@
     python generate.py "a red circle on a white background" --out circle.png --fields '{"seed": 2}'
 
 MODEL_URL or --url is the address of the model; the default is a local server. The key in BASETEN_API_KEY is sent only
-over https. A full queue (429) and an unavailable replica (503) are tried again, a limited number of times.
+over https. The request is repeated, a limited number of times, if the queue is full (429) or the replica is unavailable
+(503).
 """
 
 import argparse
@@ -24,7 +25,7 @@ LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 REPEATABLE = (429, 503)
 MAX_ATTEMPTS = 5
-MAX_WAIT_SECONDS = 60.0  # before one attempt: the longest Retry-After of a Preheat server
+MAX_WAIT_SECONDS = 60.0  # before one attempt; the longest Retry-After of a Preheat server
 
 
 class Failed(Exception):
@@ -38,7 +39,7 @@ def send(url: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
     if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
         headers["Authorization"] = f"Api-Key {key}"
     try:
-        # A proxy of the environment cannot reach a local server.
+        # A proxy from the environment cannot reach a local server.
         with httpx.Client(headers=headers, timeout=httpx.Timeout(timeout, connect=10), trust_env=secure) as client:
             for attempt in range(1, MAX_ATTEMPTS + 1):
                 answer = client.post(url, content=json.dumps(request))
@@ -48,10 +49,10 @@ def send(url: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
                 if seconds > MAX_WAIT_SECONDS:
                     break
                 print(f"{describe_refusal(answer)} Waiting {seconds:g} s.", file=sys.stderr)
-                # Without a random part, clients that are refused together return together.
+                # The random part spreads the attempts of clients that are refused at the same moment.
                 time.sleep(seconds + random.random())
     except httpx.TimeoutException as error:
-        raise Failed(f"{url} gave no answer within {timeout:g} s. Ask for less, or give a longer --timeout.") from error
+        raise Failed(f"{url} gave no answer within {timeout:g} s. Request less, or give a longer --timeout.") from error
     except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
         raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     if not answer.is_success:
@@ -65,12 +66,12 @@ def send(url: str, request: dict[str, Any], timeout: float) -> dict[str, Any]:
 
 def wait_seconds(answer: httpx.Response, attempt: int) -> float:
     """Return the seconds to wait before the next attempt: Retry-After, or 1, 2, 4, ... without one."""
-    given = answer.headers.get("Retry-After", "")
-    return float(given) if given.isdecimal() else float(2 ** (attempt - 1))
+    retry_after = answer.headers.get("Retry-After", "")
+    return float(retry_after) if retry_after.isdecimal() else float(2 ** (attempt - 1))
 
 
 def describe_refusal(answer: httpx.Response) -> str:
-    """Return the status, the server's message and what to do about it."""
+    """Return the status, the server's message and a remedy."""
     try:
         body = answer.json()
         reason = " ".join(str(body["error"]).split())
@@ -78,7 +79,7 @@ def describe_refusal(answer: httpx.Response) -> str:
         body, reason = {}, answer.text.strip()[:300] or "no reason given"
     text = f"{answer.status_code}: {reason}"
     if answer.status_code == 400:
-        # The field is a key of its own where the deployment refuses a value. Otherwise the message names it.
+        # The answer has the key `field` if the deployment refuses a value. Otherwise the message names the field.
         text += f" Change the field {body['field']}." if "field" in body else " Change the request."
     elif answer.status_code in (401, 403):
         text += " Check BASETEN_API_KEY."
@@ -90,7 +91,7 @@ def describe_refusal(answer: httpx.Response) -> str:
 
 
 def decode_images(response: dict[str, Any]) -> list[bytes]:
-    """Return the files of all images, in the order of their seeds. Raises Failed."""
+    """Return the bytes of each image's file, in the order of their seeds. Raises Failed."""
     try:
         images = [base64.b64decode(image["data"], validate=True) for image in response["images"]]
     except (KeyError, TypeError, ValueError):
@@ -101,7 +102,7 @@ def decode_images(response: dict[str, Any]) -> list[bytes]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that other programs see complete or not at all."""
+    """Write a file so that other programs never see a part of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
@@ -111,9 +112,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def generate(prompt: str, out: Path, fields: dict[str, Any], url: str, timeout: float) -> list[Path]:
-    """Request images and return their files: `out`, or `out-1`, `out-2`, ... if there are several. Raises Failed."""
+    """Request images, and return the paths: `out`, or `out-1`, `out-2`, ... if several. Raises Failed."""
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before the request, whose images would be lost
+        out.parent.mkdir(parents=True, exist_ok=True)  # before the request, because its images would be lost
         request = fields | {"prompt": prompt, "output_format": FORMATS[out.suffix.lower()]}
         response = send(url, request, timeout)
         images = decode_images(response)
@@ -129,7 +130,7 @@ def generate(prompt: str, out: Path, fields: dict[str, Any], url: str, timeout: 
 
 
 def image_path(text: str) -> Path:
-    """Parse --out, whose suffix chooses the format."""
+    """Parse --out. Its suffix selects the format."""
     path = Path(text)
     if path.suffix.lower() not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(FORMATS)}")
@@ -161,10 +162,12 @@ def positive(text: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Generate images with one request.")
     parser.add_argument("prompt")
-    parser.add_argument("--out", type=image_path, default=Path("image.png"), help="the file; its suffix is the format")
-    parser.add_argument("--fields", type=json_object, default={}, help="more fields of the request, as JSON")
+    parser.add_argument(
+        "--out", type=image_path, default=Path("image.png"), help="the file; its suffix selects the format"
+    )
+    parser.add_argument("--fields", type=json_object, default={}, help="other fields of the request, as JSON")
     parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
-    # Longer than a server's deadline (300 s unless configured), so that its own answer arrives.
+    # Longer than a server's deadline (300 s by default), so that the server can report its deadline.
     parser.add_argument("--timeout", type=positive, default=330.0, help="seconds to wait for one answer")
     options = parser.parse_args()
     try:

@@ -7,7 +7,7 @@
 # MODEL_URL is the address of the model; the default is a local server. The key in BASETEN_API_KEY is sent only over
 # https. A refusal prints the server's message and exits with status 1.
 set -euo pipefail
-export LC_ALL=C # the answer is one line of megabytes, which is searched faster as bytes
+export LC_ALL=C # the answer is one line of several megabytes, which tools search faster as bytes
 
 fail() {
   echo "error: $*" >&2
@@ -40,17 +40,17 @@ prompt=${prompt//\"/\\\"}
 prompt=${prompt//$'\n'/\\n}
 prompt=${prompt//$'\r'/\\r}
 prompt=${prompt//$'\t'/\\t}
-# The fields without their braces.
+# The fields without their outer braces.
 fields=${fields#\{}
 fields=${fields%\}}
 printf '{"prompt": "%s", "output_format": "%s"%s}' "$prompt" "$format" "${fields:+, $fields}" > "$work/request"
-# In a file, because other users can read the arguments of a process.
+# The key is in a file, because other users can read the arguments of a process.
 : > "$work/headers"
 if [[ $url == https://* && -n ${BASETEN_API_KEY:-} ]]; then
   printf 'Authorization: Api-Key %s\n' "$BASETEN_API_KEY" > "$work/headers"
 fi
 
-# Longer than a server's deadline (300 s unless configured), so that its own answer arrives.
+# Longer than a server's deadline (300 s by default), so that the server can report its deadline.
 status=$(curl --silent --show-error --connect-timeout 10 --max-time 330 --noproxy 127.0.0.1,localhost \
   --header "Content-Type: application/json" --header "@$work/headers" --data-binary "@$work/request" \
   --output "$work/answer" --write-out '%{http_code}' "$url" 2> "$work/reason") ||

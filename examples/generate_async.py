@@ -26,7 +26,7 @@ import httpx
 LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
 REPEATABLE = (429, 503)  # the queue is full; the replica is unavailable
 MAX_ATTEMPTS = 5
-MAX_WAIT_SECONDS = 60.0  # before one attempt: the longest Retry-After of a Preheat server
+MAX_WAIT_SECONDS = 60.0  # before one attempt; the longest Retry-After of a Preheat server
 
 
 class Failed(Exception):
@@ -38,14 +38,14 @@ async def send(client: httpx.AsyncClient, url: str, request: dict[str, Any]) -> 
     try:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             answer = await client.post(url, content=json.dumps(request))
-            given = answer.headers.get("Retry-After", "")
-            seconds = float(given) if given.isdecimal() else float(2 ** (attempt - 1))
+            retry_after = answer.headers.get("Retry-After", "")
+            seconds = float(retry_after) if retry_after.isdecimal() else float(2 ** (attempt - 1))
             if answer.status_code not in REPEATABLE or attempt == MAX_ATTEMPTS or seconds > MAX_WAIT_SECONDS:
                 break
-            # Without a random part, requests that are refused together return together.
+            # The random part spreads the attempts of requests that are refused at the same moment.
             await asyncio.sleep(seconds + random.random())
     except httpx.TimeoutException as error:
-        raise Failed(f"{url} gave no answer in time. Ask for less, or give a longer --timeout.") from error
+        raise Failed(f"{url} gave no answer in time. Request less, or give a longer --timeout.") from error
     except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
         raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     try:
@@ -63,7 +63,7 @@ async def send(client: httpx.AsyncClient, url: str, request: dict[str, Any]) -> 
 async def generate(
     client: httpx.AsyncClient, url: str, request: dict[str, Any], out: Path, slots: asyncio.Semaphore
 ) -> Path | Failed:
-    """Return the written file, or the reason why there is none."""
+    """Return the path of the written file, or the error."""
     try:
         async with slots:
             image = await send(client, url, request)
@@ -82,7 +82,7 @@ async def generate_all(requests: list[dict[str, Any]], folder: Path, url: str, c
     if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
         headers["Authorization"] = f"Api-Key {key}"
     failed, slots = 0, asyncio.Semaphore(concurrency)
-    # A proxy of the environment cannot reach a local server.
+    # A proxy from the environment cannot reach a local server.
     client = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(timeout, connect=10), trust_env=secure)
     # Ctrl-C cancels this function. The group then cancels its tasks, and each closes its connection.
     async with client, asyncio.TaskGroup() as group:
@@ -101,7 +101,7 @@ async def generate_all(requests: list[dict[str, Any]], folder: Path, url: str, c
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that other programs see complete or not at all."""
+    """Write a file so that other programs never see a part of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
@@ -143,10 +143,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Generate one image for each prompt.")
     parser.add_argument("prompts", nargs="+", metavar="prompt")
     parser.add_argument("--out", type=Path, default=Path("images"), help="the folder of the images")
-    parser.add_argument("--concurrency", type=count, default=4, help="requests in flight at most")
-    parser.add_argument("--fields", type=json_object, default={}, help="more fields of every request, as JSON")
+    parser.add_argument("--concurrency", type=count, default=4, help="largest number of requests in flight")
+    parser.add_argument("--fields", type=json_object, default={}, help="other fields of every request, as JSON")
     parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
-    # Longer than a server's deadline (300 s unless configured), so that its own answer arrives.
+    # Longer than a server's deadline (300 s by default), so that the server can report its deadline.
     parser.add_argument("--timeout", type=positive, default=330.0, help="seconds to wait for one answer")
     options = parser.parse_args()
     one_png = {"num_images": 1, "output_format": "png"}
@@ -155,10 +155,10 @@ def main() -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         failed = asyncio.run(generate_all(requests, options.out, options.url, options.concurrency, options.timeout))
     except OSError as error:
-        print(f"error: {options.out} is no folder: {error.strerror}. Give another --out.", file=sys.stderr)
+        print(f"error: {options.out} cannot be made: {error.strerror}. Give another --out.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted. The open requests are cancelled.", file=sys.stderr)
+        print("Interrupted. The requests in flight are cancelled.", file=sys.stderr)
         return 130
     return 1 if failed else 0
 

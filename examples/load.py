@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Send requests at a given rate for a given time, and report the latency: a load test with an open loop.
+"""Send requests at a given rate for a given time, and report the latency: an open-loop load test.
 
     python load.py --rate 2 --seconds 30 --fields '{"num_inference_steps": 20}'
 
-Arrivals are random (a Poisson process) and do not wait for earlier answers. A latency counts from the moment at which
-the request was due, so a slow client does not make the server look fast. A request that is refused with 429 is not
-repeated. The last line of the output is JSON. Exits with status 1 if a request failed, or if none finished.
+Arrivals are random (a Poisson process) and do not wait for earlier answers. A latency counts from the moment when the
+request was due, so a slow client does not hide a slow server. A request that is refused with 429 is not repeated. The
+last line of the output is JSON. Exits with status 1 if a request failed, or if none finished.
 
 MODEL_URL or --url is the address of the model; the default is a local server. The key in BASETEN_API_KEY is sent only
 over https. Requests to a deployed model cost money.
@@ -28,7 +28,7 @@ LOCAL_URL = "http://127.0.0.1:8080/v1/models/model:predict"
 
 
 class Failed(Exception):
-    """The model cannot be measured."""
+    """The model could not be measured."""
 
 
 @dataclass
@@ -51,15 +51,15 @@ def explain(answer: httpx.Response) -> str:
 
 
 async def check(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, dict[str, str]]:
-    """Send one request that is not measured. Return its number of images and its engine. Raises Failed."""
+    """Send one request that is not measured. Return the number of its images, and its engine. Raises Failed."""
     try:
         answer = await client.post(url, content=body)
     except httpx.TimeoutException as error:
-        raise Failed(f"{url} gave no answer in time. Ask for less, or give a longer --timeout.") from error
+        raise Failed(f"{url} gave no answer in time. Request less, or give a longer --timeout.") from error
     except (httpx.RequestError, httpx.InvalidURL, UnicodeError) as error:
         raise Failed(f"{url} cannot be reached: {error}. Check MODEL_URL, and that the server runs.") from error
     if not answer.is_success:
-        raise Failed(f"The first request got no image. {explain(answer)}")
+        raise Failed(f"The first request returned no image. {explain(answer)}")
     try:
         response = answer.json()
         return len(response["images"]), response["engine"]
@@ -68,6 +68,7 @@ async def check(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, di
 
 
 async def request_once(client: httpx.AsyncClient, url: str, body: str, due: float, results: Results) -> None:
+    """Send one request that was due at the time `due`, and add its answer to `results`."""
     try:
         answer = await client.post(url, content=body)
     except httpx.RequestError as error:
@@ -85,24 +86,24 @@ async def request_once(client: httpx.AsyncClient, url: str, body: str, due: floa
 
 
 async def run(url: str, body: str, rate: float, seconds: float, timeout: float, seed: int) -> dict[str, Any]:
-    """Return the report of a run. `seed` chooses the arrivals. Raises Failed."""
+    """Send the requests and return the report. `seed` selects the arrivals. Raises Failed."""
     secure = url.startswith("https://")
     headers = {"Content-Type": "application/json"}
     if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
         headers["Authorization"] = f"Api-Key {key}"
-    results, arrivals, chance = Results(), 0, random.Random(seed)
-    # No limit of connections: a request would wait for one, and the loop would no longer be open. A proxy of the
-    # environment cannot reach a local server.
+    results, arrivals, generator = Results(), 0, random.Random(seed)
+    # No limit of connections. Otherwise a request would wait for one, and the loop would no longer be open.
+    # A proxy from the environment cannot reach a local server.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=secure) as client:
         images, engine = await check(client, url, body)
         began = due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            while (due := due + chance.expovariate(rate)) < began + seconds:
+            while (due := due + generator.expovariate(rate)) < began + seconds:
                 await asyncio.sleep(due - time.perf_counter())
                 group.create_task(request_once(client, url, body, due, results))
                 arrivals += 1
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
     if results.first_failure:
         print(f"The first failure: {results.first_failure}", file=sys.stderr)
     ordered = sorted(results.latencies)
@@ -115,14 +116,14 @@ async def run(url: str, body: str, rate: float, seconds: float, timeout: float, 
         "p50_seconds": percentile(ordered, 50),
         "p90_seconds": percentile(ordered, 90),
         "p99_seconds": percentile(ordered, 99),
-        "images_per_second": round(len(ordered) * images / took, 3),
-        "seconds": round(took, 3),
+        "images_per_second": round(len(ordered) * images / elapsed, 3),
+        "seconds": round(elapsed, 3),
         "engine": engine,
     }
 
 
 def percentile(ordered: list[float], percent: int) -> float | None:
-    """Return the smallest value that `percent` of the values do not exceed, or None without values."""
+    """Return the smallest value that `percent` % of the values do not exceed, or None without values."""
     return round(ordered[math.ceil(len(ordered) * percent / 100) - 1], 4) if ordered else None
 
 
@@ -160,13 +161,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Send requests at a rate for a time, and report the latency.")
     parser.add_argument("--prompt", default="a red circle on a white background")
     parser.add_argument("--rate", type=positive, default=1.0, help="requests per second on average")
-    parser.add_argument("--seconds", type=positive, default=10.0, help="time in which requests arrive")
-    parser.add_argument("--fields", type=json_object, default={}, help="more fields of every request, as JSON")
+    parser.add_argument("--seconds", type=positive, default=10.0, help="seconds in which requests arrive")
+    parser.add_argument("--fields", type=json_object, default={}, help="other fields of every request, as JSON")
     parser.add_argument(
         "--arrivals-seed", dest="seed", type=int, default=0, help="the same seed gives the same arrivals"
     )
     parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
-    # Longer than a server's deadline (300 s unless configured), so that its own answer arrives.
+    # Longer than a server's deadline (300 s by default), so that the server can report its deadline.
     parser.add_argument("--timeout", type=positive, default=330.0, help="seconds to wait for one answer")
     options = parser.parse_args()
     body = json.dumps(options.fields | {"prompt": options.prompt, "stream": False})
@@ -176,7 +177,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted. The open requests are cancelled.", file=sys.stderr)
+        print("Interrupted. The requests in flight are cancelled.", file=sys.stderr)
         return 130
     show(report)
     return 1 if report["failed"] or not report["finished"] else 0

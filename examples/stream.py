@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Generate images with a streamed request: show the progress, and write previews while they are denoised.
+"""Generate images with a streamed request: show the progress, and write previews while the images are denoised.
 
     python stream.py "a red circle on a white background" --out circle.png
 
-Writes circle-preview-5.jpg after step 5, and so on, then circle.png. --show also prints each preview in terminals that
-know iTerm2's inline images. A read waits at most --timeout seconds; the server sends a line at least every second.
+Writes circle-preview-5.jpg after step 5, and so on, then circle.png. --show also prints each preview in terminals
+that support iTerm2's inline images. A read waits at most --timeout seconds; the server sends a line at least every
+second.
 
 MODEL_URL or --url is the address of the model; the default is a local server. The key in BASETEN_API_KEY is sent only
 over https.
@@ -37,7 +38,7 @@ def read_events(url: str, request: dict[str, Any], timeout: float) -> Iterator[d
     if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
         headers["Authorization"] = f"Api-Key {key}"
     try:
-        # A proxy of the environment cannot reach a local server.
+        # A proxy from the environment cannot reach a local server.
         with (
             httpx.Client(headers=headers, timeout=timeout, trust_env=secure) as client,
             client.stream("POST", url, content=json.dumps(request)) as answer,
@@ -56,7 +57,7 @@ def read_events(url: str, request: dict[str, Any], timeout: float) -> Iterator[d
 
 
 def describe_refusal(answer: httpx.Response) -> str:
-    """Return the status and the server's message, and when to try again."""
+    """Return the status, the server's message and the seconds to wait before another attempt."""
     try:
         reason = " ".join(str(answer.json()["error"]).split())
     except (ValueError, KeyError, TypeError):
@@ -66,17 +67,17 @@ def describe_refusal(answer: httpx.Response) -> str:
 
 
 def generate(request: dict[str, Any], out: Path, url: str, timeout: float, show: bool) -> list[Path]:
-    """Write previews and images as they arrive. Return the files of the images. Raises Failed."""
+    """Write previews and images as they arrive. Return the paths of the images. Raises Failed."""
     paths = []
     several = request.get("num_images", 1) != 1
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # before the request, whose images would be lost
+        out.parent.mkdir(parents=True, exist_ok=True)  # before the request, because its images would be lost
         for event in read_events(url, request, timeout):
             match event["event"]:
                 case "accepted":
-                    report(f"accepted: {event['steps']} steps, {event['ahead']} images wait before it")
+                    report(f"accepted: {event['steps']} steps, {event['ahead']} images are ahead")
                 case "heartbeat":
-                    report(f"waiting: {event['ahead']} images wait before it")
+                    report(f"waiting: {event['ahead']} images are ahead")
                 case "step":
                     report(f"step {event['step']} of {event['steps']}")
                     if "preview" in event:
@@ -96,18 +97,18 @@ def generate(request: dict[str, Any], out: Path, url: str, timeout: float, show:
     except OSError as error:
         raise Failed(f"{out} cannot be written: {error.strerror}. Give another --out.") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise Failed(f"{url} sent an event that is not valid. Check MODEL_URL.") from error
+        raise Failed(f"{url} sent an invalid event. Check MODEL_URL.") from error
     raise Failed(f"{url} ended the stream before the images were finished. Try again.")
 
 
 def report(text: str, last: bool = False) -> None:
-    """Show the progress: on one line of a terminal, else as lines of a log."""
+    """Show the progress on one line of a terminal, or else as lines of a log."""
     start, end = ("\r\033[K", "\n" if last else "") if sys.stderr.isatty() else ("", "\n")
     print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that other programs see complete or not at all."""
+    """Write a file so that other programs never see a part of it."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(data)
@@ -117,7 +118,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def image_path(text: str) -> Path:
-    """Parse --out, whose suffix chooses the format."""
+    """Parse --out. Its suffix selects the format."""
     path = Path(text)
     if path.suffix.lower() not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} must end in {', '.join(FORMATS)}")
@@ -149,8 +150,10 @@ def positive(text: str) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Generate images with a streamed request.")
     parser.add_argument("prompt")
-    parser.add_argument("--out", type=image_path, default=Path("image.png"), help="the file; its suffix is the format")
-    parser.add_argument("--fields", type=json_object, default={}, help="more fields of the request, as JSON")
+    parser.add_argument(
+        "--out", type=image_path, default=Path("image.png"), help="the file; its suffix selects the format"
+    )
+    parser.add_argument("--fields", type=json_object, default={}, help="other fields of the request, as JSON")
     parser.add_argument("--show", action="store_true", help="print previews in the terminal (iTerm2's inline images)")
     parser.add_argument("--url", default=os.environ.get("MODEL_URL") or LOCAL_URL)
     parser.add_argument("--timeout", type=positive, default=30.0, help="seconds to wait for the next line")

@@ -103,7 +103,7 @@ def test_sends_nothing_without_a_key(api: ManagementApi) -> None:
         ({"replicas": 2}, "replicas is 2"),
         ({"max_replica": "2"}, "max_replica is '2'"),
         ({"target_utilization_percentage": 101}, "target_utilization_percentage is 101"),
-        ([], "holds no object"),
+        ([], "does not hold an object"),
     ],
     ids=["order", "unknown", "type", "range", "list"],
 )

@@ -1,5 +1,5 @@
-# The part of TensorRT's Python interface that Preheat calls, as 10.16 and 11.4 both have it; for mypy, where the whole
-# interface is not at hand. See docs/tensorrt.md.
+# The part of TensorRT's Python interface that Preheat calls and that 10.16 and 11.4 share. mypy uses it if the stubs of
+# the whole interface are not installed. See docs/tensorrt.md.
 from collections.abc import Sequence
 from typing import ClassVar, SupportsInt
 
