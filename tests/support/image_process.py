@@ -12,12 +12,13 @@ from model.store.store import Store
 def run_in_image(
     script: str, layout: Layout, store: Store, release: str, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` in the image's folder, with an environment that names the release to serve."""
+    """Run `script` in the image's folder, with the image's environment and the release to serve."""
+    environment: dict[str, str] = layout.config.get("environment_variables") or {}
     path = [str(layout.app), *(entry for entry in sys.path if not (Path(entry) / "engine_builder").is_dir())]
     return subprocess.run(
         [sys.executable, "-S", "-P", "-c", f"import sys; sys.path[:] = {path!r}\n" + textwrap.dedent(script)],
         cwd=layout.app,
-        env={"PATH": "/usr/bin:/bin", "PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release},
+        env={**environment, "PATH": "/usr/bin:/bin", "PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -1,0 +1,34 @@
+"""Prediction requests to a real server, over HTTP."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from engine_builder.local_server.server import Server
+
+PREDICT_PATH = "/v1/models/model:predict"
+PROMPT = "a large red circle on a blue background"
+SMALL = {"prompt": PROMPT, "width": 64, "height": 64, "num_inference_steps": 2, "output_format": "png"}
+TIMEOUT_SECONDS = 180  # a request that waits this long fails
+
+
+@contextmanager
+def http_client(server: Server) -> Iterator[httpx.Client]:
+    """A client with enough connections for concurrent requests."""
+    limits = httpx.Limits(max_connections=64)
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+        yield client
+
+
+def post(client: httpx.Client, **request: object) -> httpx.Response:
+    return client.post(PREDICT_PATH, json=request)
+
+
+def predict(client: httpx.Client, **request: object) -> dict[str, Any]:
+    """Return the body of a response. Fails unless its status is 200."""
+    response = post(client, **request)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
