@@ -1,10 +1,11 @@
-"""Bodies made from the published schema, and bodies nearly so: every answer is a picture or says what was wrong.
+"""Request bodies generated from the published schema, valid and almost valid: each gets images or a clear refusal.
 
-PREHEAT_FUZZ_BODIES says how many: 300 unless told, 5,000 in `make load`. What would be drawn is made small first.
+PREHEAT_FUZZ_BODIES is their number: 300 by default, 5,000 in `make load`. Accepted sizes and counts are small.
 """
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,11 @@ from engine_builder.local_server.server import Server
 
 BODIES = int(os.environ.get("PREHEAT_FUZZ_BODIES", "300"))
 PREDICT = "/v1/models/model:predict"
-SECONDS = 60  # without an answer by then it hangs
-CHEAP = {"width": 64, "height": 64, "num_inference_steps": 2, "num_images": 1}
-# Answers: a picture, a refusal with its reason, or come again later.
-ALLOWED = {200, 400, 429}
+TIMEOUT_SECONDS = 60  # enough for any machine: a slower answer means that the server hangs
+SMALL_VALUES = {"width": 64, "height": 64, "num_inference_steps": 2, "num_images": 1}
+EXPECTED_STATUSES = {200, 400, 429}
 
-anything = st.recursive(
+any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
@@ -31,28 +31,28 @@ anything = st.recursive(
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, trust_env=False, timeout=SECONDS) as client:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def fields(client: httpx.Client) -> dict[str, Any]:
-    """The published schema's properties."""
-    published = client.get("/v1/models/model/schema").json()["input_schema"]
-    assert published["required"] == ["prompt"] and published["additionalProperties"] is False
-    return dict(published["properties"])
+def properties(client: httpx.Client) -> dict[str, Any]:
+    """The properties of the published schema of a request."""
+    schema = client.get("/v1/models/model/schema").json()["input_schema"]
+    assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
+    return dict(schema["properties"])
 
 
-def conforming(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that a property's schema takes."""
+def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy for values that a property's schema accepts."""
     if "anyOf" in schema:
-        return st.one_of([conforming(choice) for choice in schema["anyOf"]])
+        return st.one_of([valid_values(choice) for choice in schema["anyOf"]])
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     match schema["type"]:
         case "string":
-            most = min(schema["maxLength"], 200)
-            return st.text(st.characters(codec="utf-8"), min_size=schema.get("minLength", 0), max_size=most)
+            max_size = min(schema["maxLength"], 200)
+            return st.text(st.characters(codec="utf-8"), min_size=schema.get("minLength", 0), max_size=max_size)
         case "integer":
             return st.integers(schema["minimum"], schema["maximum"])
         case "number":
@@ -61,12 +61,12 @@ def conforming(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             return st.booleans()
         case "null":
             return st.none()
-    raise AssertionError(f"the schema has a property of a kind that nobody thought of: {schema}")
+    raise AssertionError(f"no strategy for this schema: {schema}")
 
 
-def near(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values just outside, of another type, or of the right type in the wrong clothes."""
-    choices = [anything, st.sampled_from(["", "0", "true", "null", "NaN", [], {}, [1], -1, 0, 1e308, 2**63, 2**70])]
+def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Return a strategy for values just outside the limits, of another type, or with unusual characters."""
+    choices = [any_json, st.sampled_from(["", "0", "true", "null", "NaN", [], {}, [1], -1, 0, 1e308, 2**63, 2**70])]
     for part in schema.get("anyOf", [schema]):
         if "maximum" in part:
             choices.append(st.sampled_from([part["minimum"] - 1, part["maximum"] + 1, part["maximum"] + 0.5]))
@@ -76,53 +76,52 @@ def near(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def bodies(draw: st.DrawFn, fields: dict[str, Any]) -> bytes:
-    """A JSON text: schema-shaped, or with one to three fields nearly so, unknown, missing, or the text itself cut."""
-    chosen = draw(st.sets(st.sampled_from(sorted(fields.keys() - {"prompt"}))))
-    body = {name: draw(conforming(fields[name])) for name in sorted(chosen | {"prompt"})}
-    wrong = draw(st.integers(0, 3))
-    for name in draw(st.lists(st.sampled_from(sorted(fields)), min_size=wrong, max_size=wrong)):
-        body[name] = draw(near(fields[name]))
+def bodies(draw: st.DrawFn, properties: dict[str, Any]) -> bytes:
+    """Generate JSON of valid values with up to three invalid ones, an unknown or missing field, or cut text."""
+    names = draw(st.sets(st.sampled_from(sorted(properties.keys() - {"prompt"}))))
+    body = {name: draw(valid_values(properties[name])) for name in sorted(names | {"prompt"})}
+    invalid_count = draw(st.integers(0, 3))
+    for name in draw(st.lists(st.sampled_from(sorted(properties)), min_size=invalid_count, max_size=invalid_count)):
+        body[name] = draw(invalid_values(properties[name]))
     if draw(st.integers(0, 9)) == 0:
-        body[draw(st.text(max_size=10))] = draw(anything)
+        body[draw(st.text(max_size=10))] = draw(any_json)
     if draw(st.integers(0, 19)) == 0:
         del body["prompt"]
-    # Whatever of it is drawn costs little: sizes and counts that are accepted become small ones.
-    for name, cheap in CHEAP.items():
-        value = body.get(name, fields[name].get("default"))
+    # Accepted sizes and counts become small, so that each image takes little time.
+    for name, small in SMALL_VALUES.items():
+        value = body.get(name, properties[name].get("default"))
         if value is None or type(value) is int:
-            accepted = next(part for part in fields[name].get("anyOf", [fields[name]]) if "minimum" in part)
-            if value is None or accepted["minimum"] <= value <= accepted["maximum"]:
-                body[name] = (
-                    cheap if not (name in ("width", "height") and draw(st.integers(0, 4)) == 0) else value or 65
-                )
+            limits = next(part for part in properties[name].get("anyOf", [properties[name]]) if "minimum" in part)
+            if value is None or limits["minimum"] <= value <= limits["maximum"]:
+                keeps_size = name in ("width", "height") and draw(st.integers(0, 4)) == 0
+                body[name] = (value or 65) if keeps_size else small
     text = json.dumps(body).encode()
     if draw(st.integers(0, 19)) == 0:
         text = text[: draw(st.integers(0, len(text)))]
     return text
 
 
-def test_no_body_breaks_the_server(client: httpx.Client, fields: dict[str, Any]) -> None:
-    seen: dict[int, int] = {}
+def test_no_body_breaks_the_server(client: httpx.Client, properties: dict[str, Any]) -> None:
+    statuses: Counter[int] = Counter()
 
     @settings(
         max_examples=BODIES, deadline=None, derandomize=True, database=None,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    @given(body=bodies(fields))
+    @given(body=bodies(properties))
     def send(body: bytes) -> None:
         answer = client.post(PREDICT, content=body, headers={"Content-Type": "application/json"})
-        seen[answer.status_code] = seen.get(answer.status_code, 0) + 1
-        assert answer.status_code in ALLOWED, f"{answer.status_code} {answer.text[:500]} for {body[:500]!r}"
+        statuses[answer.status_code] += 1
+        assert answer.status_code in EXPECTED_STATUSES, f"{answer.status_code} {answer.text[:500]} for {body[:500]!r}"
         if answer.status_code == 200 and answer.headers["Content-Type"] == "application/x-ndjson":
-            lines = [json.loads(line) for line in answer.text.splitlines()]
-            assert lines[0]["event"] == "accepted" and lines[-1]["event"] == "done", lines[-1]
+            events = [json.loads(line) for line in answer.text.splitlines()]
+            assert events[0]["event"] == "accepted" and events[-1]["event"] == "done", events[-1]
         elif answer.status_code == 200:
             assert answer.json()["images"]
         else:
             assert answer.json()["error"] and len(answer.text) < 4_000
 
     send()
-    assert sum(seen.values()) >= BODIES * 0.9
-    assert seen[200] > BODIES / 50 and seen[400] > BODIES / 5, f"one-sided bodies prove little: {seen}"
+    assert statuses.total() >= BODIES * 0.9
+    assert statuses[200] > BODIES / 50 and statuses[400] > BODIES / 5, f"too few of one kind: {statuses}"
     assert client.get("/v1/models/model").status_code == 200

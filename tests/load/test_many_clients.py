@@ -1,0 +1,184 @@
+"""Many clients at once, some of which disconnect: all others get their own images, and health checks are answered.
+
+Both tests take minutes, so they are skipped without their variable. PREHEAT_LOAD_SECONDS is the duration of the load
+(120 in `make load`). PREHEAT_SOAK_IMAGES is the number of images that are generated while the server's memory is
+watched (1,000 in `make load`).
+"""
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+from PIL import Image
+
+from engine_builder.local_server.server import Server
+
+PREDICT = "/v1/models/model:predict"
+CLIENTS = 64
+DISCONNECT_SHARE = 0.2  # of the requests
+STREAM_SHARE = 0.3
+LOAD_SECONDS = float(os.environ.get("PREHEAT_LOAD_SECONDS", "0"))
+SOAK_IMAGES = int(os.environ.get("PREHEAT_SOAK_IMAGES", "0"))
+TIMEOUT_SECONDS = 300
+
+# Prompts, sizes, samplers, steps and guidance that share batches in every combination.
+REQUESTS: list[dict[str, Any]] = [
+    {
+        "prompt": ["a red circle", "two green squares on white", "a blue line"][number % 3],
+        "width": [64, 96, 128][number % 3],
+        "height": [64, 96][number % 2],
+        "scheduler": ["Euler", "Euler a", "DDIM", "DPM++ 2M", "DPM++ 2M SDE Karras"][number % 5],
+        "num_inference_steps": 2 + number % 4,
+        "guidance_scale": [7.5, 1.0][number % 2],
+        "use_refiner": number % 4 == 0,
+        "num_images": 1 + number % 2,
+        "seed": number,
+        "output_format": "png",
+    }
+    for number in range(24)
+]
+
+# Checks the health twenty times a second until its standard input is closed. A check that takes longer than a
+# platform would wait has failed.
+HEALTH_PROBE = """
+import json, sys, threading, time, httpx
+closed, seconds, failed, delay = threading.Event(), [], 0, 0.0
+threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+with httpx.Client(base_url=sys.argv[1], trust_env=False, timeout=5) as client:
+    while True:
+        waiting_since = time.perf_counter()
+        if closed.wait(0.05):
+            break
+        started = time.perf_counter()
+        delay = max(delay, started - waiting_since - 0.05)
+        try:
+            failed += client.get("/v1/models/model").status_code != 200
+        except httpx.HTTPError:
+            failed += 1
+        seconds.append(time.perf_counter() - started)
+print(json.dumps({"seconds": sorted(seconds), "failed": failed, "delay": delay}))
+"""
+
+
+class HealthProbe:
+    """A process that checks the server's health while the `with` block runs.
+
+    In this process, the answers would wait for 64 clients and the decoding of their images.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.seconds: list[float] = []
+        """Duration of each check, sorted."""
+        self.failed = 0
+        self.delay_seconds = 0.0
+        """The longest time that the machine kept the probe itself from running."""
+        self._url = url
+
+    def __enter__(self) -> "HealthProbe":
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HEALTH_PROBE, self._url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        output, _ = self._process.communicate()
+        report = json.loads(output)
+        self.seconds, self.failed, self.delay_seconds = report["seconds"], report["failed"], report["delay"]
+
+
+def decoded_images(body: dict[str, Any]) -> list[npt.NDArray[np.uint8]]:
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(image["data"])))) for image in body["images"]]
+
+
+def body_of_stream(answer: httpx.Response) -> dict[str, Any]:
+    """Return the images of a completed stream like the body of an answer without streaming."""
+    events = [json.loads(line) for line in answer.text.splitlines()]
+    assert events[-1]["event"] == "done", events[-1]
+    images = [event for event in events if event["event"] == "image"]
+    return {"images": sorted(images, key=lambda image: image["index"])}
+
+
+@pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make load`")
+def test_each_client_gets_its_own_images(server: Server, show_progress: Callable[[str], None]) -> None:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+        expected = [decoded_images(client.post(PREDICT, json=request).json()) for request in REQUESTS]
+    counts: Counter[str] = Counter()
+    errors: list[str] = []
+
+    async def send_requests(number: int, client: httpx.AsyncClient, end: float) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            index = rng.randrange(len(REQUESTS))
+            request = REQUESTS[index] | {"stream": rng.random() < STREAM_SHARE}
+            try:
+                if rng.random() < DISCONNECT_SHARE:
+                    async with asyncio.timeout(rng.uniform(0, 2)):
+                        await client.post(PREDICT, json=request)
+                    counts["answered before disconnecting"] += 1
+                    continue
+                answer = await client.post(PREDICT, json=request)
+            except TimeoutError:
+                counts["disconnected"] += 1
+                continue
+            if answer.status_code == 429:
+                counts["refused"] += 1
+                await asyncio.sleep(rng.uniform(0.5, 1) * int(answer.headers["Retry-After"]))
+                continue
+            counts[str(answer.status_code)] += 1
+            if answer.status_code != 200:
+                errors.append(f"{answer.status_code} {answer.text[:200]}")
+                continue
+            images = decoded_images(body_of_stream(answer) if request["stream"] else answer.json())
+            for image, expected_image in zip(images, expected[index], strict=True):
+                if np.abs(image.astype(int) - expected_image.astype(int)).max() > 1:
+                    errors.append(f"request {index} got another image")
+
+    async def run_clients() -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS, limits=limits
+        ) as client:
+            end = time.monotonic() + LOAD_SECONDS
+            await asyncio.gather(*(send_requests(number, client, end) for number in range(CLIENTS)))
+
+    with HealthProbe(server.url) as probe:
+        asyncio.run(run_clients())
+    p50, p99 = (probe.seconds[len(probe.seconds) * percent // 100] * 1000 for percent in (50, 99))
+    show_progress(
+        f"{CLIENTS} clients for {LOAD_SECONDS:g} s: {dict(counts)}; {len(probe.seconds)} health checks: "
+        f"p50 {p50:.1f} ms, p99 {p99:.1f} ms, slowest {probe.seconds[-1] * 1000:.1f} ms; "
+        f"longest delay of the probe itself: {probe.delay_seconds * 1000:.0f} ms"
+    )
+    assert errors == []
+    assert counts["200"] > CLIENTS and counts["disconnected"] > 0
+    assert probe.failed == 0
+
+
+@pytest.mark.skipif(not SOAK_IMAGES, reason="takes minutes: set PREHEAT_SOAK_IMAGES=1000, or run `make load`")
+def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], None]) -> None:
+    """The limit is 2 % more than after the first hundred images."""
+    process = psutil.Process(server.pid)
+    resident_bytes: list[int] = []
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
+        for done in range(0, SOAK_IMAGES, 4):
+            request = REQUESTS[done % len(REQUESTS)] | {"num_images": 4, "stream": done % 3 == 0}
+            answer = client.post(PREDICT, json=request)
+            assert answer.status_code == 200, answer.text[:200]
+            if (done + 4) % 100 == 0:
+                resident_bytes.append(process.memory_info().rss)
+    show_progress("resident MiB after each 100 images: " + ", ".join(f"{size / 2**20:.0f}" for size in resident_bytes))
+    assert max(resident_bytes[1:]) < 1.02 * resident_bytes[0]
