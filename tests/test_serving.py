@@ -190,6 +190,7 @@ def test_measures_the_cold_start(client: httpx.Client) -> None:
         ("release", ConfigError, r"\ANo release is configured\. Set model_metadata\.preheat\.release"),
         (None, ReleaseNotFound, r"\ARelease tiny-sdxl/never was not found in file://.*tiny-sdxl/"),
     ],
+    ids=["no store", "no release", "unknown release"],
 )
 def test_load_reports_a_release_that_is_missing(
     missing: str | None, error: type[PreheatError], message: str, store: Store, monkeypatch: pytest.MonkeyPatch

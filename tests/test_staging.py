@@ -1,4 +1,4 @@
-"""Streaming of weights to a device: through small slots, in any pieces, by several threads, verified.
+"""Weights are streamed to a device through small slots, in any pieces, by several threads, and verified.
 
 On the CPU each copy is complete on return. `LateLane` imitates a device that copies late.
 """
@@ -19,13 +19,13 @@ from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
 from model.store.manifest import Blob
 from model.store.sink import Sink
-from model.weights import stream as streaming
 from model.weights.cache import WeightsCache
 from model.weights.safetensors_header import Extent
-from model.weights.stream import SLOTS, CopyLane, stream_weights, tensor_view
+from model.weights.stream import CopyLane, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
 from tests.support.releases import NAME, cpu_target, put_blob
+from tests.support.waiting import TIMEOUT_SECONDS
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -36,22 +36,22 @@ def store(tmp_path: Path) -> WritableLocalStore:
     return WritableLocalStore(tmp_path / "store")
 
 
-def some(seed: int, count: int = 12) -> Tensors:
-    """Make tensors of odd sizes and several dtypes, with an empty and a scalar one."""
+def make_tensors(seed: int, count: int = 12) -> Tensors:
+    """Return tensors of odd sizes and several dtypes, with an empty and a scalar one."""
     rng = random.Random(seed)
-    made: Tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(float(seed)), "many": torch.arange(20_000)}
+    tensors: Tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(float(seed)), "many": torch.arange(20_000)}
     for number in range(count):
         shape = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 4))]
         dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.bool])
-        made[f"{number}"] = (torch.rand(shape, generator=torch.Generator().manual_seed(number)) * 9).to(dtype)
-    return made
+        tensors[f"{number}"] = (torch.rand(shape, generator=torch.Generator().manual_seed(number)) * 9).to(dtype)
+    return tensors
 
 
-def same(given: Tensors, expected: Tensors) -> None:
-    assert given.keys() == expected.keys()
+def assert_equal(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert given[name].dtype == tensor.dtype and given[name].shape == tensor.shape, name
-        assert torch.equal(given[name], tensor), name
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
+        assert torch.equal(actual[name], tensor), name
 
 
 class SmallLane(CopyLane):
@@ -61,76 +61,90 @@ class SmallLane(CopyLane):
         super().__init__(device, slot_bytes=4096)
 
 
-class LateLane(CopyLane):
+class LateLane(SmallLane):
     """Copies as late as allowed: when the slot is reused, or when all copies are awaited."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, slot_bytes=4096)
-        self._ordered: list[list[tuple[torch.Tensor, int]]] = [[] for _ in range(SLOTS)]
-
-    def _copy_now(self, slot: int) -> None:
-        for target, at in self._ordered[slot]:
-            target.copy_(self._slots[slot][at : at + target.numel()])
-        self._ordered[slot] = []
+        super().__init__(device)
+        self._slot = memoryview(b"")
+        self._delayed: list[tuple[memoryview, torch.Tensor, int]] = []  # slot, target, offset in the slot
 
     def free_slot(self) -> memoryview:
-        self._copy_now((self._current + 1) % SLOTS)
-        return super().free_slot()
+        self._slot = super().free_slot()
+        self._copy([entry for entry in self._delayed if entry[0] is self._slot])
+        self._delayed = [entry for entry in self._delayed if entry[0] is not self._slot]
+        return self._slot
 
     def copy(self, pieces: Iterable[tuple[torch.Tensor, int]]) -> None:
-        self._ordered[self._current] += pieces
+        self._delayed += [(self._slot, target, offset) for target, offset in pieces]
 
     def finish(self) -> None:
-        for turn in range(SLOTS):
-            self._copy_now((self._current + 1 + turn) % SLOTS)
+        self._copy(self._delayed)
+        self._delayed = []
+
+    def _copy(self, delayed: list[tuple[memoryview, torch.Tensor, int]]) -> None:
+        for slot, target, offset in delayed:
+            target.copy_(torch.frombuffer(slot, dtype=torch.uint8, count=target.numel(), offset=offset))
+
+
+class RecordingStore(WritableLocalStore):
+    """Records the digests of streamed blobs."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.streamed: list[str] = []
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        super().stream(digest, size, sink)
+        self.streamed.append(digest)
 
 
 @pytest.mark.parametrize("lane", [CopyLane, SmallLane, LateLane])
 @pytest.mark.parametrize("threads", [1, 3, None])
 def test_tensors_arrive_unchanged(store: WritableLocalStore, lane: type[CopyLane], threads: int | None) -> None:
-    groups = [some(seed) for seed in range(5)]
-    blobs = [put_blob(store, save(group)) for group in groups]
-    arrived = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
-    for blob, group in zip(blobs, groups, strict=True):
-        same(arrived[blob.sha256], group)
+    expected = [make_tensors(seed) for seed in range(5)]
+    blobs = [put_blob(store, save(tensors)) for tensors in expected]
+    streamed = stream_weights(store, blobs + blobs[:1], CPU, threads, lane)
+    for blob, tensors in zip(blobs, expected, strict=True):
+        assert_equal(streamed[blob.sha256], tensors)
 
 
 def test_empty_tensor_is_on_the_device() -> None:
     """`meta` represents any device other than the CPU."""
     for shape in ((0, 4), (3,)):
         data = torch.empty(4 * math.prod(shape), dtype=torch.uint8, device="meta")
-        made = tensor_view(data, Extent("F32", shape, 0, data.numel()))
-        assert made.shape == shape and made.device.type == "meta" and made.dtype == torch.float32
+        tensor = tensor_view(data, Extent("F32", shape, 0, data.numel()))
+        assert tensor.shape == shape and tensor.device.type == "meta" and tensor.dtype == torch.float32
 
 
 def test_tensors_are_aligned_to_256_bytes(store: WritableLocalStore) -> None:
-    blob = put_blob(store, save(some(1)))
+    blob = put_blob(store, save(make_tensors(1)))
     [tensors] = stream_weights(store, [blob], CPU).values()
     base = min(tensor.data_ptr() for tensor in tensors.values() if tensor.numel())
     assert all((tensor.data_ptr() - base) % 256 == 0 for tensor in tensors.values() if tensor.numel())
 
 
 def test_each_thread_has_its_own_lane(store: WritableLocalStore) -> None:
-    together = threading.Barrier(3, timeout=60)
+    three_read = threading.Barrier(3, timeout=TIMEOUT_SECONDS)
 
-    class Meeting(WritableLocalStore):
+    class MeetingStore(WritableLocalStore):
         def stream(self, digest: str, size: int, sink: Sink) -> None:
-            together.wait()  # passes only if three blobs are read concurrently
+            three_read.wait()  # passes only if three blobs are read concurrently
             super().stream(digest, size, sink)
 
-    blobs = [put_blob(store, save(some(seed))) for seed in range(3)]
-    made: list[CopyLane] = []
+    blobs = [put_blob(store, save(make_tensors(seed))) for seed in range(3)]
+    lanes: list[CopyLane] = []
 
-    def lane(device: torch.device) -> CopyLane:
-        made.append(CopyLane(device))
-        return made[-1]
+    def make_lane(device: torch.device) -> CopyLane:
+        lanes.append(CopyLane(device))
+        return lanes[-1]
 
-    assert len(stream_weights(Meeting(store.root), blobs, CPU, 3, lane)) == len(made) == 3
+    assert len(stream_weights(MeetingStore(store.root), blobs, CPU, 3, make_lane)) == len(lanes) == 3
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_one_wrong_byte_returns_nothing(store: WritableLocalStore, threads: int) -> None:
-    blobs = [put_blob(store, save(some(seed))) for seed in range(4)]
+    blobs = [put_blob(store, save(make_tensors(seed))) for seed in range(4)]
     path = store.root / "blobs" / "sha256" / blobs[2].sha256
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -143,13 +157,13 @@ def test_one_wrong_byte_returns_nothing(store: WritableLocalStore, threads: int)
 @pytest.mark.parametrize("readable", [True, False])
 def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalStore) -> None:
     """An S3 store may stream a blob twice. The first copy here has another header, or an invalid one."""
-    good = save(some(2, 5))
+    good = save(make_tensors(2, 5))
     overhead = len(save({"x": torch.zeros(len(good), dtype=torch.uint8)})) - len(good)
     bad = save({"x": torch.ones(len(good) - overhead, dtype=torch.uint8)})
     assert len(bad) == len(good)
     bad = bad if readable else bytes([1]) * len(good)
 
-    class Twice(WritableLocalStore):
+    class RepeatingStore(WritableLocalStore):
         def stream(self, digest: str, size: int, sink: Sink) -> None:
             for data in (bad, good):
                 at = 0
@@ -159,11 +173,12 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
                     sink.filled(at, buffer)
                     at += len(buffer)
 
-    [tensors] = stream_weights(Twice(store.root), [Blob(sha256="0" * 64, bytes=len(good))], CPU, 1, LateLane).values()
-    same(tensors, some(2, 5))
+    blob = Blob(sha256="0" * 64, bytes=len(good))
+    [tensors] = stream_weights(RepeatingStore(store.root), [blob], CPU, 1, LateLane).values()
+    assert_equal(tensors, make_tensors(2, 5))
 
 
-def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> None:
     """As on a GPU: weights stream while other blobs are fetched and verified."""
     store.write_release(releases.draft(store, releases.compiled_toy()))
     cold_start = ColdStart()
@@ -172,50 +187,47 @@ def test_loads_release_through_the_slots(store: WritableLocalStore, monkeypatch:
     for seed, name in enumerate(BASE_COMPONENTS):
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], releases.Toy(seed)(x)[0])
     assert {"resolve", "fetch", "verify", "stream", "weights", "engines"} <= cold_start.phases.keys()
-    path = next(iter(store.read_release(NAME).weights[0].blobs)).sha256
-    file = store.root / "blobs" / "sha256" / path
+    digest = store.read_release(NAME).weights[0].blobs[0].sha256
+    file = store.root / "blobs" / "sha256" / digest
     file.write_bytes(file.read_bytes()[:-1] + b"\7")
-    with pytest.raises(CorruptBlob, match=path[:12]):
+    with pytest.raises(CorruptBlob, match=digest[:12]):
         load_release(store, NAME, [cpu_target()], [], ColdStart())
 
 
-def test_failing_load_stops_streaming(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.write_release(releases.draft(store, releases.compiled_toy()))
-    monkeypatch.setattr(streaming, "MAX_THREADS", 1)
-    begun, failed = threading.Event(), threading.Event()
-    streamed: list[str] = []
+def test_failing_load_stops_streaming(tmp_path: Path) -> None:
+    begun, failed, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def stream(self: WritableLocalStore, digest: str, size: int, sink: Sink) -> None:
-        begun.set()
-        assert failed.wait(60)
-        streamed.append(digest)
+    class FailingStore(RecordingStore):
+        def stream(self, digest: str, size: int, sink: Sink) -> None:
+            begun.set()
+            if failed.is_set():
+                ended.wait(1)  # gives the failed load the time to stop the others
+            assert failed.wait(TIMEOUT_SECONDS)
+            super().stream(digest, size, sink)
 
-    def fetch(self: WritableLocalStore, blobs: Iterable[Blob]) -> None:
-        assert begun.wait(60)
-        threading.Timer(0.2, failed.set).start()  # the load waits for the running blob
-        raise StoreError("The store is offline.")
+        def fetch(self, blobs: Iterable[Blob]) -> None:
+            assert begun.wait(TIMEOUT_SECONDS)
+            failed.set()
+            raise StoreError("The store is offline.")
 
-    monkeypatch.setattr(WritableLocalStore, "stream", stream)
-    monkeypatch.setattr(WritableLocalStore, "fetch", fetch)
+    store = FailingStore(tmp_path / "store")
+    manifest = releases.draft(store, refiner=True)
+    store.write_release(manifest)
     with pytest.raises(StoreError, match="offline"):
         load_release(store, NAME, [cpu_target()], [], ColdStart())
-    assert len(streamed) == 1
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
+    ended.set()
+    assert not threads
+    assert len(store.streamed) < len({blob.sha256 for record in manifest.weights for blob in record.blobs})
 
 
-def test_shared_weights_are_streamed_once(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_weights_are_streamed_once(tmp_path: Path) -> None:
+    store = RecordingStore(tmp_path / "store")
     manifest = releases.draft(store)
-    streamed: list[str] = []
-    stream = WritableLocalStore.stream
-    monkeypatch.setattr(
-        WritableLocalStore,
-        "stream",
-        lambda self, digest, size, sink: (streamed.append(digest), stream(self, digest, size, sink)),
-    )
     cache = WeightsCache(store, CPU)
     one = manifest.weights[0]
     other = manifest.weights[1].model_copy(update={"blobs": one.blobs})
     cache.begin([one, other], ColdStart())
     first, second = cache.load(one), cache.load(other)
     assert all(first[name] is second[name] for name in first)
-    assert sorted(streamed) == sorted(blob.sha256 for blob in one.blobs)
+    assert sorted(store.streamed) == sorted(blob.sha256 for blob in one.blobs)
