@@ -1,10 +1,11 @@
-"""A cold start without the Truss server: this process loads a release and generates one image.
+"""Measure a cold start without the Truss server: this process loads a release and generates one image.
 
-For machines without Truss, and to separate this code's share of a start. Imports model/ only:
+For machines without Truss, and to separate Preheat's share of a start from Truss's. Imports only model/:
 
     python -m engine_builder.benchmarks.bare_start STORE NAME/1 --steps 30 --size 1024x1024
 
-Prints the phases and ends with one JSON line. Seconds count from the start of the process, without its interpreter's.
+Prints the phases, and one JSON line at the end. Seconds count from the start of the process; the interpreter's own
+start is not included.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> None:
 
 
 def run(settings: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-    """Load, generate, and print the phases. Returns them with the response's timings."""
+    """Load a release, generate an image, and print the phases. Returns them with the response's timings."""
     from model.model import Model
 
     model = Model(config={"model_metadata": {"preheat": settings}}, secrets={})
@@ -42,22 +43,22 @@ def run(settings: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
 
     from model.api.request import GenerationRequest
 
-    async def disconnected() -> Any:
-        await asyncio.sleep(3600)
+    async def receive() -> Any:
+        await asyncio.sleep(3600)  # the client never disconnects
 
-    http = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, disconnected)
+    http = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
     began = time.perf_counter()
     response = asyncio.run(model.predict(GenerationRequest(**request), http))
-    seconds_of_request = time.perf_counter() - began
+    request_seconds = time.perf_counter() - began
     answer = json.loads(response.body)
     if response.status_code != 200:
         raise SystemExit(f"The request returned no image: {answer}")
     phases: dict[str, float] = dict(model._cold_start.phases)
-    for phase, seconds in (phases | {"first request": seconds_of_request}).items():
+    for phase, seconds in (phases | {"first request": request_seconds}).items():
         print(f"{seconds:8.3f} s  {phase}")
     return {
         "phases": phases,
-        "request_seconds": round(seconds_of_request, 4),
+        "request_seconds": round(request_seconds, 4),
         "timings": answer["timings"],
         "engine": answer["engine"],
     }

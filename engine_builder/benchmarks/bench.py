@@ -1,8 +1,8 @@
-"""Latency of a loaded release in this process, by stage.
+"""Measure the latency of a loaded release in this process, by stage.
 
-A benchmark generates the same request many times: warm-ups first, then counted runs. Candidates of a comparison take
-turns in one process, so that changing clocks of the host or the GPU affect all alike. Each turn has a few runs, and its
-first is not counted, so that each candidate is measured on a device as warm as its own work makes it.
+A benchmark generates the same request many times: warm-ups first, then counted runs. Candidates of a comparison
+alternate after a few runs each, so that changing clocks of the host or the GPU affect all alike. The first run after a
+change is not counted, so that each candidate is measured on a device that its own work has warmed.
 
 Imports model/, torch and the standard library, so it runs where the server image runs.
 """
@@ -30,9 +30,9 @@ from model.scheduling.output_workers import THREADS
 from model.settings import ServedBucket, read_settings
 from model.store.store import open_store
 
-_RUNS_PER_TURN = 4  # counted ones
+_ALTERNATING_RUNS = 4  # counted runs of a candidate before the next candidate
 Work = Callable[[], dict[str, float]]
-"""Generates one request. Returns the milliseconds of its stages."""
+"""Generates the images of one request, and returns the milliseconds of its stages."""
 
 
 def release_parser(description: str | None) -> argparse.ArgumentParser:
@@ -44,27 +44,29 @@ def release_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_here(store: str, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
-    """Load a release as a server would, with the settings of the environment. Raises as `load_release` does."""
+def load_in_process(store: str, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
+    """Load a release as a server does, with the settings of the environment. Raises as `load_release` does."""
     settings = read_settings()
-    opened = open_store(store, settings.store_options())
-    return load_release(opened, release, targets_here(settings.runtime), buckets, ColdStart(), settings.public_key)
+    opened_store = open_store(store, settings.store_options())
+    return load_release(
+        opened_store, release, targets_here(settings.runtime), buckets, ColdStart(), settings.public_key
+    )
 
 
 def measure(works: Sequence[Work], warm_ups: int, runs: int) -> list[tuple[list[float], dict[str, float]]]:
-    """Warm up each of `works`, then let them take turns.
+    """Warm up each of `works`, then run them alternately.
 
-    Returns for each the milliseconds of its counted runs, and the median milliseconds of its stages.
+    Returns for each of them the milliseconds of its counted runs, and the median milliseconds of its stages.
     """
     for work in works:
         for _ in range(warm_ups):
             work()
     measured: list[tuple[list[float], list[dict[str, float]]]] = [([], []) for _ in works]
-    for begin in range(0, runs, _RUNS_PER_TURN):
+    for begin in range(0, runs, _ALTERNATING_RUNS):
         for work, (totals, stages) in zip(works, measured, strict=True):
             if len(works) > 1:
                 work()
-            for _ in range(begin, min(runs, begin + _RUNS_PER_TURN)):
+            for _ in range(begin, min(runs, begin + _ALTERNATING_RUNS)):
                 began = time.perf_counter()
                 stages.append(work())
                 totals.append((time.perf_counter() - began) * 1000)
@@ -79,7 +81,7 @@ def bench_release(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
 
 
 def release_work(loaded: Loaded, params: GenerationParams) -> Work:
-    """Return the work of generating this request with the release."""
+    """Return a function that generates this request with the release."""
 
     def work() -> dict[str, float]:
         images, timings, _ = generate(loaded.model, [params])
@@ -91,18 +93,21 @@ def release_work(loaded: Loaded, params: GenerationParams) -> Work:
 
 
 def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, runs: int) -> Row:
-    """Measure the milliseconds of a request when the next one always waits. See `offline`."""
+    """Measure the milliseconds of a request when the next request always waits. See `generate_offline`."""
     params = resolve(request, loaded.served)
     if warm_ups:
-        offline(loaded, [params], 0, warm_ups)
-    return timed_row(loaded.release, params, precision_of(loaded), offline(loaded, [params], 0, runs), {})
+        generate_offline(loaded, [params], 0, warm_ups)
+    totals = generate_offline(loaded, [params], 0, runs)
+    return timed_row(loaded.release, params, precision_of(loaded), totals, {})
 
 
-def offline(loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, min_runs: int = 1) -> list[float]:
+def generate_offline(
+    loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, min_runs: int = 1
+) -> list[float]:
     """Generate `batch` repeatedly for about `seconds`, at least `min_runs` times. Returns the milliseconds of each.
 
-    As in the server, images are decoded and encoded while the next batch is generated, by as many threads, and nothing
-    waits for a stage to end. The last batch's time includes the end of all encoding.
+    As in the server, other threads decode and encode images while the next batch is generated. The last batch's time
+    includes the end of all encoding.
     """
     totals: list[float] = []
     requests = [params for params in batch for _ in range(params.num_images)]
@@ -116,33 +121,33 @@ def offline(loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, m
         encode_all([pixels], params)
 
     with ThreadPoolExecutor(THREADS) as encoders, torch.inference_mode():
-        began = before = time.perf_counter()
-        while len(totals) < min_runs or before - began < seconds:
+        began = finished = time.perf_counter()
+        while len(totals) < min_runs or finished - began < seconds:
             images = run_stages(runner, [runner.plan(params) for params in batch])
             encoding = [encoders.submit(encode, image, params) for image, params in zip(images, requests, strict=True)]
             now = time.perf_counter()
-            totals.append((now - before) * 1000)
-            before = now
+            totals.append((now - finished) * 1000)
+            finished = now
         for task in encoding:
             task.result()
-        totals[-1] += (time.perf_counter() - before) * 1000
+        totals[-1] += (time.perf_counter() - finished) * 1000
     return totals
 
 
 def encode_all(images: Iterable[Pixels], params: GenerationParams) -> None:
-    """Encode images as the request's response would hold them."""
+    """Encode images as for the request's response."""
     for image in images:
         encode_base64(image, params.output_format, params.quality)
 
 
 def precision_of(loaded: Loaded) -> str:
-    """Return the dtype of the base UNet's output, which a row states."""
+    """Return the dtype of the base UNet's output: the precision in a row."""
     return loaded.model.engines[UNET].signature.outputs[0].dtype
 
 
 def timed_row(
     name: str, params: GenerationParams, precision: str, totals: Sequence[float], stages: dict[str, float]
 ) -> Row:
-    """Return the row of what `measure` returned for this request and whatever `name` generated it."""
+    """Return the row of a request that `name` generated. `totals` and `stages` are as `measure` returns them."""
     case, steps = f"{name} {params.width}x{params.height}", params.num_inference_steps
     return make_row(case, totals, "ms", precision, steps, params.num_images, stages=stages)

@@ -1,8 +1,7 @@
-"""Cold starts: from the start of the real server's process to its first finished image.
+"""Measure cold starts: from the start of the real server's process to its first finished image.
 
-Each run is a process with a cache folder of its own. The files of earlier runs are in the page cache, so the first run
-is not counted. A start from a bucket is compared with reading the same bytes without using them, which is the network's
-share.
+Each run is a process with its own cache folder. The first run is not counted, because later runs find its files in the
+page cache. A start from a bucket is compared with reading the same bytes without using them: the network's share.
 """
 
 import importlib.util
@@ -28,14 +27,14 @@ from model.store.options import StoreOptions
 from model.store.s3 import split_url
 from model.store.s3_client import connect
 
-_CONCURRENT_PHASES = ("stream",)  # they overlap with others, so they do not count in the sum
-_CONNECTIONS = 16  # of `read_alone`
+_CONCURRENT_PHASES = ("stream",)  # they overlap with other phases, so they are left out of the sum
+_CONNECTIONS = 16  # of `time_read`
 _TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """One cold start. Seconds."""
+    """One cold start. Durations in seconds, unless stated."""
 
     first_image: float
     """From the process's start to its first finished image, as the server measured it."""
@@ -46,69 +45,69 @@ class Start:
     stages: dict[str, float]
     """Milliseconds of the first request, by stage."""
     bytes: int
-    """Fetched into the cache folder."""
+    """Bytes fetched into the cache folder."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A store to start from."""
+class NamedStore:
+    """A store to start from, and the name that rows give it."""
 
     name: str
-    store: str
+    url: str
 
 
-def start_once(layout: Layout, place: Place, release: str, request: dict[str, Any], work: Path) -> Start:
+def start_once(layout: Layout, origin: NamedStore, release: str, request: dict[str, Any], work: Path) -> Start:
     """Start a server, send it one request, and stop it. Raises ServerFailed or CallFailed."""
     with tempfile.TemporaryDirectory(prefix="cache-", dir=work, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": place.store, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
+        environment = {"PREHEAT_STORE": origin.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
         with Server(layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT_SECONDS)
             ready = time.perf_counter() - began
             response = generate(server.url, request, _TIMEOUT_SECONDS)
-            measured = cold_start_phases(server.url)
+            phases = cold_start_phases(server.url)
         size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
-        return _start(measured, response, ready, size)
+        return complete_start(phases, response, ready, size)
 
 
-def _start(measured: dict[str, float], response: dict[str, Any], ready: float, size: int) -> Start:
-    """Add the request to the phases before it, and the rest: HTTP, Truss, and waiting for the request."""
-    first_image = measured.pop("first_image")
-    phases = {name: seconds for name, seconds in measured.items() if name not in _CONCURRENT_PHASES}
+def complete_start(phases: dict[str, float], response: dict[str, Any], ready: float, size: int) -> Start:
+    """Add the phase of the request and "other", the rest: HTTP, Truss, and waiting for the request."""
+    first_image = phases["first_image"]
+    phases = {name: seconds for name, seconds in phases.items() if name not in (*_CONCURRENT_PHASES, "first_image")}
     phases["first request"] = float(response["time"])
     phases["other"] = max(0.0, first_image - sum(phases.values()))
     return Start(first_image, phases, ready, response["timings"], size)
 
 
-def bench_places(
+def bench_cold_starts(
     layout: Layout,
-    places: Sequence[Place],
+    origins: Sequence[NamedStore],
     release: str,
     request: dict[str, Any],
     runs: int,
     work: Path,
-    report: Callable[[Place, int, Start], None],
+    report: Callable[[NamedStore, int, Start], None],
 ) -> list[list[Start]]:
-    """Start `runs` times from each place, after one start that is not counted. Returns the counted starts by place.
+    """Start `runs` times from each store, after one start that is not counted. Returns the counted starts by store.
 
-    The places take turns, so other work on the machine affects all alike. `report` is called after each start, with 0
-    for the one that is not counted.
+    The stores alternate, so other work on the machine affects all alike. `report` is called after each start with its
+    number. The start that is not counted has number 0.
     """
-    starts: list[list[Start]] = [[] for _ in places]
+    starts: list[list[Start]] = [[] for _ in origins]
     for number in range(runs + 1):
-        for place, counted in zip(places, starts, strict=True):
-            start = start_once(layout, place, release, request, work)
-            report(place, number, start)
+        for origin, counted in zip(origins, starts, strict=True):
+            start = start_once(layout, origin, release, request, work)
+            report(origin, number, start)
             if number:
                 counted.append(start)
     return starts
 
 
-def starts_row(place: Place, release: str, starts: Sequence[Start], precision: str, steps: int) -> Row:
-    """Return the row of one place: seconds to the first image, and medians of the phases."""
+def cold_start_row(origin: NamedStore, release: str, starts: Sequence[Start], precision: str, steps: int) -> Row:
+    """Return the row of one store: seconds to the first image, and medians of the phases."""
     size = max(start.bytes for start in starts)
     return make_row(
-        f"cold start, {release}, {place.name}",
+        f"cold start, {release}, {origin.name}",
         [start.first_image for start in starts],
         "s",
         precision,
@@ -123,17 +122,17 @@ def starts_row(place: Place, release: str, starts: Sequence[Start], precision: s
     )
 
 
-def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
-    """Read these blobs from a bucket and discard them unhashed. Returns the seconds that it took."""
+def time_read(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
+    """Read blobs from a bucket and discard them without hashing. Returns the seconds that it took."""
     bucket, prefix = split_url(url)
     client = connect(options, _CONNECTIONS)
-    parts = [(blob, at) for blob in blobs for at in range(0, blob.bytes, options.part_bytes)]
+    parts = [(blob, start) for blob in blobs for start in range(0, blob.bytes, options.part_bytes)]
 
     def read(part: tuple[Blob, int]) -> None:
-        blob, at = part
+        blob, start = part
         key = f"{prefix}/{blob_key(blob.sha256)}" if prefix else blob_key(blob.sha256)
-        last = min(at + options.part_bytes, blob.bytes) - 1
-        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={at}-{last}")["Body"]
+        last = min(start + options.part_bytes, blob.bytes) - 1
+        body = client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{last}")["Body"]
         while body.read(2**20):
             pass
 
@@ -147,10 +146,10 @@ def read_alone(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
 
 
 @contextmanager
-def own_object_store(root: Path, work: Path) -> Iterator[None]:
+def run_test_object_store(root: Path, work: Path) -> Iterator[None]:
     """Run the tests' object store (Ceph's gateway, tests/support/object_store.py) with an empty bucket `preheat`.
 
-    This process's environment leads to it meanwhile. Raises PreheatError if it is not installed.
+    Meanwhile this process's environment names it as the store's endpoint. Raises PreheatError if it is not installed.
     """
     path = root / "tests" / "support" / "object_store.py"
     spec = importlib.util.spec_from_file_location("preheat_object_store", path)
@@ -162,11 +161,11 @@ def own_object_store(root: Path, work: Path) -> Iterator[None]:
         remedy = f"Install them ({ceph.INSTALL}), or name a bucket (--s3 s3://bucket)."
         raise PreheatError(f"{', '.join(missing)} not installed.", remedy)
     with ceph.ObjectStore(work / "ceph") as running:
-        before = dict(os.environ)
+        previous = dict(os.environ)
         os.environ.update(running.environment)
         try:
             connect(StoreOptions(endpoint=running.url), 1).create_bucket(Bucket="preheat")
             yield
         finally:
             os.environ.clear()
-            os.environ.update(before)
+            os.environ.update(previous)

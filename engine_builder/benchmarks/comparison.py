@@ -1,4 +1,4 @@
-"""The release beside diffusers: the same request in turns, each peer in a process of its own."""
+"""Compare a release with diffusers: both generate the same request alternately, each peer in its own process."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from model.api.request import GenerationRequest, resolve
 from model.loading.load import Loaded
 
 
-def bench_beside_diffusers(
+def bench_against_diffusers(
     loaded: Loaded, request: GenerationRequest, model: str, kinds: Sequence[str], warm_ups: int, runs: int
 ) -> list[Row]:
-    """Measure the release and diffusers' pipeline in turns, from the request to the encoded image.
+    """Measure the release and diffusers' pipeline alternately, from the request to the encoded image.
 
-    `model` is a folder or a Hub id with the peer's weights; `kinds` are some of `PEERS`. The release's row comes first.
+    `model`: folder or Hub id with the peers' weights. `kinds`: some of `PEERS`. The release's row comes first.
     Raises CheckpointError or RequestRefused if the images would differ, PeerFailed if a peer cannot be measured.
     """
     params, precision = resolve(request, loaded.served), precision_of(loaded)
@@ -28,4 +28,4 @@ def bench_beside_diffusers(
     except torch.OutOfMemoryError as error:
         raise out_of_memory() from error
     names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
-    return [timed_row(name, params, precision, *found) for name, found in zip(names, measured, strict=True)]
+    return [timed_row(name, params, precision, *result) for name, result in zip(names, measured, strict=True)]

@@ -1,4 +1,4 @@
-"""A picture with two panels, as `preheat load` and `preheat plan-replicas` draw it."""
+"""Draw a figure with two panels, for `preheat load` and `preheat plan-replicas`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 @contextmanager
 def two_panels(path: Path, title: str) -> Iterator[tuple[Any, Any]]:
-    """Yield the left and right axes to draw on. The picture is then written to `path`."""
+    """Yield the left and right axes to draw on. Then write the figure to `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")

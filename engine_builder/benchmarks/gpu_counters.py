@@ -1,6 +1,6 @@
-"""The utilization of a GPU by its own counters: NVIDIA's GPU performance monitoring (GPM), from Hopper on.
+"""Read the utilization of a GPU from its own counters: NVIDIA's GPU performance monitoring (GPM), from Hopper on.
 
-Reading them costs the device nothing. A profiler marks the start and end of each kernel, which takes device time.
+Reading the counters takes no device time. A profiler does, because it marks the start and end of each kernel.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ import torch
 
 
 @dataclass(frozen=True)
-class Busy:
-    """Percent of the time between two samples, 0 to 100."""
+class Utilization:
+    """Shares of the time between two samples, in percent."""
 
     device: float
-    """The device had work. The short time between two queued kernels counts as work; waiting for the host does not."""
+    """The device had work. The gap between two queued kernels counts as work; waiting for the host does not."""
     multiprocessors: float
-    """A multiprocessor ran any thread, on average over all of them."""
+    """A multiprocessor ran at least one thread; mean over all multiprocessors."""
 
 
 class GpuCounters:
@@ -30,12 +30,12 @@ class GpuCounters:
 
     def sample(self) -> Any:
         """Return the state of the counters."""
-        taken = pynvml.nvmlGpmSampleAlloc()
-        pynvml.nvmlGpmSampleGet(self._handle, taken)
-        return taken
+        sample = pynvml.nvmlGpmSampleAlloc()
+        pynvml.nvmlGpmSampleGet(self._handle, sample)
+        return sample
 
-    def busy(self, earlier: Any, later: Any) -> Busy:
-        """Return the utilization between two samples, and free both. Half a second between them is still inexact."""
+    def utilization(self, earlier: Any, later: Any) -> Utilization:
+        """Return the utilization between two samples, and free both. It is inexact for half a second or less."""
         query = pynvml.c_nvmlGpmMetricsGet_t()
         query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
         query.sample1, query.sample2 = earlier, later
@@ -45,15 +45,15 @@ class GpuCounters:
             query.metrics[index].metricId = kind
         try:
             pynvml.nvmlGpmMetricsGet(query)
-            return Busy(query.metrics[0].value, query.metrics[1].value)
+            return Utilization(query.metrics[0].value, query.metrics[1].value)
         finally:
-            for taken in (earlier, later):
-                pynvml.nvmlGpmSampleFree(taken)
+            for sample in (earlier, later):
+                pynvml.nvmlGpmSampleFree(sample)
 
 
 @contextmanager
 def gpu_counters(device: torch.device) -> Iterator[GpuCounters | None]:
-    """Yield the counters of a CUDA device, or None if it has none or they may not be read."""
+    """Yield the counters of a CUDA device, or None if it lacks them or does not permit reading them."""
     counters = None
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()

@@ -1,13 +1,13 @@
-"""Throughput and latency of in-flight batching on this device. Calls the model's scheduler in this process, no HTTP.
+"""Measure throughput and latency of in-flight batching on this device, with the scheduler in this process, no HTTP.
 
     python -m engine_builder.benchmarks.in_flight tiny-sdxl/1 --store .preheat/store --steps 20 --seconds 60
 
 Measured on the same engines:
 
-    offline         images/s with full batches and no scheduler
-    saturated       images/s of the scheduler when more requests wait than fit
+    offline         images/s with full batches and without the scheduler
+    saturated       images/s of the scheduler while more requests wait than fit
     Poisson         latency at a share of that capacity, in flight and batch at a time (see `BatchAtATime`)
-    PSNR            difference of images generated in a mix of requests from the same requests alone
+    PSNR            how images generated in a mix of requests differ from the same requests alone
 
 Imports model/, torch and the standard library, so it runs where the server image runs.
 """
@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from engine_builder.benchmarks.bench import encode_all, load_here, offline, precision_of
+from engine_builder.benchmarks.bench import encode_all, generate_offline, load_in_process, precision_of
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.replicas.traffic import poisson_arrivals
 from model.api.request import GenerationRequest, resolve
@@ -51,13 +51,13 @@ from model.settings import Limits, ServedBucket
 
 Submit = Callable[[GenerationParams], "Future[Any]"]
 RequestOf = Callable[[int], GenerationParams]
-"""Returns the request of a number, always the same one."""
+"""Returns the request with a number; for equal numbers equal requests."""
 
 
 class BatchAtATime:
-    """What in-flight batching is compared with.
+    """The baseline of in-flight batching: batches that finish before the next one starts.
 
-    One thread generates up to `max_batch` waiting requests, from the first step to the last, before it takes others.
+    One thread generates up to `max_batch` waiting requests, from the first step to the last, then the next ones.
     """
 
     def __init__(self, loaded: Loaded, max_batch: int) -> None:
@@ -72,12 +72,12 @@ class BatchAtATime:
         return result
 
     def close(self) -> None:
-        """Return when all submitted requests are answered."""
+        """Wait until all submitted requests are answered."""
         self._worker.shutdown()
         self._encoders.shutdown()
 
     def _generate_waiting(self) -> None:
-        """Generate the next batch. Called once a request, so nothing waits if an earlier batch had room for it."""
+        """Generate the next batch. Called once per request, so it finds no request if an earlier batch included it."""
         batch = [self._waiting.popleft() for _ in range(min(self._max_batch, len(self._waiting)))]
         if batch:
             images, _, _ = generate(self._loaded.model, [params for params, _ in batch])
@@ -90,27 +90,28 @@ class BatchAtATime:
         result.set_result(None)
 
 
-def requests(params: GenerationParams, mix: Sequence[int], seed: int = 0) -> RequestOf:
-    """Return requests whose seeds are their numbers, each with a random one of the numbers of steps in `mix`."""
+def numbered_requests(params: GenerationParams, mix: Sequence[int], seed: int = 0) -> RequestOf:
+    """Return requests by number. Its seed is the number; its number of steps is a random one of `mix`."""
     return lambda number: replace(
         params, seed=number, num_inference_steps=random.Random(f"{seed}/{number}").choice(mix)
     )
 
 
-def saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: int, seconds: float) -> float:
-    """Return the steps/s, counted by image, while `outstanding` requests always wait, from the first answer on.
+def measure_saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: int, seconds: float) -> float:
+    """Return the steps/s of all images together while `outstanding` requests are always in flight.
 
-    Images are too few in a minute to predict the next one, so steps are counted. Raises the error of any request.
+    Measured from the first answer on. Steps are counted because a minute has too few images for an exact rate. Raises
+    the error of any request.
     """
-    made: list[float] = []
+    step_times: list[float] = []
     answers: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
 
-    def note(event: StepEvent | ImageEvent) -> None:
+    def record(event: StepEvent | ImageEvent) -> None:
         if isinstance(event, StepEvent):
-            made.append(time.perf_counter())
+            step_times.append(time.perf_counter())
 
     def submit(number: int) -> None:
-        scheduler.submit(request_of(number), note).result.add_done_callback(answers.put)
+        scheduler.submit(request_of(number), record).result.add_done_callback(answers.put)
 
     for number in range(outstanding):
         submit(number)
@@ -122,36 +123,36 @@ def saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: int, sec
         answers.get().result()
         number += 1
         submit(number)
-    counted = [at for at in list(made) if at > began]
+    counted = [second for second in list(step_times) if second > began]
     for _ in range(outstanding):
-        answers.get().result()  # these are not counted, because the loop becomes empty meanwhile
+        answers.get().result()  # not counted, because the loop becomes empty meanwhile
     return len(counted) / (counted[-1] - began)
 
 
-def latencies(submit: Submit, request_of: RequestOf, moments: Sequence[float]) -> list[float]:
-    """Send requests at their moments, however many are in flight. Returns the seconds to each answer."""
+def measure_latencies(submit: Submit, request_of: RequestOf, arrivals: Sequence[float]) -> list[float]:
+    """Send a request at each second of `arrivals`, however many are in flight. Returns the seconds to each answer."""
     answers: queue.SimpleQueue[tuple[float, Future[Any]]] = queue.SimpleQueue()
     began = time.perf_counter()
 
-    def note(at: float, future: "Future[Any]") -> None:
-        answers.put((time.perf_counter() - began - at, future))
+    def record(arrival: float, future: "Future[Any]") -> None:
+        answers.put((time.perf_counter() - began - arrival, future))
 
-    for number, at in enumerate(moments):
-        time.sleep(max(0.0, began + at - time.perf_counter()))
-        submit(request_of(number)).add_done_callback(partial(note, at))
-    found = []
-    for _ in moments:
+    for number, arrival in enumerate(arrivals):
+        time.sleep(max(0.0, began + arrival - time.perf_counter()))
+        submit(request_of(number)).add_done_callback(partial(record, arrival))
+    latencies = []
+    for _ in arrivals:
         seconds, future = answers.get()
         future.result()
-        found.append(seconds)
-    return found
+        latencies.append(seconds)
+    return latencies
 
 
 def compare_with_alone(scheduler: Scheduler, params: GenerationParams, batch: int) -> tuple[list[float], int]:
     """Generate a mix of requests together, and each of them alone.
 
-    Returns the PSNR of each image in dB, and the largest difference of any pixel, of 255. The mix differs in seed,
-    sampler, steps and guidance. LCM is left out, because it multiplies rounding errors.
+    Returns the PSNR of each image in dB (at most 99), and the largest difference of any pixel value, 0 to 255. The
+    requests differ in seed, sampler, steps and guidance. LCM is left out, because it multiplies rounding errors.
     """
     samplers = [name for name in SAMPLERS if name != "LCM"]
     mix = [
@@ -166,14 +167,14 @@ def compare_with_alone(scheduler: Scheduler, params: GenerationParams, batch: in
         for number in range(2 * batch + 1)
     ]
     together = [result.result().images[0] for result in [scheduler.submit(request).result for request in mix]]
-    decibels, largest = [], 0
+    psnrs, largest = [], 0
     for request, data in zip(mix, together, strict=True):
         alone = scheduler.submit(request).result.result().images[0]
         difference = np.abs(_pixels(data) - _pixels(alone))
         largest = max(largest, int(difference.max()))
         mean = float((difference**2).mean())
-        decibels.append(min(99.0, 10 * math.log10(255**2 / mean)) if mean else 99.0)
-    return decibels, largest
+        psnrs.append(min(99.0, 10 * math.log10(255**2 / mean)) if mean else 99.0)
+    return psnrs, largest
 
 
 def _pixels(data: str) -> NDArray[np.int64]:
@@ -187,22 +188,23 @@ def measure(
     share: float,
     images: int | None,
     mix: Sequence[int] | None = None,
-    arriving: float | None = None,
+    arrival_seconds: float | None = None,
     seed: int = 0,
 ) -> list[Row]:
     """Measure all cases.
 
-    `images`: how many at once, default as many as the loop takes. `mix`: numbers of steps of the Poisson arrivals,
-    default the request's own. `arriving`: for how many seconds they arrive, default `seconds`; `seed` is theirs.
+    `seconds`: duration of each measurement. `share`: of the capacity, for the Poisson arrivals. `images`: at once;
+    default: the loop's capacity. `mix`: numbers of steps of the Poisson arrivals; default: the request's own.
+    `arrival_seconds`: duration of the Poisson arrivals; default: `seconds`. `seed`: of the Poisson arrivals.
     """
     params = resolve(request, loaded.served)
     steps = params.num_inference_steps
     loop = loaded.model.loop(UNET, params.height, params.width)
-    each = Runner(loaded.model).plan(params).unet_batch
-    capacity = max(1, loop.capacity // each)
+    image_batch = Runner(loaded.model).plan(params).unet_batch  # UNet batch entries of one image
+    capacity = max(1, loop.capacity // image_batch)
     batch = min(images or capacity, capacity)
-    loop.capacity = each * batch
-    efficient = min(max(1, loop.efficient_batch // each), batch)
+    loop.capacity = image_batch * batch
+    efficient = min(max(1, loop.efficient_batch // image_batch), batch)
     outstanding = batch + max(2, batch // 2)  # so that a request always waits to join
 
     def row(case: str, values: Sequence[float], unit: str, **extra: Any) -> Row:
@@ -211,33 +213,34 @@ def measure(
 
     with torch.inference_mode():
         full_batch = [replace(params, seed=number) for number in range(batch)]
-        offline(loaded, full_batch, 0)
-        rates = [1000 * batch / total for total in offline(loaded, full_batch, seconds)]
+        generate_offline(loaded, full_batch, 0)
+        rates = [1000 * batch / total for total in generate_offline(loaded, full_batch, seconds)]
     rows = [row("offline, full rows", rates, "images/s")]
 
     scheduler = Scheduler(
         Runner(loaded.model), Limits(max_queue=100_000, deadline_seconds=1e9, stuck_seconds=1e9), lambda: None
     )
-    rate = saturated(scheduler, requests(params, (steps,)), outstanding, seconds) / steps
+    rate = measure_saturated(scheduler, numbered_requests(params, (steps,)), outstanding, seconds) / steps
     of_offline = round(rate / rows[0].value, 4)
     rows.append(row("in flight, saturated", [rate], "images/s", of_offline=of_offline, efficient=efficient))
-    request_of = requests(params, mix or (steps,), seed)
+    request_of = numbered_requests(params, mix or (steps,), seed)
     if mix:
-        rate = saturated(scheduler, request_of, outstanding, seconds) * len(mix) / sum(mix)
+        rate = measure_saturated(scheduler, request_of, outstanding, seconds) * len(mix) / sum(mix)
         rows.append(row("in flight, saturated by a mix", [rate], "images/s", mix=list(mix)))
 
-    moments = list(poisson_arrivals(share * rate, arriving or seconds, random.Random(seed)))
-    in_flight = latencies(lambda params: scheduler.submit(params).result, request_of, moments)
-    decibels, largest = compare_with_alone(scheduler, params, batch)
+    arrivals = list(poisson_arrivals(share * rate, arrival_seconds or seconds, random.Random(seed)))
+    arrivals = arrivals or [0.0]  # a row needs a request, also after a short time on a slow machine
+    in_flight = measure_latencies(lambda params: scheduler.submit(params).result, request_of, arrivals)
+    psnrs, largest = compare_with_alone(scheduler, params, batch)
     scheduler.close()
-    batches = BatchAtATime(loaded, batch)
-    batch_at_a_time = latencies(batches.submit, request_of, moments)
-    batches.close()
+    baseline = BatchAtATime(loaded, batch)
+    batch_at_a_time = measure_latencies(baseline.submit, request_of, arrivals)
+    baseline.close()
     load = {"arrivals_per_second": round(share * rate, 4), "mix": list(mix or (steps,)), "seed": seed}
     traffic = f"Poisson at {share:.0%}" + (f", {'/'.join(map(str, mix))} steps" if mix else "")
     rows.append(row(f"in flight, {traffic}", in_flight, "s", **load, efficient=efficient))
     rows.append(row(f"batch at a time, {traffic}", batch_at_a_time, "s", **load))
-    rows.append(row("in a mix against alone, PSNR", decibels, "dB", worst=round(min(decibels), 2), largest=largest))
+    rows.append(row("in a mix against alone, PSNR", psnrs, "dB", worst=round(min(psnrs), 2), largest=largest))
     return rows
 
 
@@ -247,20 +250,20 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     parser.add_argument("--size", help="WIDTHxHEIGHT; default: the release's native size")
     parser.add_argument("--rows", type=int, help="load only the buckets of that size with at most this batch")
-    parser.add_argument("--images", type=int, help="at once; default: as many as the loop takes")
+    parser.add_argument("--images", type=int, help="images at once; default: the loop's capacity")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, as 4,20,30,50; default: --steps")
+    parser.add_argument("--mix", help="numbers of steps of the Poisson arrivals, e.g. 4,20,30,50; default: --steps")
     parser.add_argument("--guidance-scale", type=float, default=7.5)
-    parser.add_argument("--seconds", type=float, default=60, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds of each measurement")
     parser.add_argument("--arriving", type=float, help="seconds of each Poisson measurement; default: --seconds")
-    parser.add_argument("--seed", type=int, default=0, help="of the Poisson arrivals and their numbers of steps")
-    parser.add_argument("--share", type=float, default=0.7, help="of capacity, for the Poisson arrivals")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the Poisson arrivals and their numbers of steps")
+    parser.add_argument("--share", type=float, default=0.7, help="share of the capacity, for the Poisson arrivals")
     parser.add_argument("--out", type=Path, help="append the rows to this JSON file")
     arguments = parser.parse_args()
     width, height = (int(side) for side in arguments.size.split("x")) if arguments.size else (None, None)
     batch = arguments.rows
     buckets = [ServedBucket(height=height, width=width, rows=batch)] if height and width and batch else []
-    loaded = load_here(arguments.store, arguments.release, buckets)
+    loaded = load_in_process(arguments.store, arguments.release, buckets)
     with torch.inference_mode():
         warm_up(loaded)
     request = GenerationRequest(

@@ -1,8 +1,8 @@
-"""Load on a running server, over HTTP. Knows only its URL.
+"""Send load to a running server over HTTP. This module knows only the server's URL.
 
-Closed loop: so many clients, each sends its next request when the last one is answered. Open loop: Poisson arrivals,
-sent at their moments however many requests are in flight. Every answer is counted by its status. Latencies are those of
-answers with images.
+Closed loop: each of several clients sends its next request when the last one is answered. Open loop: requests arrive
+as a Poisson process, however many are in flight. Every answer is counted by its status. Only answers with images have
+latencies.
 """
 
 import asyncio
@@ -22,16 +22,17 @@ from engine_builder.benchmarks.rows import Row, make_row, percentile
 from engine_builder.replicas.traffic import poisson_arrivals
 
 RequestOf = Callable[[int], dict[str, Any]]
-"""Returns the request of a number."""
+"""Returns the request with a number."""
 
 _TIMEOUT_SECONDS = 600
 
 
 @dataclass
 class Outcome:
-    """The result of a load: `load` clients, or arrivals a second. Latencies in seconds, of images only.
+    """The result of one load.
 
-    `first_error` is why the first request that returned no image failed.
+    `load`: number of clients, or arrivals a second. `seconds`: duration. `latencies`: seconds of answers with images.
+    `first_error`: the reason of the first request without an image.
     """
 
     case: str
@@ -48,11 +49,12 @@ class Outcome:
 
     @property
     def refused(self) -> int:
-        """Number of answers that ask to retry later."""
+        """Number of requests that a full queue refused."""
         return self.statuses[429]
 
     @property
     def failed(self) -> int:
+        """Number of requests with any other status, or without an answer."""
         return sum(count for status, count in self.statuses.items() if status not in (200, 429))
 
 
@@ -78,7 +80,7 @@ async def _send(client: httpx.AsyncClient, request: dict[str, Any], outcome: Out
 
 
 async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: float) -> Outcome:
-    """Let `clients` send requests without pause for `seconds`. Returns when the requests in flight are answered."""
+    """Send requests from `clients` clients without pause for `seconds`. Returns when all are answered."""
     outcome = Outcome(f"closed loop, {clients} clients", clients)
     numbers = itertools.count()
     async with _connect(url) as client:
@@ -96,16 +98,16 @@ async def closed_loop(url: str, request_of: RequestOf, clients: int, seconds: fl
 async def open_loop(url: str, request_of: RequestOf, rate: float, seconds: float) -> Outcome:
     """Send `rate` requests a second as a Poisson process for `seconds`. Returns when all are answered."""
     outcome = Outcome(f"open loop, {rate:.2f} requests/s", rate)
-    async with _connect(url) as client, asyncio.TaskGroup() as sent:
+    async with _connect(url) as client, asyncio.TaskGroup() as group:
         began = time.perf_counter()
-        for number, at in enumerate(poisson_arrivals(rate, seconds, random.Random(0))):
-            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-            sent.create_task(_send(client, request_of(number), outcome))
+        for number, arrival in enumerate(poisson_arrivals(rate, seconds, random.Random(0))):
+            await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
+            group.create_task(_send(client, request_of(number), outcome))
     outcome.seconds = time.perf_counter() - began
     return outcome
 
 
-def rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: str) -> list[Row]:
+def outcome_rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: str) -> list[Row]:
     """Return a row for each load that returned images: latencies in seconds, images/s, and counts."""
     return [
         make_row(
@@ -127,15 +129,16 @@ def rows(outcomes: Sequence[Outcome], precision: str, steps: int, size: str) -> 
 
 def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Draw two panels: images/s against clients, and latency against the rate of arrivals."""
-    closed = [outcome for outcome in outcomes if outcome.case.startswith("closed") and outcome.latencies]
-    opened = [outcome for outcome in outcomes if outcome.case.startswith("open") and outcome.latencies]
+    closed_loops = [outcome for outcome in outcomes if outcome.case.startswith("closed") and outcome.latencies]
+    open_loops = [outcome for outcome in outcomes if outcome.case.startswith("open") and outcome.latencies]
     with two_panels(path, title) as (left, right):
-        left.plot([one.load for one in closed], [one.images_per_second for one in closed], marker="o")
+        loads = [outcome.load for outcome in closed_loops]
+        left.plot(loads, [outcome.images_per_second for outcome in closed_loops], marker="o")
         left.set(xlabel="clients without pause", ylabel="images/s", ylim=(0, None), xscale="log")
-        left.set_xticks([one.load for one in closed], [f"{one.load:g}" for one in closed], minor=False)
+        left.set_xticks(loads, [f"{load:g}" for load in loads], minor=False)
         left.minorticks_off()
         for share in (0.5, 0.9, 0.99):
-            latencies = [percentile(one.latencies, share) for one in opened]
-            right.plot([one.load for one in opened], latencies, marker="o", label=f"p{share * 100:g}")
+            latencies = [percentile(outcome.latencies, share) for outcome in open_loops]
+            right.plot([outcome.load for outcome in open_loops], latencies, marker="o", label=f"p{share * 100:g}")
         right.set(xlabel="requests/s, Poisson", ylabel="seconds to the image", ylim=(0, None))
         right.legend()

@@ -1,6 +1,6 @@
-"""A peer in a process of its own, so that nothing of PyTorch's state is shared with the release that it is compared to.
+"""Run a peer in its own process, so that it shares no state of PyTorch with the release.
 
-torch.compile's CUDA graphs clear caches of the whole process, and take the memory pools of captured graphs for theirs.
+torch.compile's CUDA graphs clear caches of the whole process, and use the memory pools of other captured graphs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ class PeerFailed(PreheatError):
 def peer_works(
     folder: Checkpoint, precision: str, kinds: Sequence[str], params: GenerationParams
 ) -> Iterator[list[Work]]:
-    """Start a process for each of `kinds` and yield their works. The processes load at the same time.
+    """Start a process for each of `kinds`. Yields functions that each generate the request in one of them.
 
-    A call of a work waits for one request. Raises PeerFailed.
+    The processes load concurrently. Raises PeerFailed.
     """
     with ExitStack() as stack:
         connections = [stack.enter_context(_process(folder, precision, kind, params)) for kind in kinds]
@@ -40,20 +40,20 @@ def peer_works(
 @contextmanager
 def _process(folder: Checkpoint, precision: str, kind: str, params: GenerationParams) -> Iterator[Connection]:
     context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run_peer, args=(theirs, folder, precision, kind == "compiled", params))
+    parent_end, peer_end = context.Pipe()
+    process = context.Process(target=_run_peer, args=(peer_end, folder, precision, kind == "compiled", params))
     process.start()
-    theirs.close()
+    peer_end.close()
     try:
-        yield ours
+        yield parent_end
     finally:
-        ours.close()
+        parent_end.close()
         end_process(process)
 
 
 def _work(connection: Connection, kind: str) -> Work:
     def work() -> dict[str, float]:
-        with suppress(ConnectionError):  # `_receive` raises it
+        with suppress(ConnectionError):  # `_receive` raises the error
             connection.send(None)
         _receive(connection, kind)
         return {}
@@ -75,7 +75,7 @@ def _receive(connection: Connection, kind: str) -> None:
 def _run_peer(
     connection: Connection, folder: Checkpoint, precision: str, compiled: bool, params: GenerationParams
 ) -> None:
-    """Load the peer, then generate the request each time the connection asks for it. Sends None or an error."""
+    """Load the peer, then generate the request for each received message. Sends None or an error after each."""
     end_with_parent()
     works: list[Work] = []
 

@@ -1,4 +1,4 @@
-"""diffusers' own pipeline on the same weights, which a release is compared with."""
+"""Peers of a release: diffusers' own pipeline on the same weights."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ PEERS = ("eager", "compiled")  # see `diffusers_pipeline`
 def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     """Find the model's folder as a build does, downloading a Hub id.
 
-    Raises CheckpointError, and RequestRefused for a request of which diffusers would make other images.
+    Raises CheckpointError, and RequestRefused for a request for which diffusers would generate different images.
     """
     folder, _ = find_checkpoints(model, None)
     if params.use_refiner:
@@ -30,11 +30,11 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
             f"this release ends its guidance after {params.end_cfg_frac:g} of the steps, and a peer does not: publish "
             "it without that default (defaults.json) to compare it with one.",
         )
-    own = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
-    if params.scheduler != own:
+    peer_sampler = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
+    if params.scheduler != peer_sampler:
         raise RequestRefused(
             "scheduler",
-            f"this release uses {params.scheduler} and {folder.root} uses {own}: name a folder whose "
+            f"this release uses {params.scheduler} and {folder.root} uses {peer_sampler}: name a folder whose "
             "scheduler/scheduler_config.json has the release's.",
         )
     return folder
@@ -44,8 +44,8 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     """Return diffusers' pipeline in eager PyTorch, or `compiled`.
 
     Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
-    would convert an fp16 decoder with `force_upcast` to fp32 and back for each image. A graph would have to be captured
-    again each time, so a compiled decoder stays in fp32.
+    would convert an fp16 decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be captured
+    again each time. So a compiled decoder stays in fp32.
     """
     from diffusers import StableDiffusionXLPipeline
     from diffusers.utils import logging
@@ -62,13 +62,13 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
         return pipeline
     vae: Any = pipeline.vae
     if vae.dtype == torch.float16 and vae.config.force_upcast:
-        torch.nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns about what from_pretrained does
+        torch.nn.Module.to(vae, torch.float32)  # not diffusers' own `to`, which warns
     for network in (pipeline.unet, vae):
         network.to(memory_format=torch.channels_last)
     pipeline.fuse_qkv_projections()
     pipeline.unet = torch.compile(pipeline.unet, mode="reduce-overhead", fullgraph=True)
     decode: Any = torch.compile(vae.decode, mode="reduce-overhead", fullgraph=True)
-    vae.decode = lambda latents, **given: decode(latents.to(vae.dtype), **given)
+    vae.decode = lambda latents, **options: decode(latents.to(vae.dtype), **options)
     return pipeline
 
 
@@ -87,7 +87,7 @@ def generate_by_diffusers(pipeline: Any, params: GenerationParams) -> list[Pixel
 
 
 def diffusers_work(pipeline: Any, params: GenerationParams) -> Work:
-    """Return the work of generating this request with diffusers' pipeline."""
+    """Return a function that generates this request with diffusers' pipeline."""
 
     def work() -> dict[str, float]:
         encode_all(generate_by_diffusers(pipeline, params), params)

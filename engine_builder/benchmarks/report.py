@@ -1,16 +1,15 @@
-"""docs/benchmarks/*.json -> docs/benchmarks.md and its plots. Nothing in the page is written by hand.
+"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json. Nothing in the page is written by hand.
 
-Each file is a section, named after it. A section has a table of its rows, and those of these plots that its rows have
-values for:
+Each file gives a section of its name. A section has a table of its rows, and these plots if its rows have their values:
 
-    seconds an image            the section of `speed_chart`, beside others' numbers
+    seconds an image            the section of `speed_chart`, with numbers that others published
     cold start by phase         rows with `phases`
     time by stage               rows with `stages`
-    latency against steps       rows in ms or s that differ in steps only
-    throughput against batch    rows in ms that differ in batch only, and rows in images/s
+    latency against steps       rows in ms or s that differ only in steps
+    throughput against batch    rows in ms or images/s that differ only in batch
 
-A section begins with the notes in name.md, if that file exists. The page depends on these files alone, so a test
-compares them. Plots need matplotlib, which is imported only to draw.
+A section begins with the notes in name.md, if that file exists. The page depends only on these files, so a test
+compares them. Plots need matplotlib, which is imported only for them.
 """
 
 import os
@@ -33,8 +32,8 @@ _HEAD = """\
 # Benchmarks
 
 Made by `preheat report` from the rows in `docs/benchmarks/`; edit those, not this page. p50, p90 and p99 are by
-nearest rank over all runs, counted from the best (of images/s the highest). Device, versions and command of the rows
-stand under each table, by commit, at which the command exists.
+nearest rank over all runs, counted from the best (of images/s the highest). The list under a table has the device, the
+versions and the command of its rows. A command exists at its commit.
 """
 _Series = dict[str, list[tuple[int, float]]]
 """Points (x, y) of each line, by its name."""
@@ -42,7 +41,7 @@ _Series = dict[str, list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture of a section: file name, title, and a function that draws it on axes."""
+    """A plot of a section: file name, title, and a function that draws it on axes."""
 
     name: str
     title: str
@@ -74,7 +73,7 @@ def read_sections(folder: Path) -> dict[str, list[Row]]:
 
 def render(folder: Path, page: Path) -> str:
     """Return the page's text."""
-    where = Path(os.path.relpath(folder, page.parent)).as_posix()
+    folder_link = Path(os.path.relpath(folder, page.parent)).as_posix()
     parts = [_HEAD]
     for name, rows in read_sections(folder).items():
         parts.append(f"## {title_of(name)}\n")
@@ -82,13 +81,13 @@ def render(folder: Path, page: Path) -> str:
         if notes.is_file():
             parts.append(notes.read_text().strip() + "\n")
         parts.append(_table(rows))
-        parts += [f"![{plot.title}]({where}/{plot.name}.svg)\n" for plot in plots_of(name, rows)]
+        parts += [f"![{plot.title}]({folder_link}/{plot.name}.svg)\n" for plot in plots_of(name, rows)]
         parts.append(_provenance(rows))
     return "\n".join(parts)
 
 
 def title_of(name: str) -> str:
-    """ "full-size-sdxl" -> "Full size SDXL"."""
+    """Return the title of a file's name: "full-size-sdxl" -> "Full size SDXL"."""
     words = [word.upper() if word in _ACRONYMS else word for word in name.replace("_", "-").split("-")]
     return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
@@ -125,18 +124,18 @@ def _throughput(row: Row) -> float | None:
 
 
 def _series(rows: Sequence[Row], along: str, value: Callable[[Row], float | None]) -> _Series:
-    """Return the rows that differ in `along` only as lines of two points or more, in order."""
+    """Return lines of at least two points, in order, from rows that differ only in the entry `along`."""
     others = [key for key in ("unit", "gpu", "torch", "precision", "steps", "batch") if key != along]
-    found: dict[tuple[Any, ...], dict[int, float]] = {}
+    points_by_line: dict[tuple[Any, ...], dict[int, float]] = {}
     for row in rows:
         measured, x = value(row), getattr(row, along)
         if measured is not None and x > 0:
-            # The newest row counts if a point was measured again.
-            found.setdefault((_family(row), *(getattr(row, key) for key in others)), {})[x] = measured
-    lines = {key: sorted(points.items()) for key, points in found.items() if len(points) > 1}
-    varying = [at for at in range(len(others)) if len({facts[at] for _, *facts in lines}) > 1]
+            # If a point was measured again, the newest row counts.
+            points_by_line.setdefault((_family(row), *(getattr(row, key) for key in others)), {})[x] = measured
+    lines = {key: sorted(points.items()) for key, points in points_by_line.items() if len(points) > 1}
+    varying = [index for index in range(len(others)) if len({facts[index] for _, *facts in lines}) > 1]
     return {
-        ", ".join([family, *(_labelled(others[at], facts[at]) for at in varying)]): points
+        ", ".join([family, *(_label(others[index], facts[index]) for index in varying)]): points
         for (family, *facts), points in lines.items()
     }
 
@@ -147,7 +146,7 @@ def _family(row: Row) -> str:
     return re.sub(r"([-, ])[-, ]+", r"\1", text).strip("-, ")
 
 
-def _labelled(key: str, value: Any) -> str:
+def _label(key: str, value: Any) -> str:
     return f"{value} {key}" if key == "steps" else f"{key} {value}" if key == "batch" else str(value)
 
 
@@ -168,9 +167,9 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _provenance(rows: Sequence[Row]) -> str:
     """List device, versions, commit and command, once for all rows that share them."""
-    seen = dict.fromkeys((row.gpu, row.driver, row.torch, row.commit, row.command) for row in rows)
+    provenances = dict.fromkeys((row.gpu, row.driver, row.torch, row.commit, row.command) for row in rows)
     lines = []
-    for gpu, driver, torch, commit, command in seen:
+    for gpu, driver, torch, commit, command in provenances:
         with_driver = f", driver {driver}" if driver else ""
         lines.append(f"- {_cell(gpu)}{with_driver}, torch {torch}, commit {commit}: `{command.replace('`', chr(39))}`")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
-"""The rows of a benchmark: one measured case each, with all that is needed to repeat it.
+"""The rows of a benchmark. Each is one measured case, with everything that is needed to repeat it.
 
-They are kept in docs/benchmarks/*.json. A file is a list of rows in the order of their measurement.
+Rows are stored in docs/benchmarks/*.json. A file is a list of rows in the order of their measurement.
 """
 
 import json
@@ -30,8 +30,8 @@ class BadRows(PreheatError):
 class Row(BaseModel):
     """One measured case. `value` is the median of the runs; `stages` (ms) and `phases` (s) are medians.
 
-    90 % of the runs are at least as good as `p90`: as low, or for images/s and dB as high. `gpu` is the device: a GPU's
-    name, or a CPU's name with the number of threads. A benchmark may add entries of its own, see `extra`.
+    90 % of the runs are at least as good as `p90`: at most as high, or for images/s and dB at least as high. `gpu`: the
+    GPU's name, or the CPU's name and number of threads. A benchmark may add its own entries, see `extra`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
@@ -60,7 +60,7 @@ class Row(BaseModel):
         return self.model_extra or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as it is kept: without empty stages and phases."""
+        """Return the row as it is stored: without empty stages and phases."""
         return self.model_dump(exclude_defaults=True)
 
 
@@ -80,7 +80,10 @@ def make_row(
     phases: Mapping[str, float] | None = None,
     **extra: Any,
 ) -> Row:
-    """Return a row of these values, which this process measured. Device, versions and command are added."""
+    """Return a row of values that this process measured. Device, versions and command are added.
+
+    `digits`: decimal places of the values. `extra`: entries of this benchmark only.
+    """
     sign = -1 if unit in _HIGHER_IS_BETTER else 1
     signed = [sign * value for value in values]
     p50, p90, p99 = (sign * round(percentile(signed, share), digits) for share in (0.5, 0.9, 0.99))
@@ -140,7 +143,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def finish(rows: Sequence[Row], out: Path | None) -> None:
-    """Append the rows to the file `out`, if one is given, and print them as one line of JSON."""
+    """Append the rows to the file `out` unless it is None, and print them as one line of JSON."""
     if out is not None:
         append_rows(out, rows)
     print(json.dumps([row.to_dict() for row in rows]))
@@ -168,25 +171,26 @@ def _torch_version() -> str:
 
 
 def _command_line() -> str:
-    """Return the command that started this process, as a person would type it."""
+    """Return the command that started this process, as typed in a shell."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     name = f"python -m {module.name}" if module else Path(sys.argv[0]).name
     return " ".join([name, *map(shlex.quote, sys.argv[1:])])
 
 
 def _driver() -> str:
-    found = _query_gpu("driver_version")
-    return found[0] if found else ""
+    """Return the version of the GPU's driver, or "" without a GPU."""
+    values = _query_gpu("driver_version")
+    return values[0] if values else ""
 
 
 def _clocks() -> dict[str, Any]:
-    """Return the GPU's clocks in MHz. Called right after the last run."""
-    found = _query_gpu("clocks.sm", "clocks.mem")
-    return {"clocks": {"sm_mhz": float(found[0]), "memory_mhz": float(found[1])}} if found else {}
+    """Return the GPU's clocks in MHz, right after the last run. Empty without a GPU."""
+    values = _query_gpu("clocks.sm", "clocks.mem")
+    return {"clocks": {"sm_mhz": float(values[0]), "memory_mhz": float(values[1])}} if values else {}
 
 
 def _query_gpu(*fields: str) -> list[str]:
-    """Ask the driver about torch's first GPU. Returns nothing without a GPU."""
+    """Return the values of nvidia-smi's `fields` for torch's first GPU. Empty without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -198,7 +202,7 @@ def _query_gpu(*fields: str) -> list[str]:
 
 
 def _commit() -> str:
-    """Return this code's commit, marked if files differ from it; "unknown" outside a repository."""
+    """Return the repository's commit, marked if files differ from it; "unknown" outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)

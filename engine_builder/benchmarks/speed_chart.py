@@ -1,6 +1,6 @@
 """The chart of the README: seconds for one SDXL image on one GPU, by Preheat and by others.
 
-Measured bars come from the rows of one run. Published ones are other people's numbers for the same kind of GPU.
+Measured bars come from the rows of one run. Published bars are numbers of others for the same kind of GPU.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _CASES = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: `seconds` an image. `source` says on what it was measured, and by whom."""
+    """One bar: `seconds` an image. `source`: the hardware and versions, and who measured it."""
 
     name: str
     seconds: float
@@ -36,7 +36,7 @@ _PUBLISHED = (
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Return the bars of the chart, the shortest first. `rows` are those of `SECTION`, of which the last run counts."""
+    """Return the bars of the chart, the shortest first. `rows`: those of `SECTION`; the last row of a case counts."""
     measured = {
         _CASES[row.case]: Bar(
             _CASES[row.case],
@@ -52,11 +52,11 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 def draw(axes: Any, rows: Sequence[Row]) -> None:
     """Draw the bars with their names and sources."""
-    found = bars(rows)
-    labels = [f"{bar.name}\n{bar.source}" for bar in found]
-    colors = ["C0" if bar.name == "Preheat" else "0.55" if bar.measured else "0.8" for bar in found]
-    axes.barh(labels, [bar.seconds for bar in found], color=colors, height=0.6)
-    for label, bar in zip(labels, found, strict=True):
+    ordered = bars(rows)
+    labels = [f"{bar.name}\n{bar.source}" for bar in ordered]
+    colors = ["C0" if bar.name == "Preheat" else "0.55" if bar.measured else "0.8" for bar in ordered]
+    axes.barh(labels, [bar.seconds for bar in ordered], color=colors, height=0.6)
+    for label, bar in zip(labels, ordered, strict=True):
         axes.annotate(
             f"{bar.seconds:.2f} s", (bar.seconds, label), xytext=(4, 0), textcoords="offset points", va="center"
         )

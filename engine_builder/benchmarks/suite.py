@@ -1,19 +1,19 @@
-"""The cases of full-size SDXL in docs/benchmarks.md: numbers of steps, batches, few-step models, and diffusers.
+"""Measure the cases of full-size SDXL in docs/benchmarks.md: numbers of steps, batches, few-step models, diffusers.
 
     python -m engine_builder.benchmarks.suite STORE NAME/1 --peer MODEL_FOLDER --out docs/benchmarks/h200.json
 
 Measures in this process, from the request to the encoded JPEG. A case that the release does not serve is skipped with a
-message. The peers are diffusers' pipelines on the same weights, in turns with the release: eager, and compiled as in
-PyTorch's "diffusion-fast" (github.com/huggingface/diffusion-fast). Two of its options are left out: coordinate descent,
-which had not ended after 500 s, and the search for matrix products, which takes minutes more.
+message. The peers are diffusers' pipelines on the same weights, and alternate with the release: eager, and compiled as
+in PyTorch's "diffusion-fast" (github.com/huggingface/diffusion-fast). Two of its options are left out: coordinate
+descent, which had not ended after 500 s, and the search for matrix products, which takes minutes more.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from engine_builder.benchmarks.bench import bench_offline, bench_release, load_here, release_parser
-from engine_builder.benchmarks.comparison import bench_beside_diffusers
+from engine_builder.benchmarks.bench import bench_offline, bench_release, load_in_process, release_parser
+from engine_builder.benchmarks.comparison import bench_against_diffusers
 from engine_builder.benchmarks.peers import PEERS, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
 from model.api.request import GenerationRequest, resolve
@@ -23,7 +23,10 @@ from model.loading.load import Loaded
 
 @dataclass(frozen=True)
 class Case:
-    """A request that is generated `runs` times. With `throughput`, the next one always waits: the row has images/s."""
+    """A request that is generated `runs` times.
+
+    `throughput`: the next request always waits, and the row has images/s. `side`: pixels; None: the native size.
+    """
 
     name: str
     runs: int
@@ -72,23 +75,23 @@ def run(loaded: Loaded, peer: str | None, report: Callable[[str], None]) -> Iter
     """
     first = CASES[0]
     if peer is not None:
-        find_peer(peer, resolve(first.request(), loaded.served))  # fails before anything is measured
+        find_peer(peer, resolve(first.request(), loaded.served))  # raises before anything is measured
     for case in CASES:
         bench = bench_offline if case.throughput else bench_release
         try:
             row = bench(loaded, case.request(), 3 if case.images == 1 else 1, case.runs)
         except RequestRefused as error:
-            report(f"{case.name}: left out. {error}")
+            report(f"{case.name}: skipped. {error}")
             continue
-        yield _named(case.name, _per_second(row) if case.throughput else row, report)
+        yield _named(case.name, to_images_per_second(row) if case.throughput else row, report)
     if peer is not None:
         names = [f"{first.name}, in turns with diffusers"] + [f"{first.name}, diffusers {kind}" for kind in PEERS]
-        rows = bench_beside_diffusers(loaded, first.request(), peer, PEERS, 3, 10)
+        rows = bench_against_diffusers(loaded, first.request(), peer, PEERS, 3, 10)
         for name, row in zip(names, rows, strict=True):
             yield _named(name, row, report)
 
 
-def _per_second(row: Row) -> Row:
+def to_images_per_second(row: Row) -> Row:
     """Convert milliseconds to images/s: the slowest runs become the lowest rates."""
     rates = {name: round(1000 * row.batch / getattr(row, name), 3) for name in ("value", "p50", "p90", "p99")}
     return row.model_copy(update={"unit": "images/s", **rates})
@@ -103,7 +106,7 @@ def main() -> None:
     parser = release_parser(__doc__)
     parser.add_argument("--peer", help="the model's folder or Hub id: measure diffusers on it, too")
     arguments = parser.parse_args()
-    loaded = load_here(arguments.store, arguments.release)
+    loaded = load_in_process(arguments.store, arguments.release)
     rows = []
     for row in run(loaded, arguments.peer, lambda line: print(line, flush=True)):
         rows.append(row.to_dict())

@@ -1,4 +1,4 @@
-"""`preheat bench` and `preheat report`: measure on this machine, keep the rows, write docs/benchmarks.md from them."""
+"""`preheat bench` and `preheat report`: measure on this machine, store the rows, write docs/benchmarks.md from them."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,11 +23,11 @@ from engine_builder.commands.console import (
     SizeOption,
     StepsOption,
     StoreOption,
-    bucket_of,
     console,
-    opened,
+    open_cli_store,
+    parse_bucket,
+    parse_size,
     plain,
-    sides,
 )
 from engine_builder.stores.store import WritableStore
 from model.errors import RequestRefused
@@ -35,7 +35,7 @@ from model.pipeline.spec import UNET
 
 
 class _LatencyByDefault(TyperGroup):
-    """`preheat bench NAME/1` means `preheat bench latency NAME/1`."""
+    """Treats `preheat bench NAME/1` as `preheat bench latency NAME/1`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
@@ -47,7 +47,7 @@ bench_app = typer.Typer(
     name="bench", cls=_LatencyByDefault, no_args_is_help=True, help="Measure on this machine: latency, cold-start."
 )
 
-RunsOption = Annotated[int, typer.Option(min=1, help="Counted runs.")]
+RunsOption = Annotated[int, typer.Option(min=1, help="Number of counted runs.")]
 OutOption = Annotated[Path | None, typer.Option(help="Append the rows to this JSON file.")]
 
 
@@ -59,14 +59,14 @@ def latency(
     size: SizeOption = None,
     steps: StepsOption = 20,
     guidance_scale: Annotated[float | None, typer.Option(help="1: no guidance; default: the release's own.")] = None,
-    images: Annotated[int, typer.Option(help="Images a request.")] = 1,
+    images: Annotated[int, typer.Option(help="Images per request.")] = 1,
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
-    warm_ups: Annotated[int, typer.Option(min=0)] = 3,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of uncounted runs before.")] = 3,
     runs: RunsOption = 20,
     peer: Annotated[
         str | None,
         typer.Option(
-            help="The model's folder or Hub id: measure diffusers' eager pipeline on it, in turns with the release."
+            help="The model's folder or Hub id: measure diffusers' eager pipeline on it, alternating with the release."
         ),
     ] = None,
     compiled: Annotated[
@@ -75,13 +75,13 @@ def latency(
     out: OutOption = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Request to image in this process, by stage. The last line is JSON."""
+    """Measure a request in this process, from prompt to image, by stage. The last line is JSON."""
     if compiled and peer is None:
         raise typer.BadParameter("needs a peer: name its model folder with --peer", param_hint="--compiled")
-    width, height = sides(size) if size else (None, None)
+    width, height = parse_size(size) if size else (None, None)
     with console.status("Loading"):
-        from engine_builder.benchmarks.bench import bench_release, load_here
-        from engine_builder.benchmarks.comparison import bench_beside_diffusers
+        from engine_builder.benchmarks.bench import bench_release, load_in_process
+        from engine_builder.benchmarks.comparison import bench_against_diffusers
         from engine_builder.benchmarks.peers import PEERS
         from model.api.request import GenerationRequest
 
@@ -93,13 +93,13 @@ def latency(
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise RequestRefused(str(first["loc"][0]), f"{first['msg']}.") from error
-        loaded = load_here(opened(store, cache_dir).url, release)
-    with console.status(f"Measuring {plain(release)}{' in turns with diffusers' if peer else ''}"):
+        loaded = load_in_process(open_cli_store(store, cache_dir).url, release)
+    with console.status(f"Measuring {plain(release)}{' and diffusers' if peer else ''}"):
         if peer is None:
             rows = [bench_release(loaded, request, warm_ups, runs)]
         else:
             kinds = PEERS if compiled else PEERS[:1]
-            rows = bench_beside_diffusers(loaded, request, peer, kinds, warm_ups, runs)
+            rows = bench_against_diffusers(loaded, request, peer, kinds, warm_ups, runs)
     _print_table(rows, "stages", "ms")
     finish(rows, out)
 
@@ -111,7 +111,7 @@ def cold_start(
     s3: Annotated[
         str | None,
         typer.Option(
-            help="Also start from s3://bucket/prefix, which has the release; or `own`: the tests' object store."
+            help="Also start from s3://bucket/prefix, which must have the release; or `own`: the tests' object store."
         ),
     ] = None,
     config: ConfigOption = DEMO_CONFIG,
@@ -120,26 +120,26 @@ def cold_start(
     steps: Annotated[int, typer.Option(help="Denoising steps of the first image.")] = 30,
     bucket: Annotated[
         list[str] | None,
-        typer.Option(help="WIDTHxHEIGHT@ROWS, e.g. 1024x1024@2, repeatable: replaces the config's buckets."),
+        typer.Option(help="WIDTHxHEIGHT@BATCH, e.g. 1024x1024@2, repeatable: replaces the config's buckets."),
     ] = None,
     runs: RunsOption = 5,
     out: OutOption = None,
 ) -> None:
-    """Start of the real server's process to its first image, by phase. The last line is JSON."""
-    from engine_builder.benchmarks.cold_start import Place, Start, bench_places, read_alone, starts_row
+    """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
+    from engine_builder.benchmarks.cold_start import NamedStore, Start, bench_cold_starts, cold_start_row, time_read
     from engine_builder.local_server.server import build_context, lay_out, with_metadata
     from model.loading.runtimes import targets_here
     from model.loading.select import select
     from model.settings import read_settings
 
-    local = opened(store)
+    local = open_cli_store(store)
     manifest = local.read_release(release)
     # The dtype of the UNet's outputs, as in the rows of `latency`.
     precision = next(engine.precision.io for engine in manifest.engines if engine.component == UNET)
     request: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     if size is not None:
-        request["width"], request["height"] = sides(size)
-    buckets = [bucket_of(text, "--bucket") for text in bucket or []]
+        request["width"], request["height"] = parse_size(size)
+    buckets = [parse_bucket(text, "--bucket") for text in bucket or []]
     with tempfile.TemporaryDirectory(prefix="preheat-bench-") as folder:
         work = Path(folder)
         with console.status("Laying out the server image"):
@@ -150,52 +150,56 @@ def cold_start(
             metadata = {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}}
             layout = with_metadata(layout, metadata)
 
-        def report(place: Place, number: int, start: Start) -> None:
+        def report(origin: NamedStore, number: int, start: Start) -> None:
             counted = f"run {number} of {runs}" if number else "not counted"
-            console.print(f"{place.name}: ready {start.ready:.2f} s, first image {start.first_image:.2f} s ({counted})")
+            console.print(
+                f"{origin.name}: ready {start.ready:.2f} s, first image {start.first_image:.2f} s ({counted})"
+            )
 
-        def measure(*places: Place) -> list[Row]:
-            measured = bench_places(layout, places, release, request, runs, work, report)
-            each = zip(places, measured, strict=True)
-            return [starts_row(place, release, starts, precision, steps) for place, starts in each]
+        def measure(*origins: NamedStore) -> list[Row]:
+            measured = bench_cold_starts(layout, origins, release, request, runs, work, report)
+            return [
+                cold_start_row(origin, release, starts, precision, steps)
+                for origin, starts in zip(origins, measured, strict=True)
+            ]
 
-        here = Place("local store", local.url)
+        local_origin = NamedStore("local store", local.url)
         if s3 is None:
-            rows = measure(here)
+            rows = measure(local_origin)
         else:
-            with _bucket(s3, local, release, work) as url:
+            with _bucket_with_release(s3, local, release, work) as url:
                 settings = read_settings(metadata["preheat"])
                 blobs = select(manifest, targets_here(settings.runtime), settings.buckets).blobs()
-                seconds = [read_alone(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
-                rows = measure(here, Place("S3 on this machine" if s3 == "own" else "S3", url))
-            alone = make_row(
+                seconds = [time_read(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
+                rows = measure(local_origin, NamedStore("S3 on this machine" if s3 == "own" else "S3", url))
+            read_row = make_row(
                 f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3,
                 best=round(min(seconds), 3), bytes_fetched=sum(blob.bytes for blob in blobs),
             )  # fmt: skip
-            rows.insert(1, alone)
+            rows.insert(1, read_row)
     _print_table(rows, "phases", "s")
     finish(rows, out)
 
 
 @contextmanager
-def _bucket(s3: str, source: WritableStore, release: str, work: Path) -> Iterator[str]:
-    """Yield the URL of a bucket that has the release: the given one, or for `own` an object store with a copy."""
-    from engine_builder.benchmarks.cold_start import own_object_store
+def _bucket_with_release(s3: str, source: WritableStore, release: str, work: Path) -> Iterator[str]:
+    """Yield the URL of a bucket with the release: `s3`, or for "own" the tests' object store, with a copy."""
+    from engine_builder.benchmarks.cold_start import run_test_object_store
     from engine_builder.releases.mirror import copy_release
 
     if s3 != "own":
         yield s3
         return
     console.print("Starting an object store")
-    with own_object_store(ROOT, work):
+    with run_test_object_store(ROOT, work):
         url = "s3://preheat"
         with console.status(f"Copying {plain(release)} to {url}"):
-            copy_release(source, opened(url), release)
+            copy_release(source, open_cli_store(url), release)
         yield url
 
 
 def _print_table(rows: list[Row], parts: str, unit: str) -> None:
-    """Print a table of the rows, and what they were measured with."""
+    """Print a table of the rows, and the device, versions and request that they share."""
     table = Table("case", f"p50 {unit}", f"p90 {unit}", f"p99 {unit}", "runs", f"{parts} (median {unit})")
     for row in rows:
         medians: Mapping[str, float] = getattr(row, parts)

@@ -17,9 +17,9 @@ from engine_builder.commands.console import (
     ROOT,
     CacheOption,
     StoreOption,
-    bucket_of,
     console,
-    opened,
+    open_cli_store,
+    parse_bucket,
     plain,
     steps_bar,
 )
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine_builder.backends.built import ReportProgress
     from engine_builder.building.build_plan import BuildPlan  # imports PyTorch, which not every command needs
 
-TUNING = ROOT / ".preheat" / "tuning"  # a folder per target; see engine_builder.backends.aot_inductor.tuning
+TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
 _RUNTIMES = ("aot_inductor", "tensorrt")
 _PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "tensorrt": (FP32, FP16), "onnx": (FP32, FP16)}
 
@@ -40,7 +40,7 @@ _PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "tensorrt": (FP32, FP16), "on
 def build(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
-    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave MODEL/refiner out.")] = False,
+    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
     name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
@@ -80,7 +80,7 @@ def build(
     cache_dir: CacheOption = None,
 ) -> None:
     """Compile the networks of MODEL for this machine, check them, and store them with the weights."""
-    destination = opened(store, cache_dir)
+    destination = open_cli_store(store, cache_dir)
     if refiner and no_refiner:
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     plan = parse_plan(
@@ -130,7 +130,7 @@ def parse_plan(
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build` for this machine; None and empty select the defaults.
 
-    Without `with_refiner` the model's own refiner is left out. Downloads the model if it is a Hub id. Raises
+    `with_refiner` False leaves out the model's own refiner. Downloads the model if it is a Hub id. Raises
     typer.BadParameter for an invalid argument, and CheckpointError.
     """
     if runtime not in _RUNTIMES:
@@ -145,10 +145,10 @@ def parse_plan(
     if runtime == "tensorrt":
         options = parse_options(refit, compatibility, workspace, level)
         target = plan_target(target, options)
-    default = FP16 if target.device == "cuda" else FP32
-    unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default
+    default_precision = FP16 if target.device == "cuda" else FP32
+    unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
-    buckets = tuple(dict.fromkeys(bucket_of(text) for text in sizes))
+    buckets = tuple(dict.fromkeys(parse_bucket(text) for text in sizes))
     base, refiner_checkpoint = find_checkpoints(model, refiner)
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
@@ -172,7 +172,7 @@ def _parse_precision(text: str, backend: str, option: str) -> Precision:
 
 
 def bucket_label(bucket: Bucket) -> str:
-    """ "1024x1024@2"; "any@1-16" for an engine of any size; "@2" for one without a size."""
+    """Return "1024x1024@2"; "any@1-16" for an engine of any size; "@2" for an engine without a size."""
     batch, height, width = bucket.batch, bucket.height, bucket.width
     size = ""
     if height and width:
@@ -181,7 +181,7 @@ def bucket_label(bucket: Bucket) -> str:
 
 
 def _vae_remark(plan: "BuildPlan") -> str:
-    """Describe the VAE's precision if it is not the model's, or contradicts the VAE's config."""
+    """Describe the VAE's precision if it differs from the model's or contradicts the VAE's config."""
     precision = plan.precision_of(VAE_DECODER)
     if precision == FP16 and plan.upcasts_vae:
         return (
@@ -214,16 +214,16 @@ def export_onnx(
         from engine_builder.checkpoints.find import find_checkpoints
 
     chosen = _parse_precision(precision, "onnx", "--precision")
-    opened_store = opened(store, cache_dir)
+    opened_store = open_cli_store(store, cache_dir)
     with _progress() as report:
         exported = export_model(*find_checkpoints(model, refiner), chosen, opened_store, report)
     table = Table("component", "graph", "KiB", "exported in", "weights MiB", "error against eager PyTorch")
     kind = "absolute" if chosen == FP32 else "relative"
-    for one in exported:
+    for graph in exported:
         table.add_row(
-            one.component, "exported" if one.is_new else "reused", f"{one.built.graph.bytes / 1024:,.0f}",
-            f"{one.built.export_seconds:.0f} s", f"{sum(blob.bytes for blob in one.weights.blobs) / 2**20:,.1f}",
-            f"{one.error:.1e} ({kind})",
+            graph.component, "exported" if graph.is_new else "reused", f"{graph.built.graph.bytes / 1024:,.0f}",
+            f"{graph.built.export_seconds:.0f} s", f"{sum(blob.bytes for blob in graph.weights.blobs) / 2**20:,.1f}",
+            f"{graph.error:.1e} ({kind})",
         )  # fmt: skip
     console.print(table)
     if out is not None:
@@ -242,12 +242,12 @@ def _progress(remaining: Callable[[], float] = lambda: 0.0) -> Iterator["ReportP
 
         def print_line(component: str, activity: str, done: int, steps: int) -> None:
             line = f"{time.perf_counter() - started:6.1f} s  {done:2}/{steps}  {component}: {activity}"
-            console.print(", ".join(filter(None, [line, _left(remaining())])), soft_wrap=True)
+            console.print(", ".join(filter(None, [line, _time_left(remaining())])), soft_wrap=True)
             sys.stdout.flush()
 
         yield print_line
         return
-    with steps_bar(lambda: _left(remaining())) as progress:
+    with steps_bar(lambda: _time_left(remaining())) as progress:
         task = progress.add_task("Starting", total=None)
 
         def update_bar(component: str, activity: str, done: int, steps: int) -> None:
@@ -256,6 +256,6 @@ def _progress(remaining: Callable[[], float] = lambda: 0.0) -> Iterator["ReportP
         yield update_bar
 
 
-def _left(seconds: float) -> str:
-    """ "about 50 s left", rounded up to 5 s; empty for zero."""
+def _time_left(seconds: float) -> str:
+    """Return "about 50 s left", rounded up to 5 s. Empty for zero."""
     return f"about {math.ceil(seconds / 5) * 5} s left" if seconds else ""

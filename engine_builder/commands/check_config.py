@@ -1,4 +1,4 @@
-"""The command `preheat check-config`: what would fail after a push, found before it."""
+"""`preheat check-config`: find before a push what would fail after it."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,18 +10,18 @@ from engine_builder.commands.console import console, plain
 
 def check_config(
     config: Annotated[Path, typer.Argument(help="The deployment's config.yaml.")],
-    store: Annotated[str | None, typer.Option(help="Check against this store in place of the config's.")] = None,
+    store: Annotated[str | None, typer.Option(help="Check against this store instead of the config's.")] = None,
 ) -> None:
     """Check a config.yaml and the release that it names before `truss push`. Exit status 1 if it would not serve."""
     with console.status(f"Checking {plain(config)}"):
         from engine_builder.releases.deployment import check_deployment
 
-        found = check_deployment(config, store)
-    for error in found.refusals:
+        check = check_deployment(config, store)
+    for error in check.refusals:
         console.print(f"[red]refused[/] {plain(error)}", soft_wrap=True)
-    for warning in found.warnings:
+    for warning in check.warnings:
         console.print(f"[yellow]warning[/] {plain(warning)}", soft_wrap=True)
-    for line in found.served:
+    for line in check.served:
         console.print(plain(line), soft_wrap=True)
-    if found.refusals:
+    if check.refusals:
         raise typer.Exit(1)

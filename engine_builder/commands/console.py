@@ -44,7 +44,7 @@ SizeOption = Annotated[str | None, typer.Option(help="WIDTHxHEIGHT; default: the
 StepsOption = Annotated[int, typer.Option(help="Denoising steps.")]
 DEFAULT_PROMPT = "a large red circle on a blue background"
 DEFAULT_STORE = str(ROOT / ".preheat" / "store")
-SERVERS = ROOT / ".preheat" / "servers"  # a folder for each running server
+SERVERS = ROOT / ".preheat" / "servers"  # contains a folder for each running server
 DEMO_CONFIG = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 
 
@@ -54,17 +54,17 @@ class Meter:
     def __init__(self) -> None:
         self._task: tuple[Progress, TaskID] | None = None
 
-    def moved(self, count: int) -> None:
-        """Advance the bar; passed as `StoreOptions.report`."""
+    def advance(self, count: int) -> None:
+        """Advance the bar by `count` bytes. Passed as `StoreOptions.report`."""
         if (task := self._task) is not None:
             task[0].advance(task[1], count)
 
     @contextmanager
-    def show(self, doing: str) -> Iterator[Callable[[int], None]]:
+    def show(self, description: str) -> Iterator[Callable[[int], None]]:
         """Show the bar. Yields a function that sets the total number of bytes."""
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task(doing, total=None)
+            task = progress.add_task(description, total=None)
             self._task = (progress, task)
             try:
                 yield lambda total: progress.update(task, total=total)
@@ -76,7 +76,7 @@ meter = Meter()
 
 
 def steps_bar(note: Callable[[], str] = lambda: "", **options: Any) -> Progress:
-    """Return a progress bar that counts steps, with a note behind the time. `options` are those of Progress."""
+    """Return a progress bar that counts steps and shows a note after the time. `options` are those of Progress."""
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(), _Note(note),
@@ -85,7 +85,7 @@ def steps_bar(note: Callable[[], str] = lambda: "", **options: Any) -> Progress:
 
 
 class _Note(ProgressColumn):
-    """Shows what a function returns."""
+    """Shows the text that `note` returns."""
 
     def __init__(self, note: Callable[[], str]) -> None:
         super().__init__()
@@ -95,30 +95,36 @@ class _Note(ProgressColumn):
         return Text(self._note())
 
 
-def opened(store: str, cache_dir: Path | None = None) -> WritableStore:
-    """Open a store whose transfers the meter shows. `cache_dir` is also set for child processes."""
+def open_cli_store(store: str, cache_dir: Path | None = None) -> WritableStore:
+    """Open a store with the settings of the environment. The meter shows its transfers.
+
+    `cache_dir` is also set in the environment, for child processes.
+    """
     if cache_dir is not None:
         os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
     return open_writable_store(
-        store, replace(read_settings(variables=STORE_SETTINGS).store_options(), report=meter.moved)
+        store, replace(read_settings(variables=STORE_SETTINGS).store_options(), report=meter.advance)
     )
 
 
-def sides(size: str, option: str = "--size") -> tuple[int, int]:
-    """ "1024x768" -> (width, height) in pixels."""
+def parse_size(size: str, option: str = "--size") -> tuple[int, int]:
+    """Parse "1024x768" into (width, height) in pixels. Raises typer.BadParameter."""
     width, _, height = size.partition("x")
     if not (is_number(width) and is_number(height)):
         raise typer.BadParameter(f"{size!r} is not WIDTHxHEIGHT, for example 1024x1024", param_hint=option)
     return int(width), int(height)
 
 
-def bucket_of(text: str, option: str = "--size") -> tuple[int, int, int]:
-    """ "1024x768@2" (width x height @ rows; without rows: 2) -> (rows, height, width)."""
-    size, _, rows = text.partition("@")
+def parse_bucket(text: str, option: str = "--size") -> tuple[int, int, int]:
+    """Parse "1024x768@2" (width x height @ batch) into (batch, height, width). Without a batch it is 2.
+
+    Raises typer.BadParameter.
+    """
+    size, _, batch = text.partition("@")
     width, _, height = size.partition("x")
-    if not (is_number(width) and is_number(height) and is_number(rows or "2")):
-        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@ROWS, for example 1024x1024@2", param_hint=option)
-    return int(rows or 2), int(height), int(width)
+    if not (is_number(width) and is_number(height) and is_number(batch or "2")):
+        raise typer.BadParameter(f"{text!r} is not WIDTHxHEIGHT@BATCH, for example 1024x1024@2", param_hint=option)
+    return int(batch or 2), int(height), int(width)
 
 
 def is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""`preheat load`: the throughput and latency of one server."""
+"""`preheat load`: measure the throughput and latency of one server."""
 
 import asyncio
 import math
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from engine_builder.benchmarks.load import Outcome, closed_loop, open_loop, plot, rows
+from engine_builder.benchmarks.load import Outcome, closed_loop, open_loop, outcome_rows, plot
 from engine_builder.benchmarks.rows import finish, percentile
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
@@ -24,16 +24,16 @@ from engine_builder.commands.console import (
     StoreOption,
     console,
     is_number,
-    opened,
+    open_cli_store,
+    parse_size,
     plain,
-    sides,
 )
 from engine_builder.files import check_writable
 from engine_builder.local_server import demo
 from model.errors import PreheatError
 from model.pipeline.spec import UNET
 
-_SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached
+_OPEN_LOOP_SHARES = (0.3, 0.5, 0.7, 0.9, 1.3)  # of the images/s that the closed loops reached
 
 
 def load(
@@ -43,22 +43,24 @@ def load(
     url: Annotated[str | None, typer.Option(help="A running server of that release; default: a new one.")] = None,
     size: SizeOption = None,
     steps: StepsOption = 8,
-    clients: Annotated[str, typer.Option(help="Numbers of clients of the closed loops.")] = "1,2,4,8,16,32",
-    seconds: Annotated[float, typer.Option(min=1, help="Of each load.")] = 15,
+    clients: Annotated[
+        str, typer.Option(help="Numbers of clients of the closed loops, separated by commas.")
+    ] = "1,2,4,8,16,32",
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each load.")] = 15,
     out: Annotated[Path | None, typer.Option(help="Write the rows to this JSON file, replacing its rows.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw them into this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot of the rows to this file.")] = None,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Drive the real server closed- and open-loop: images/s, latency, refusals. The last line is JSON."""
+    """Send closed-loop and open-loop load to the real server: images/s, latency, refusals. The last line is JSON."""
     counts = _parse_clients(clients)
     if not math.isfinite(seconds):
         raise typer.BadParameter(f"{seconds} is not a finite number", param_hint="--seconds")
-    for path in filter(None, (out, picture)):
+    for path in filter(None, (out, plot_file)):
         check_writable(path)
-    holder = opened(store, cache_dir)
-    manifest = holder.read_release(release)
+    opened_store = open_cli_store(store, cache_dir)
+    manifest = opened_store.read_release(release)
     settings = manifest.settings
-    width, height = sides(size) if size else (settings.native_width, settings.native_height)
+    width, height = parse_size(size) if size else (settings.native_width, settings.native_height)
     precision = next(engine.precision.name for engine in manifest.engines if engine.component == UNET)
 
     def request_of(number: int) -> dict[str, Any]:
@@ -66,15 +68,15 @@ def load(
         return {"prompt": DEFAULT_PROMPT, **image}
 
     def drive(url: str) -> list[Outcome]:
-        first = asyncio.run(closed_loop(url, request_of, 2, 2))
-        if not first.latencies:
-            raise PreheatError(f"The server generated no image: {first.first_error}.")
+        warm_up = asyncio.run(closed_loop(url, request_of, 2, 2))
+        if not warm_up.latencies:
+            raise PreheatError(f"The server generated no image: {warm_up.first_error}.")
         outcomes = []
         for count in counts:
             with console.status(f"{count} clients"):
                 outcomes.append(asyncio.run(closed_loop(url, request_of, count, seconds)))
         capacity = max(outcome.images_per_second for outcome in outcomes)
-        for share in _SHARES:
+        for share in _OPEN_LOOP_SHARES:
             with console.status(f"{share:.0%} of {capacity:.2f} requests/s"):
                 outcomes.append(asyncio.run(open_loop(url, request_of, share * capacity, seconds)))
         return outcomes
@@ -82,29 +84,32 @@ def load(
     if url is not None:
         outcomes = drive(url)
     else:
-        with demo.serving(ROOT, config, SERVERS, holder.url, release) as server:
+        with demo.serving(ROOT, config, SERVERS, opened_store.url, release) as server:
             with console.status(f"Starting {plain(release)}"):
                 server.wait_ready(600)
             outcomes = drive(server.url)
     table = Table(Column("load", no_wrap=True), "images/s", "p50 s", "p90 s", "p99 s", "200", "429", "other")
-    for one in outcomes:
-        spread = [f"{percentile(one.latencies, share):.2f}" if one.latencies else "" for share in (0.5, 0.9, 0.99)]
-        answers = [str(len(one.latencies)), str(one.refused), str(one.failed)]
-        table.add_row(one.case, f"{one.images_per_second:.2f}", *spread, *answers)
+    for outcome in outcomes:
+        latencies = outcome.latencies
+        percentiles = [f"{percentile(latencies, share):.2f}" if latencies else "" for share in (0.5, 0.9, 0.99)]
+        counts_by_status = [str(len(latencies)), str(outcome.refused), str(outcome.failed)]
+        table.add_row(outcome.case, f"{outcome.images_per_second:.2f}", *percentiles, *counts_by_status)
     console.print(table)
-    kept = rows(outcomes, precision, steps, f"{width}x{height}")
+    rows = outcome_rows(outcomes, precision, steps, f"{width}x{height}")
     console.print(
-        f"{kept[0].gpu}, torch {kept[0].torch}, {precision}, {width}x{height}, {steps} steps, {plain(release)}"
+        f"{rows[0].gpu}, torch {rows[0].torch}, {precision}, {width}x{height}, {steps} steps, {plain(release)}"
     )
-    if picture is not None:
-        plot(outcomes, picture, f"{release}, {width}x{height}, {steps} steps, {precision}: {kept[0].gpu}")
+    if plot_file is not None:
+        plot(outcomes, plot_file, f"{release}, {width}x{height}, {steps} steps, {precision}: {rows[0].gpu}")
     if out is not None:
         out.unlink(missing_ok=True)
-    finish(kept, out)
+    finish(rows, out)
 
 
 def _parse_clients(clients: str) -> list[int]:
     counts = [int(count) for count in clients.split(",") if is_number(count)]
     if len(counts) < len(clients.split(",")) or not all(counts):
-        raise typer.BadParameter(f"{clients!r} is not a list of positive integers, as 1,2,4", param_hint="--clients")
+        raise typer.BadParameter(
+            f"{clients!r} is not a list of positive integers, for example 1,2,4", param_hint="--clients"
+        )
     return counts

@@ -26,7 +26,7 @@ from engine_builder.commands.console import (
     ConfigOption,
     StoreOption,
     console,
-    opened,
+    open_cli_store,
     plain,
     steps_bar,
 )
@@ -70,7 +70,7 @@ def main() -> None:
             app()
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # otherwise the interpreter meets a full disk, and prints a traceback
+                sys.stdout.flush()  # otherwise the interpreter flushes at exit, and a full disk gives a traceback
     except PreheatError as error:
         _print_error(str(error))
         sys.exit(1)
@@ -90,7 +90,7 @@ def _print_error(message: str) -> None:
 
 
 def _discard_output() -> None:
-    """Prevent the error that would follow at exit, when what is still buffered is written."""
+    """Discard the buffered output, which would otherwise raise an error at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -103,9 +103,9 @@ def serve(
     cache_dir: CacheOption = None,
 ) -> None:
     """Run the real Truss server on this machine until it is interrupted."""
-    holder = opened(store, cache_dir)
-    holder.read_release(release)  # a missing one is refused before the server's files are laid out
-    with demo_run.serving(ROOT, config, SERVERS, holder.url, release, port) as server:
+    opened_store = open_cli_store(store, cache_dir)
+    opened_store.read_release(release)  # a missing release is refused before the server's files are laid out
+    with demo_run.serving(ROOT, config, SERVERS, opened_store.url, release, port) as server:
         with console.status(f"Starting {plain(release)}"):
             server.wait_ready(600)
         console.print(f"Serving [bold]{plain(release)}[/] at {server.url}/v1/models/model:predict (Ctrl-C ends it)")
@@ -120,7 +120,7 @@ def serve(
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the image shows.")],
+    prompt: Annotated[str, typer.Argument(help="Description of the image.")],
     url: Annotated[str, typer.Option(help="The server, without a path.")] = "http://127.0.0.1:8080",
     out: Annotated[Path, typer.Option(help="Output file; several images get numbers.")] = Path("image.png"),
     negative_prompt: str | None = None,
@@ -131,12 +131,12 @@ def generate(
     scheduler: str | None = None,
     refiner: Annotated[bool | None, typer.Option(help="Finish with the refiner.")] = None,
     seed: int | None = None,
-    images: Annotated[int, typer.Option(help="How many.")] = 1,
+    images: Annotated[int, typer.Option(help="Number of images.")] = 1,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
     """Request images from a running server and save them."""
     check_output_paths(out, _suffix_of(out), images)
-    given = {
+    options = {
         "negative_prompt": negative_prompt,
         "width": width,
         "height": height,
@@ -147,7 +147,7 @@ def generate(
         "seed": seed,
     }
     request = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
-    request |= {key: value for key, value in given.items() if value is not None}
+    request |= {key: value for key, value in options.items() if value is not None}
     with _progress() as progress:
         response = call(url, request, timeout, progress)
     _print_response(response, save_images(response, out))
@@ -173,9 +173,10 @@ def demo(
 ) -> None:
     """Build, publish, start the real server, request one image over HTTP, and print the times.
 
-    Compiles only what the image needs: the refiner with --refiner alone."""
+    Compiles only what the image needs: the refiner only with --refiner.
+    """
     check_output_paths(out, _suffix_of(out), 1)
-    store = opened(DEFAULT_STORE)
+    store = open_cli_store(DEFAULT_STORE)
     draft = run_build(store, parse_plan(str(model), with_refiner=refiner))
     manifest = run_publish(store, draft.model)
     request = {"prompt": prompt, "seed": seed, "output_format": _format_of(out), "use_refiner": refiner}

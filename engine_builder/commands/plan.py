@@ -1,4 +1,4 @@
-"""`preheat plan-replicas`: how many replicas a given traffic needs, simulated from measurements."""
+"""`preheat plan-replicas`: simulate from measurements how many replicas a traffic needs."""
 
 import itertools
 import json
@@ -20,9 +20,9 @@ from engine_builder.replicas.simulation import Autoscaling, Result, Server, cand
 from engine_builder.replicas.traffic import Traffic, read_traffic
 from model.errors import PreheatError
 
-_BINS = 96
+_PLOT_BINS = 96  # of the time axis
 _MAX_REQUESTS = 10_000_000
-_MAX_IMAGES = 1024  # at once
+_MAX_BATCH_IMAGES = 1024
 _MAX_STEP_SECONDS = 600
 _CLOSED_LOOP = re.compile(r"closed loop, (\d+) clients")
 
@@ -40,30 +40,33 @@ def plan_replicas(
     ],
     p99: Annotated[float, typer.Option(help="Seconds within which 99 % of the requests must be answered.")],
     measured: Annotated[
-        Path | None, typer.Option("--load", help="Rows of `preheat load`, which give the step time by batch.")
+        Path | None, typer.Option("--load", help="File of rows of `preheat load`, which give the step time by batch.")
     ] = None,
     curve: Annotated[
-        str | None, typer.Option(help="The step time by batch instead: IMAGES:SECONDS, as 1:0.05,8:0.11.")
+        str | None,
+        typer.Option(help="The step time by batch, instead of --load: IMAGES:SECONDS,..., e.g. 1:0.05,8:0.11."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Denoising steps of a request.")] = 30,
-    hours: Annotated[float, typer.Option(min=0.01, max=8784, help="Of traffic; a CSV file has its own.")] = 24,
+    hours: Annotated[float, typer.Option(min=0.01, max=8784, help="Hours of traffic; a CSV file has its own.")] = 24,
     max_replica: Annotated[int, typer.Option(min=1, max=1000, help="The largest number of replicas.")] = 8,
     max_queue: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="limits.max_queue of the deployment's config.")
     ] = 64,
     out: Annotated[Path | None, typer.Option(help="Write the recommended settings to this JSON file.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the traffic and the replicas.")] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a plot of traffic and replicas to this file.")
+    ] = None,
 ) -> None:
     """Simulate the autoscaler under a traffic, and recommend the cheapest setting that meets the p99."""
     for option, value in (("--cold-start", cold_start), ("--p99", p99), ("--hours", hours)):
         if not math.isfinite(value):
             raise typer.BadParameter(f"{value} is not a finite number", param_hint=option)
-    for path in filter(None, (out, picture)):
+    for path in filter(None, (out, plot_file)):
         check_writable(path)
     if measured is not None and curve is None:
         points = _measured_points(measured)
     elif curve is not None and measured is None:
-        points = _points(curve)
+        points = _parse_curve(curve)
     else:
         raise typer.BadParameter("give one of --load and --curve", param_hint="--load or --curve")
     server = Server(points, steps, cold_start, max_queue)
@@ -103,43 +106,45 @@ def plan_replicas(
             "raise --p99."
         )
         raise typer.Exit(1)
-    if picture is not None:
-        _plot(requests, results, best, p99, picture)
+    if plot_file is not None:
+        _plot(requests, results, best, p99, plot_file)
     recommended = {name: int(value) for name, value in asdict(best[0]).items()}
     if out is not None:
         write_file(out, (json.dumps(recommended, indent=2) + "\n").encode())
     print(json.dumps(recommended))
 
 
-def _points(curve: str) -> dict[int, float]:
+def _parse_curve(curve: str) -> dict[int, float]:
     try:
         pairs = [pair.partition(":") for pair in curve.split(",")]
         points = {int(images): float(seconds) for images, _, seconds in pairs}
     except ValueError as error:
         raise typer.BadParameter(f"{curve!r} is not IMAGES:SECONDS,...: {error}", param_hint="--curve") from error
-    if not all(0 < images <= _MAX_IMAGES and 0 < seconds <= _MAX_STEP_SECONDS for images, seconds in points.items()):
+    if not all(
+        0 < images <= _MAX_BATCH_IMAGES and 0 < seconds <= _MAX_STEP_SECONDS for images, seconds in points.items()
+    ):
         raise typer.BadParameter(
-            f"{curve!r} has a number that is not above 0, or above {_MAX_IMAGES} images or {_MAX_STEP_SECONDS} s",
+            f"{curve!r} has a number that is not above 0, or above {_MAX_BATCH_IMAGES} images or {_MAX_STEP_SECONDS} s",
             param_hint="--curve",
         )
     return points
 
 
 def _measured_points(path: Path) -> dict[int, float]:
-    """Return seconds a step by images at once, with the share of all other stages.
+    """Return images at once -> seconds of a step. The seconds include a share of all other stages.
 
-    n clients without pause keep n images in flight, so each of their steps takes n / (images/s * steps). The curve ends
+    n clients without pause keep n images in flight, so each step takes n / (images/s * steps) seconds. The curve ends
     at the smallest n that reaches 95 % of the best images/s.
     """
     rates: dict[int, tuple[float, int]] = {}
     for row in read_rows(path):
-        if (found := _CLOSED_LOOP.match(row.case)) is not None:
-            rates[int(found[1])] = (float(row.extra["images_per_second"]), row.steps)
+        if (match := _CLOSED_LOOP.match(row.case)) is not None:
+            rates[int(match[1])] = (float(row.extra["images_per_second"]), row.steps)
     if not rates:
         raise typer.BadParameter(f"{path} has no closed loops: measure them with `preheat load`", param_hint="--load")
     best = max(rate for rate, _ in rates.values())
-    most = min(count for count, (rate, _) in rates.items() if rate >= 0.95 * best)
-    return {count: count / (rate * steps) for count, (rate, steps) in sorted(rates.items()) if count <= most}
+    largest = min(count for count, (rate, _) in rates.items() if rate >= 0.95 * best)
+    return {count: count / (rate * steps) for count, (rate, steps) in sorted(rates.items()) if count <= largest}
 
 
 def _plot(
@@ -150,12 +155,14 @@ def _plot(
     path: Path,
 ) -> None:
     moments = [traffic.seconds * i / 600 for i in range(601)]
-    edges = [traffic.seconds * i / _BINS for i in range(_BINS + 1)]
+    edges = [traffic.seconds * i / _PLOT_BINS for i in range(_PLOT_BINS + 1)]
     hours = [0.0, *(paid_hours(best[1].replicas, edge) for edge in edges[1:])]
-    means = [(after - before) * 3600 * _BINS / traffic.seconds for before, after in itertools.pairwise(hours)]
+    means = [(after - before) * 3600 * _PLOT_BINS / traffic.seconds for before, after in itertools.pairwise(hours)]
     with two_panels(path, traffic.name) as (left, right):
         left.plot([t / 3600 for t in moments], [traffic.rate(t) for t in moments], color="tab:gray", label="requests/s")
-        left.stairs(means, [edge / 3600 for edge in edges], color="tab:blue", label=f"replicas, mean of {_BINS} parts")
+        left.stairs(
+            means, [edge / 3600 for edge in edges], color="tab:blue", label=f"replicas, mean of {_PLOT_BINS} parts"
+        )
         left.set(xlabel="hours", ylim=(0, None))
         left.legend()
         right.scatter([result.gpu_hours for _, result in results], [result.latency(0.99) for _, result in results])

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, meter, opened, plain
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    CacheOption,
+    StoreOption,
+    console,
+    meter,
+    open_cli_store,
+    plain,
+)
 from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
 from model.pipeline.spec import UNET, VAE_DECODER
@@ -18,7 +26,7 @@ from model.store.store import Store
 
 
 def keygen(file: Annotated[Path, typer.Argument(help="New file for the private key.")]) -> None:
-    """Make a key to sign releases with. Prints the public key, the line for a deployment's config."""
+    """Make a private key that signs releases. Prints its public key, as a line for a deployment's config."""
     from engine_builder.releases.signing import write_key
 
     key = write_key(file)
@@ -34,7 +42,7 @@ def publish(
     sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
 ) -> None:
     """Publish the builds of a model as one release, which is written once."""
-    run_publish(opened(store), name, sign)
+    run_publish(open_cli_store(store), name, sign)
 
 
 def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -> Manifest:
@@ -42,9 +50,9 @@ def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -
     from engine_builder.releases.publish import publish as publish_drafts
     from engine_builder.releases.signing import read_key
 
-    manifest, new = publish_drafts(store, name, read_key(key_file) if key_file else None)
+    manifest, is_new = publish_drafts(store, name, read_key(key_file) if key_file else None)
     size = total_bytes(manifest)
-    result = "Published" if new else "Unchanged since"
+    result = "Published" if is_new else "Unchanged since"
     console.print(
         f"{result} [bold]{plain(manifest.name)}[/]: {len(manifest.engines)} engines for "
         f"{plain(', '.join(manifest.targets))}, "
@@ -60,27 +68,29 @@ def _signer(manifest: Manifest) -> str:
 
 def releases(store: StoreOption = DEFAULT_STORE) -> None:
     """List the releases of a store. Exit status 1 if one of them cannot be read."""
-    holder = opened(store)
-    names = holder.releases()
-    manifests = _read(holder, names)
+    opened_store = open_cli_store(store)
+    names = opened_store.releases()
+    manifests = _read_manifests(opened_store, names)
     for manifest in manifests:
-        # Wrapped by the terminal and never cut off, because names are copied from here.
+        # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
         lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
         console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
         console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, markup=False)
     if not names:
-        console.print(f"{plain(holder.url)} has no release. Run preheat build and preheat publish.", soft_wrap=True)
+        console.print(
+            f"{plain(opened_store.url)} has no release. Run preheat build and preheat publish.", soft_wrap=True
+        )
     if len(manifests) < len(names):
         raise typer.Exit(1)
 
 
-def _read(holder: Store, names: list[str]) -> list[Manifest]:
-    """Return the manifests of these releases. For those that cannot be read the error is printed."""
+def _read_manifests(store: Store, names: list[str]) -> list[Manifest]:
+    """Return the manifests of the releases that can be read. Prints the errors of the others."""
     manifests = []
     for name in names:
         try:
-            manifests.append(holder.read_release(name))
+            manifests.append(store.read_release(name))
         except ManifestError as error:
             console.print(f"[red]unreadable[/] {plain(error)}", soft_wrap=True)
     return manifests
@@ -100,15 +110,15 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     public_key: Annotated[
         str | None,
-        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Check signatures, too; separate several keys by commas."),
+        typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Also check signatures with these keys, separated by commas."),
     ] = None,
 ) -> None:
     """Hash every blob that a release names, in the store itself, and check its signature. Exit status 1 if anything is
     damaged, unreadable, or not signed by --public-key."""
     keys = parse_public_keys(public_key)
-    holder = opened(store)
-    names = [release] if release else holder.releases()
-    manifests = _read(holder, names)
+    opened_store = open_cli_store(store)
+    names = [release] if release else opened_store.releases()
+    manifests = _read_manifests(opened_store, names)
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
     untrusted = 0
     for manifest in manifests:
@@ -122,7 +132,7 @@ def verify(
 
     def check(blob: Blob) -> str | None:
         try:
-            holder.check(blob.sha256, blob.bytes)
+            opened_store.check(blob.sha256, blob.bytes)
         except CorruptBlob as error:
             return str(error)
         return None
@@ -140,21 +150,21 @@ def verify(
 
 def copy(
     release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
-    source: Annotated[str, typer.Option("--from", help="The store that has it.")] = DEFAULT_STORE,
+    source: Annotated[str, typer.Option("--from", help="The store that has the release.")] = DEFAULT_STORE,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
     """Copy a release to another store, for example from this machine's folder to s3://bucket."""
     from engine_builder.releases.mirror import copy_release
 
-    stores = opened(source, cache_dir), opened(store, cache_dir)
+    stores = open_cli_store(source, cache_dir), open_cli_store(store, cache_dir)
     if stores[0].url == stores[1].url:
         raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
-    remote = sum(holder.url.startswith("s3:") for holder in stores)
+    transfers = sum(store.url.startswith("s3:") for store in stores)  # of every byte, which the meter counts
     began = time.perf_counter()
-    with meter.show(f"Copying {plain(release)}") as expect:
-        manifest, new = copy_release(*stores, release, lambda found: expect(remote * total_bytes(found)))
-    if new:
+    with meter.show(f"Copying {plain(release)}") as set_total:
+        manifest, is_new = copy_release(*stores, release, lambda manifest: set_total(transfers * total_bytes(manifest)))
+    if is_new:
         seconds = time.perf_counter() - began
         size = total_bytes(manifest) / 2**20
         console.print(f"Copied [bold]{plain(release)}[/] to {plain(stores[1].url)}: {size:.0f} MiB in {seconds:.1f} s")
@@ -170,22 +180,22 @@ def total_bytes(manifest: Manifest) -> int:
 def gc(
     store: StoreOption = DEFAULT_STORE,
     older_than: Annotated[
-        str, typer.Option(help="Keep younger blobs, which may belong to a running publish: 24h, 7d.")
+        str, typer.Option(help="Keep younger blobs, which may belong to a running build, e.g. 24h or 7d.")
     ] = "24h",
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; without it nothing changes.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete them; without this option nothing changes.")] = False,
 ) -> None:
     """Find the blobs that no release or record names, and delete them with --delete."""
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
-    holder = opened(store)
-    with console.status(f"Reading {plain(holder.url)}"):
-        garbage = find_garbage(holder, read_age(older_than))
+    opened_store = open_cli_store(store)
+    with console.status(f"Reading {plain(opened_store.url)}"):
+        garbage = find_garbage(opened_store, read_age(older_than))
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):
         console.print(f"{digest}  {size / 2**20:10.2f} MiB")
-    found = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are unnamed"
+    unnamed = f"{len(garbage.blobs)} blobs, {garbage.bytes / 2**20:.1f} MiB, are unnamed"
     others = f"{garbage.named_count} are named and {garbage.young_count} are younger than {plain(older_than)}"
     if not delete:
-        console.print(f"{found} ({others}). Nothing was deleted: add --delete.")
+        console.print(f"{unnamed} ({others}). Nothing was deleted: add --delete.")
         return
-    freed = delete_garbage(holder, garbage)
-    console.print(f"{found} ({others}); {freed / 2**20:.1f} MiB freed in {plain(holder.url)}.")
+    freed = delete_garbage(opened_store, garbage)
+    console.print(f"{unnamed} ({others}); {freed / 2**20:.1f} MiB freed in {plain(opened_store.url)}.")

@@ -5,9 +5,9 @@
     BASETEN_API_KEY=... python truss/autoscaling/apply.py production --model MODEL_ID --apply
 
 Autoscaling is not part of config.yaml: the platform accepts it only by its management API (PATCH
-/v1/models/MODEL_ID/deployments/DEPLOYMENT/autoscaling_settings). concurrency_target is the largest batch that still
-improves throughput, in images: 8 images with guidance are the 16 UNet rows of config.yaml's bucket. Imports only the
-standard library.
+/v1/models/MODEL_ID/deployments/DEPLOYMENT/autoscaling_settings). concurrency_target counts
+requests. It is the largest batch that still improves throughput: 8 images with guidance, the 16 rows of config.yaml's
+bucket. Imports only the standard library.
 """
 
 import argparse
