@@ -11,13 +11,13 @@ from typer.testing import CliRunner, Result
 
 from engine_builder.benchmarks import cold_start as cold_bench
 from engine_builder.benchmarks.cold_start import (
-    Place,
+    NamedStore,
     Start,
-    _start,
-    own_object_store,
-    read_alone,
+    cold_start_row,
+    complete_start,
+    run_test_object_store,
     start_once,
-    starts_row,
+    time_read,
 )
 from engine_builder.commands.main import app
 from engine_builder.local_server.client import CallFailed
@@ -36,23 +36,23 @@ REQUEST = {"prompt": "a red circle", "seed": 1, "num_inference_steps": 1}
 
 def test_phases_and_request_add_up_to_the_first_image() -> None:
     measured = {"import": 1.0, "stream": 9.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0}
-    start = _start(measured, {"time": 2.0, "timings": {"denoise": 1900.0}}, 1.8, 7)
+    start = complete_start(measured, {"time": 2.0, "timings": {"denoise": 1900.0}}, 1.8, 7)
     phases = {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first request": 2.0, "other": 0.25}
     assert start == Start(4.0, phases, 1.8, {"denoise": 1900.0}, 7)
 
 
 def test_interleaves_places_and_drops_the_first_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here, there = Place("here", "a"), Place("there", "b")
+    here, there = NamedStore("here", "a"), NamedStore("there", "b")
     layout = Layout(tmp_path, tmp_path, tmp_path, {})
-    started: list[Place] = []
+    started: list[NamedStore] = []
 
-    def start(layout: Layout, place: Place, *_: object) -> Start:
+    def start(layout: Layout, place: NamedStore, *_: object) -> Start:
         started.append(place)
         return Start(float(len(started)), {}, 0.0, {}, 0)
 
     reported: list[tuple[str, int]] = []
     monkeypatch.setattr(cold_bench, "start_once", start)
-    measured = cold_bench.bench_places(
+    measured = cold_bench.bench_cold_starts(
         layout,
         [here, there],
         "toy/1",
@@ -67,13 +67,13 @@ def test_interleaves_places_and_drops_the_first_starts(monkeypatch: pytest.Monke
 
 
 def test_starts_a_real_server(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
-    start = start_once(layout, Place("here", store.url), release, REQUEST, tmp_path)
+    start = start_once(layout, NamedStore("here", store.url), release, REQUEST, tmp_path)
     assert start.bytes == 0 and not list(tmp_path.iterdir()), "no cache was used, and none is left"
     assert {"import", "resolve", "weights", "engines", "warm_up", "first request", "other"} <= start.phases.keys()
     assert sum(start.phases.values()) == pytest.approx(start.first_image, abs=0.01)
     assert start.phases["import"] < start.ready < start.first_image
     assert 0 < start.stages["denoise"] < 1000 * start.phases["first request"]
-    row = starts_row(Place("here", store.url), release, [start, start], "fp32", 1).to_dict()
+    row = cold_start_row(NamedStore("here", store.url), release, [start, start], "fp32", 1).to_dict()
     assert row["unit"] == "s" and row["runs"] == 2 and row["phases"].keys() == start.phases.keys()
     assert row["best"] == row["p50"] == row["value"]
     assert row["ready"] == round(start.ready, 3) and row["stages"].keys() == start.stages.keys()
@@ -88,7 +88,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict, dict]]:
     """Record the request and the deployment's settings of each start, without starting anything."""
     starts: list[tuple[dict, dict]] = []
 
-    def start(layout: Layout, place: Place, release: str, request: dict, work: Path) -> Start:
+    def start(layout: Layout, place: NamedStore, release: str, request: dict, work: Path) -> Start:
         config = yaml.safe_load((layout.app / "config.yaml").read_text())
         starts.append((request, config["model_metadata"]["preheat"]))
         return Start(4.0, {"import": 1.0}, 3.0, {"denoise": 900.0}, 0)
@@ -163,7 +163,7 @@ def test_read_alone_reads_every_byte_once(
     options = StoreOptions(
         endpoint=proxy.url, access_key_id=ceph.ACCESS_KEY, secret_access_key=ceph.SECRET_KEY, region="us-east-1"
     )
-    assert read_alone(f"s3://{bucket}/a/prefix", options, blobs) > 0
+    assert time_read(f"s3://{bucket}/a/prefix", options, blobs) > 0
     for blob in blobs:
         offsets = sorted(
             int(range_.partition("=")[2].partition("-")[0]) for range_ in proxy.requested_ranges(blob.sha256)
@@ -174,10 +174,10 @@ def test_read_alone_reads_every_byte_once(
 
 def test_reports_a_missing_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PreheatError, match="Name a bucket instead"):
-        own_object_store(tmp_path, tmp_path).__enter__()
+        run_test_object_store(tmp_path, tmp_path).__enter__()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(PreheatError, match="not installed. Install them .apt-get install"):
-        own_object_store(REPOSITORY, tmp_path).__enter__()
+        run_test_object_store(REPOSITORY, tmp_path).__enter__()
 
 
 def run(*arguments: object) -> tuple[list[str], dict]:

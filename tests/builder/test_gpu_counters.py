@@ -7,7 +7,7 @@ import pynvml
 import pytest
 import torch
 
-from engine_builder.benchmarks.gpu_counters import Busy, gpu_counters
+from engine_builder.benchmarks.gpu_counters import Utilization, gpu_counters
 
 _PERCENT = {pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL: 99.5, pynvml.NVML_GPM_METRIC_SM_UTIL: 86.0}
 
@@ -74,7 +74,7 @@ def test_computes_utilization_between_two_samples(driver: Driver) -> None:
         assert counters is not None
         earlier, later = counters.sample(), counters.sample()
         assert driver.held == {1, 2}
-        assert counters.busy(earlier, later) == Busy(device=99.5, multiprocessors=86.0)
+        assert counters.utilization(earlier, later) == Utilization(device=99.5, multiprocessors=86.0)
         assert driver.held == set()
 
 
@@ -83,7 +83,7 @@ def test_frees_samples_if_the_driver_fails(driver: Driver) -> None:
     with gpu_counters(torch.device("cuda")) as counters:
         assert counters is not None
         with pytest.raises(pynvml.NVMLError):
-            counters.busy(counters.sample(), counters.sample())
+            counters.utilization(counters.sample(), counters.sample())
     assert driver.held == set()
 
 

@@ -1,10 +1,10 @@
-"""Classifying the gaps between a GPU's activities. The profiler itself needs a GPU."""
+"""Classify the gaps between the activities of a GPU. The profiler itself needs a GPU."""
 
 import os
 import subprocess
 import sys
 
-from engine_builder.benchmarks.idle import Activity, Gaps, gaps
+from engine_builder.benchmarks.idle import Activity, Gaps, measure_gaps
 
 
 def test_gaps_within_and_between_launches() -> None:
@@ -15,14 +15,18 @@ def test_gaps_within_and_between_launches() -> None:
         Activity(130, 140, launch=2),
         Activity(143, 150, launch=2),
     ]
-    assert gaps(activities) == gaps(reversed(activities)) == Gaps(span=50, within=2 + 3, between=5)
+    assert measure_gaps(activities) == measure_gaps(reversed(activities)) == Gaps(span=50, within=2 + 3, between=5)
 
 
 def test_gaps_of_concurrent_activities() -> None:
     long = Activity(0, 50, launch=1)
-    assert gaps([long, Activity(10, 20, launch=2), Activity(60, 70, launch=1)]) == Gaps(span=70, within=10, between=0)
-    assert gaps([long, Activity(40, 55, launch=2), Activity(60, 70, launch=1)]) == Gaps(span=70, within=0, between=5)
-    assert gaps([long]) == Gaps(span=50, within=0, between=0)
+    assert measure_gaps([long, Activity(10, 20, launch=2), Activity(60, 70, launch=1)]) == Gaps(
+        span=70, within=10, between=0
+    )
+    assert measure_gaps([long, Activity(40, 55, launch=2), Activity(60, 70, launch=1)]) == Gaps(
+        span=70, within=0, between=5
+    )
+    assert measure_gaps([long]) == Gaps(span=50, within=0, between=0)
 
 
 def test_refuses_to_run_without_a_gpu() -> None:

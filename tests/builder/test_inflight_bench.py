@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from engine_builder.benchmarks import in_flight
-from engine_builder.benchmarks.in_flight import measure, requests
+from engine_builder.benchmarks.in_flight import measure, numbered_requests
 from engine_builder.replicas.traffic import poisson_arrivals
 from model.api.request import GenerationRequest
 from model.errors import Unavailable
@@ -35,11 +35,11 @@ def test_arrivals_are_a_poisson_process() -> None:
 
 
 def test_requests_are_reproducible() -> None:
-    request_of = requests(PLAIN, (4, 30), seed=1)
+    request_of = numbered_requests(PLAIN, (4, 30), seed=1)
     steps = [request_of(number).num_inference_steps for number in range(400)]
     assert steps == [request_of(number).num_inference_steps for number in range(400)]
     assert steps.count(4) == pytest.approx(200, abs=40) and steps.count(30) == 400 - steps.count(4)
-    assert steps != [requests(PLAIN, (4, 30), seed=2)(number).num_inference_steps for number in range(400)]
+    assert steps != [numbered_requests(PLAIN, (4, 30), seed=2)(number).num_inference_steps for number in range(400)]
     assert request_of(7).seed == 7
 
 
@@ -66,7 +66,9 @@ def test_saturated_rate_counts_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     threading.Thread(target=serve, daemon=True).start()
     server = cast(Scheduler, Line())
     for mix in ((30,), (4, 50)):
-        assert in_flight.saturated(server, requests(PLAIN, mix), outstanding=4, seconds=50) == pytest.approx(100)
+        assert in_flight.measure_saturated(
+            server, numbered_requests(PLAIN, mix), outstanding=4, seconds=50
+        ) == pytest.approx(100)
 
 
 def test_error_ends_the_measurement() -> None:
@@ -77,7 +79,9 @@ def test_error_ends_the_measurement() -> None:
             return SimpleNamespace(result=result)
 
     with pytest.raises(Unavailable, match="has failed"):
-        in_flight.saturated(cast(Scheduler, Broken()), requests(PLAIN, (4,)), outstanding=4, seconds=50)
+        in_flight.measure_saturated(
+            cast(Scheduler, Broken()), numbered_requests(PLAIN, (4,)), outstanding=4, seconds=50
+        )
 
 
 def test_measures_every_case(loaded: Loaded) -> None:

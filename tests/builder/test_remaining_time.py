@@ -29,28 +29,28 @@ def remaining(clock: Clock) -> RemainingTime:
 def test_divides_the_work_among_processes(remaining: RemainingTime) -> None:
     assert remaining.seconds() == 60.0
     for key in ("unet", "vae"):
-        remaining.started(key)
+        remaining.mark_started(key)
     assert remaining.seconds() == 60.0
 
 
 def test_counts_down_while_engines_compile(remaining: RemainingTime, clock: Clock) -> None:
     for key in ("unet", "vae"):
-        remaining.started(key)
+        remaining.mark_started(key)
     clock.now = 10
     assert remaining.seconds() == 50.0
 
 
 def test_a_slow_machine_raises_the_estimate(remaining: RemainingTime, clock: Clock) -> None:
     for key in ("unet", "vae"):
-        remaining.started(key)
+        remaining.mark_started(key)
     clock.now = 60  # twice as long as expected
-    remaining.finished("vae")
-    remaining.started("text")
+    remaining.mark_finished("vae")
+    remaining.mark_started("text")
     assert 30 < remaining.seconds() < 60  # the 30 s of the text encoder, times a factor between one and two
 
 
 def test_a_late_engine_is_not_finished(remaining: RemainingTime, clock: Clock) -> None:
-    remaining.started("unet")
+    remaining.mark_started("unet")
     clock.now = 1000
     assert remaining.seconds() > 0
 
@@ -58,9 +58,9 @@ def test_a_late_engine_is_not_finished(remaining: RemainingTime, clock: Clock) -
 def test_nothing_remains_without_engines(remaining: RemainingTime, clock: Clock) -> None:
     assert RemainingTime(clock).seconds() == 0
     for key in ("unet", "vae", "text"):
-        remaining.started(key)
+        remaining.mark_started(key)
         clock.now += 30
-        remaining.finished(key)
+        remaining.mark_finished(key)
     assert remaining.seconds() == 0
 
 

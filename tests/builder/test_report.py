@@ -216,5 +216,8 @@ def test_the_command_writes_the_page(folder: Path) -> None:
 
 def test_bench_defaults_to_latency() -> None:
     for arguments in (["bench", "latency", "--help"], ["bench", "toy/1", "--help"]):
-        assert "Request to image in this process" in CliRunner().invoke(cli.app, arguments).output
-    assert "Start of the real server" in CliRunner().invoke(cli.app, ["bench", "cold-start", "--help"]).output
+        assert "Measure a request in this process" in CliRunner().invoke(cli.app, arguments).output
+    assert (
+        "Measure cold starts of the real server"
+        in CliRunner().invoke(cli.app, ["bench", "cold-start", "--help"]).output
+    )

@@ -37,7 +37,7 @@ def test_one_row_per_served_case(loaded: Loaded, toy_folder: Path, monkeypatch: 
         ("many", "images/s", 3, 2, 2),
     ]
     assert [line.partition(":")[0] for line in lines] == ["first", "few-step", "many", "too-large"]
-    assert "left out" in lines[3] and "4096" in lines[3]
+    assert "skipped" in lines[3] and "4096" in lines[3]
 
 
 def test_peers_are_interleaved_with_the_first_case(
@@ -68,7 +68,7 @@ def test_offline_waits_for_the_last_encoding(loaded: Loaded, monkeypatch: pytest
     monkeypatch.setattr(bench, "encode_base64", slowly)
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1, num_images=2)
     started = time.perf_counter()
-    totals = bench.offline(loaded, [resolve(request, loaded.served)], 0, min_runs=3)
+    totals = bench.generate_offline(loaded, [resolve(request, loaded.served)], 0, min_runs=3)
     assert len(encoded) == 3 * 2 and len(totals) == 3
     # No speed is asserted, only that the times add up to the end of the last encoding.
     assert sum(totals) / 1000 > max(encoded) - started - 0.1
@@ -76,7 +76,7 @@ def test_offline_waits_for_the_last_encoding(loaded: Loaded, monkeypatch: pytest
 
 def test_images_per_second_count_the_batch() -> None:
     row = make_row("case", [1000.0, 2000.0, 4000.0], "ms", "float16", 20, 8)
-    rate = suite._per_second(row)
+    rate = suite.to_images_per_second(row)
     assert (rate.unit, rate.p50, rate.p99) == ("images/s", 4.0, 2.0)
 
 
