@@ -10,7 +10,7 @@ from model.store.local import FileMissing, open_regular_file
 
 
 class NotWritable(PreheatError):
-    """A file cannot be written where the user wants it."""
+    """A file cannot be written at the requested path."""
 
     remedy = "Name another file."
 

@@ -1,4 +1,4 @@
-"""Worker processes that end with the process that started them."""
+"""Worker processes that end with their parent process."""
 
 import os
 import signal

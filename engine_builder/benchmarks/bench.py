@@ -1,10 +1,10 @@
 """Measure the latency of a loaded release in this process, by stage.
 
 A benchmark generates the same request many times: warm-ups first, then counted runs. Candidates of a comparison
-alternate after a few runs each, so that changing clocks of the host or the GPU affect all alike. The first run after a
-change is not counted, so that each candidate is measured on a device that its own work has warmed.
+alternate after a few runs each, so that changing clocks of the host or the GPU affect all equally. The first run after
+a change is not counted, because the previous candidate has warmed the device.
 
-Imports model/, torch and the standard library, so it runs where the server image runs.
+Apart from engine_builder, it imports only packages of the server image.
 """
 
 import argparse

@@ -90,7 +90,7 @@ def bench_cold_starts(
 ) -> list[list[Start]]:
     """Start `runs` times from each store, after one start that is not counted. Returns the counted starts by store.
 
-    The stores alternate, so other work on the machine affects all alike. `report` is called after each start with its
+    The stores alternate, so other work on the machine affects all equally. `report` is called after each start with its
     number. The start that is not counted has number 0.
     """
     starts: list[list[Start]] = [[] for _ in origins]

@@ -6,7 +6,7 @@ A step is one launch of a CUDA graph. The host has no part in a gap between two 
 launches the device may be waiting for the host to queue the next launch.
 
 The profiler marks each kernel, which lengthens these gaps. So the same loop runs again without the profiler. A third
-row states which share of that loop's time remains after the profiled kernels' time. The counters do not record gaps
+row states the share of that loop's time without the profiled kernels' time. The counters do not record gaps
 within a launch, only a GPU without work. They are inexact for loops that take less than some seconds.
 """
 

@@ -9,7 +9,7 @@ Measured on the same engines:
     Poisson         latency at a share of that capacity, in flight and batch at a time (see `BatchAtATime`)
     PSNR            how images generated in a mix of requests differ from the same requests alone
 
-Imports model/, torch and the standard library, so it runs where the server image runs.
+Apart from engine_builder, it imports only packages of the server image.
 """
 
 import argparse

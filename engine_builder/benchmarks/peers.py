@@ -23,12 +23,12 @@ def find_peer(model: str, params: GenerationParams) -> Checkpoint:
     """
     folder, _ = find_checkpoints(model, None)
     if params.use_refiner:
-        raise RequestRefused("use_refiner", "a peer has no refiner: leave out --refiner, or the peer.")
+        raise RequestRefused("use_refiner", "a peer has no refiner: omit --refiner or --peer.")
     if params.guidance_scale > 1 and params.end_cfg_frac < 1:
         raise RequestRefused(
             "end_cfg_frac",
             f"this release ends its guidance after {params.end_cfg_frac:g} of the steps, and a peer does not: publish "
-            "it without that default (defaults.json) to compare it with one.",
+            "it without that default (defaults.json).",
         )
     peer_sampler = configured_sampler(folder.config("scheduler", "scheduler_config.json"))
     if params.scheduler != peer_sampler:

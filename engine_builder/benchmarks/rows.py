@@ -118,7 +118,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def medians(runs: Sequence[Mapping[str, float]], digits: int = 2) -> dict[str, float]:
-    """Return the median of each name over the runs that have it, in the order of the last run, which has all names."""
+    """Return the median of each name over the runs that have it. The last run has all names, and gives their order."""
     names = dict.fromkeys(name for run in reversed(runs) for name in run)
     return {name: round(statistics.median([run[name] for run in runs if name in run]), digits) for name in names}
 

@@ -1,6 +1,6 @@
 """The chart of the README: seconds for one SDXL image on one GPU, by Preheat and by others.
 
-Measured bars come from the rows of one run. Published bars are numbers of others for the same kind of GPU.
+Measured bars come from the rows of one run. Published bars are numbers that others published for the same kind of GPU.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
 
 Measures in this process, from the request to the encoded JPEG. A case that the release does not serve is skipped with a
 message. The peers are diffusers' pipelines on the same weights, and alternate with the release: eager, and compiled as
-in PyTorch's "diffusion-fast" (github.com/huggingface/diffusion-fast). Two of its options are left out: coordinate
-descent, which had not ended after 500 s, and the search for matrix products, which takes minutes more.
+in PyTorch's "diffusion-fast" (github.com/huggingface/diffusion-fast). Two of its options are left out. Coordinate
+descent had not ended after 500 s. The search for matrix products takes minutes more.
 """
 
 import json

@@ -119,9 +119,10 @@ class Server:
             server.wait_ready(timeout=60)
             httpx.post(f"{server.url}/v1/models/model:predict", json=...)
 
-    The server's variables come from the config, from this process (PREHEAT_*, TRUSS_SECRET_*, AWS_* and those that a
-    container's host sets) and from `environment`; later ones override earlier ones. `log`: file of the log; without it
-    `stop` deletes the log. `inherited`: file descriptors that stay open in the process, for example a lock.
+    The server's variables come from the config, from this process and from `environment`; later ones override earlier
+    ones. From this process come PREHEAT_*, TRUSS_SECRET_*, AWS_* and those that a container's host sets. `log`: file of
+    the log; without it `stop` deletes the log. `inherited`: file descriptors that stay open in the process, for example
+    a lock.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ def _listen(port: int) -> socket.socket:
     """Listen on a port of 127.0.0.1, or on any free one for 0. Raises ServerFailed."""
     listener = socket.socket()
     try:
-        # As uvicorn sets it, so that the port of a server that has just ended is free.
+        # As uvicorn sets it: the port of an ended server can be used again at once.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
         listener.listen(_BACKLOG)

@@ -1,4 +1,4 @@
-"""The targets whose engines a deployment runs, from its GPU and the versions that its config pins."""
+"""Find the targets that a deployment can run, from the GPU and the versions in its config."""
 
 import re
 from collections.abc import Iterable

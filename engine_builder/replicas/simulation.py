@@ -1,11 +1,11 @@
 """A discrete-event simulation of servers that batch in flight, and of the platform's autoscaler.
 
 A server with n images takes `step_time(n)` seconds a step, and every image advances with each step. Waiting requests
-join in the order of their arrival: while the batch stays efficient, if they are short, or if enough wait to fill the
-largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its window. It
-needs as many replicas as keep each below concurrency_target * target utilization. New replicas start at once and are
-ready after a cold start. Superfluous replicas are stopped after the scale-down delay. A request goes to the replica
-with the fewest requests.
+join in the order of their arrival. They join while the batch stays efficient, if they are short, or if enough wait to
+fill the largest batch (see model/scheduling/admission.py). The platform averages the requests in flight over its
+window. It needs as many replicas as keep each below concurrency_target * target utilization. New replicas start at once
+and are ready after a cold start. Superfluous replicas are stopped after the scale-down delay. A request goes to the
+replica with the fewest requests.
 
 Not modelled: requests of several sizes, failures, and the platform's own routing, which is not documented.
 """

@@ -34,7 +34,7 @@ class InvalidOption(PreheatError):
 class PlanOptions:
     """The options of a TensorRT build; part of every plan key.
 
-    `workspace`: bytes of GPU memory that a kernel may use; None: half of the memory that the weights leave free.
+    `workspace`: bytes of GPU memory for kernels; None: half of what the weights leave free.
     `level`: TensorRT's builder_optimization_level, 0 (fast) to 5 (thorough).
     """
 

@@ -234,7 +234,7 @@ def read_timing_cache(store: WritableStore, target: Target) -> bytes:
 
 
 def write_timing_cache(store: WritableStore, target: Target, data: bytes) -> None:
-    """Store a build's timing cache, which includes the one that it read. The last of two concurrent builds wins."""
+    """Store a build's timing cache, which includes the previous cache. The last of two concurrent builds wins."""
     store.write_record("timing", target.key, put_blob(store, data).model_dump_json().encode())
 
 
