@@ -58,10 +58,12 @@ def latency(
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
     steps: StepsOption = 20,
-    guidance_scale: Annotated[float | None, typer.Option(help="1: no guidance; default: the release's own.")] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="1: without guidance; default: the release's own.")
+    ] = None,
     images: Annotated[int, typer.Option(help="Images per request.")] = 1,
     refiner: Annotated[bool, typer.Option(help="Finish with the refiner.")] = False,
-    warm_ups: Annotated[int, typer.Option(min=0, help="Number of uncounted runs before.")] = 3,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of warm-up runs, which are not counted.")] = 3,
     runs: RunsOption = 20,
     peer: Annotated[
         str | None,

@@ -62,13 +62,15 @@ def build(
     ] = None,
     runtime: Annotated[str, typer.Option(help="aot_inductor, or tensorrt (docs/tensorrt.md).")] = "aot_inductor",
     refit: Annotated[
-        str, typer.Option(help="TensorRT: identical, a plan for these weights; any, for every model's.")
+        str, typer.Option(help="TensorRT: a plan for these weights (identical), or for those of every model (any).")
     ] = "identical",
     compatibility: Annotated[
-        str, typer.Option(help="TensorRT: none, this GPU's product; same_compute_capability; ampere_plus.")
+        str, typer.Option(help="TensorRT: a plan for this GPU's product (none); same_compute_capability; ampere_plus.")
     ] = "none",
     workspace: Annotated[float | None, typer.Option(help="TensorRT: GiB of GPU memory that kernels may use.")] = None,
-    level: Annotated[int, typer.Option(min=0, max=5, help="TensorRT: how thoroughly kernels are chosen.")] = 3,
+    level: Annotated[
+        int, typer.Option(min=0, max=5, help="TensorRT: optimization level; higher builds take longer.")
+    ] = 3,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -202,9 +204,9 @@ def export_onnx(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     store: StoreOption = DEFAULT_STORE,
-    precision: Annotated[str, typer.Option(help="fp32 or fp16: the types of the graphs.")] = "fp16",
+    precision: Annotated[str, typer.Option(help="Precision of the graphs: fp32 or fp16.")] = "fp16",
     out: Annotated[
-        Path | None, typer.Option(help="Also write COMPONENT.onnx and their weights to this folder.")
+        Path | None, typer.Option(help="Also write each COMPONENT.onnx and the weights to this folder.")
     ] = None,
     cache_dir: CacheOption = None,
 ) -> None:
