@@ -1,4 +1,4 @@
-"""The public request, through the very calls that Truss makes: parse_raw for JSON, parse_obj for msgpack."""
+"""The public request, parsed by the calls that Truss makes: parse_raw for JSON, parse_obj for msgpack."""
 
 import dataclasses
 import importlib.util
@@ -18,7 +18,7 @@ from model.errors import ManifestError, RequestRefused
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange, read_defaults
 from model.pipeline.params import GenerationParams
 
-# Truss calls pydantic's older names, which warn; the server process does not turn warnings into errors.
+# Truss calls older functions of pydantic, which warn. The server process does not turn warnings into errors.
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
@@ -29,7 +29,8 @@ SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
 
 
-def _truss_wording() -> Callable[[pydantic.ValidationError], str]:
+def load_truss_formatter() -> Callable[[pydantic.ValidationError], str]:
+    """Return the function that writes the error of a 400, from the server's files in truss."""
     truss = importlib.util.find_spec("truss")
     assert truss is not None and truss.origin is not None
     path = Path(truss.origin).parent / "templates/server/_truss_common/errors.py"
@@ -37,34 +38,34 @@ def _truss_wording() -> Callable[[pydantic.ValidationError], str]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    wording: Callable[[pydantic.ValidationError], str] = module.format_pydantic_validation_error
-    return wording
+    formatter: Callable[[pydantic.ValidationError], str] = module.format_pydantic_validation_error
+    return formatter
 
 
-truss_wording = _truss_wording()
+format_error = load_truss_formatter()
 
 
-def answer(body: str) -> list[str]:
-    """The lines of Truss's 400 for a body, without its heading; none where the body is accepted."""
+def problems(body: str) -> list[str]:
+    """The lines of Truss's 400 for a body, without its heading. Empty if the body is accepted."""
     try:
         GenerationRequest.parse_raw(body.encode())
     except pydantic.ValidationError as error:
-        text = truss_wording(error)
-        text.encode()  # what cannot be encoded would be a 500
+        text = format_error(error)
+        text.encode()  # Truss would answer text that cannot be encoded with a 500
         return [line.strip() for line in text.splitlines()[1:]]
     return []
 
 
-def request(**fields: Any) -> GenerationRequest:
+def make_request(**fields: Any) -> GenerationRequest:
     return GenerationRequest(**{"prompt": "a cat", **fields})
 
 
-# what is accepted
+# -- what is accepted -------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_is_enough() -> None:
-    got = GenerationRequest.parse_raw(b'{"prompt": "a cat"}')
-    assert got.model_dump(exclude_none=True) == {
+def test_accepts_a_prompt_alone() -> None:
+    request = GenerationRequest.parse_raw(b'{"prompt": "a cat"}')
+    assert request.model_dump(exclude_none=True) == {
         "prompt": "a cat",
         "num_images": 1,
         "output_format": "jpeg",
@@ -74,40 +75,35 @@ def test_a_prompt_is_enough() -> None:
     }
 
 
-def test_every_field_at_both_ends_of_its_range() -> None:
-    low = dict(prompt="a", negative_prompt="", width=64, height=64)
-    low |= dict(
-        num_inference_steps=1,
-        guidance_scale=0,
-        end_cfg_frac=0,
-        scheduler="E",
-        use_refiner=False,
-        denoising_frac=0,
-        seed=0,
-        num_images=1,
-    )
-    low |= dict(output_format="png", quality=1, stream=False, preview_every=0)
-    high = dict(prompt="é" * 4000, negative_prompt="é" * 4000, width=4096, height=4096)
-    high |= dict(num_inference_steps=100, guidance_scale=30.0, end_cfg_frac=1)
-    high |= dict(scheduler="E" * 64, use_refiner=True, denoising_frac=1.0)
-    high |= dict(seed=2**32 - 1, num_images=8, output_format="webp", quality=100, stream=True)
-    high |= dict(preview_every=100)
-    assert ", ".join(low) == ", ".join(high) == FIELDS
-    for fields in (low, high):
-        assert GenerationRequest.parse_raw(json.dumps(fields)).model_dump() == fields
-        assert GenerationRequest.parse_obj(fields).model_dump() == fields
+LOWEST = {
+    "prompt": "a", "negative_prompt": "", "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
+    "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0, "num_images": 1,
+    "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
+}  # fmt: skip
+HIGHEST = {
+    "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "width": 4096, "height": 4096, "num_inference_steps": 100,
+    "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64, "use_refiner": True, "denoising_frac": 1.0,
+    "seed": 2**32 - 1, "num_images": 8, "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
+}  # fmt: skip
 
 
-def test_an_integer_will_do_for_a_number() -> None:
-    got = GenerationRequest.parse_raw(b'{"prompt": "a", "guidance_scale": 7}')
-    assert isinstance(got.guidance_scale, float) and got.guidance_scale == 7.0
+@pytest.mark.parametrize("fields", [LOWEST, HIGHEST], ids=["lowest", "highest"])
+def test_accepts_the_limits_of_every_field(fields: dict[str, Any]) -> None:
+    assert ", ".join(fields) == FIELDS
+    assert GenerationRequest.parse_raw(json.dumps(fields)).model_dump() == fields
+    assert GenerationRequest.parse_obj(fields).model_dump() == fields
 
 
-def test_control_characters_other_than_nul_pass() -> None:
-    assert answer(r'{"prompt": "a\tb\ncd\u0007"}') == []
+def test_accepts_an_integer_as_a_number() -> None:
+    request = GenerationRequest.parse_raw(b'{"prompt": "a", "guidance_scale": 7}')
+    assert isinstance(request.guidance_scale, float) and request.guidance_scale == 7.0
 
 
-# what is refused, in words
+def test_accepts_control_characters_other_than_nul() -> None:
+    assert problems(r'{"prompt": "a\tb\ncd\u0007"}') == []
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,9 +158,9 @@ def test_control_characters_other_than_nul_pass() -> None:
         ("promt", '"a"', "is not a known field; the fields are " + FIELDS),
     ],
 )
-def test_a_refusal_names_the_field_the_value_and_what_is_accepted(field: str, value: str, message: str) -> None:
+def test_refusal_has_field_value_and_what_is_accepted(field: str, value: str, message: str) -> None:
     body = f'{{"{field}": {value}}}' if field == "prompt" else f'{{"prompt": "a", "{field}": {value}}}'
-    [line] = answer(body)
+    [line] = problems(body)
     assert line.startswith(f"`{field}`: {message}")
     assert line.endswith(".") and not line.endswith("..")
 
@@ -180,22 +176,22 @@ def test_a_refusal_names_the_field_the_value_and_what_is_accepted(field: str, va
         ),
     ],
 )
-def test_a_body_of_the_wrong_shape(body: str, line: str) -> None:
-    assert answer(body) == [line]
+def test_refuses_a_body_of_the_wrong_shape(body: str, line: str) -> None:
+    assert problems(body) == [line]
 
 
-def test_all_problems_come_in_one_answer() -> None:
-    assert [line.split(":")[0] for line in answer('{"width": 1, "seed": -1}')] == [
+def test_refusal_lists_all_problems() -> None:
+    assert [line.split(":")[0] for line in problems('{"width": 1, "seed": -1}')] == [
         "`prompt`",
         "`width`",
         "`seed`",
     ]
 
 
-def test_an_answer_stays_short() -> None:
+def test_refusal_of_many_problems_is_short() -> None:
     body = json.dumps({"prompt": "a" * 100_000, **{"k" * 1000 + str(i): i for i in range(1000)}})
-    assert len(answer(body)) == 20
-    assert len("\n".join(answer(body))) < 10_000
+    assert len(problems(body)) == 20
+    assert len("\n".join(problems(body))) < 10_000
 
 
 values = st.recursive(
@@ -206,14 +202,14 @@ values = st.recursive(
 names = st.sampled_from(FIELDS.split(", ")) | st.text(st.characters(exclude_categories=()), max_size=5)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.dictionaries(names, values, max_size=6) | values)
-def test_any_json_is_accepted_or_refused_in_words(body: Any) -> None:
-    for line in answer(json.dumps(body)):
+def test_any_json_is_accepted_or_refused_in_sentences(body: Any) -> None:
+    for line in problems(json.dumps(body)):
         assert line.startswith("`") and line.endswith(".") and "Input should" not in line
 
 
-def test_the_schema_describes_every_field() -> None:
+def test_schema_describes_every_field() -> None:
     schema = GenerationRequest.schema()  # what Truss publishes
     assert ", ".join(schema["properties"]) == FIELDS
     assert schema["required"] == ["prompt"]
@@ -222,10 +218,10 @@ def test_the_schema_describes_every_field() -> None:
     assert "DPM++ 2M SDE Karras" in schema["properties"]["scheduler"]["description"]
 
 
-# defaults of a release
+# -- defaults of a release --------------------------------------------------------------------------------------------
 
 
-def test_a_release_changes_the_defaults_it_names() -> None:
+def test_release_changes_only_the_defaults_it_names() -> None:
     defaults = read_defaults({"num_inference_steps": 4, "guidance_scale": 0, "scheduler": "LCM"})
     assert defaults == Defaults(num_inference_steps=4, guidance_scale=0.0, scheduler="LCM")
     assert (defaults.end_cfg_frac, defaults.denoising_frac, defaults.use_refiner) == (1.0, 0.8, False)
@@ -247,15 +243,15 @@ def test_a_release_changes_the_defaults_it_names() -> None:
         ),
     ],
 )
-def test_a_wrong_default_is_an_error_of_the_manifest(entries: dict[str, Any], message: str) -> None:
+def test_refuses_a_wrong_default_of_a_release(entries: dict[str, Any], message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         read_defaults(entries)
 
 
-# resolving
+# -- resolving --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_left_open_is_the_releases() -> None:
+def test_empty_fields_get_the_defaults_of_the_release() -> None:
     defaults = Defaults(
         num_inference_steps=4,
         guidance_scale=0.0,
@@ -265,7 +261,7 @@ def test_what_is_left_open_is_the_releases() -> None:
         denoising_frac=0.7,
     )
     served = ServedModel(1216, 832, SIZES, has_refiner=True, defaults=defaults)
-    assert resolve(request(seed=7), served) == GenerationParams(
+    assert resolve(make_request(seed=7), served) == GenerationParams(
         prompt="a cat",
         negative_prompt=None,
         width=1216,
@@ -283,8 +279,8 @@ def test_what_is_left_open_is_the_releases() -> None:
     )
 
 
-def test_what_is_asked_for_is_kept_zero_and_false_too() -> None:
-    asked = dict(
+def test_keeps_given_values_also_zero_and_false() -> None:
+    given = dict(
         prompt="a dog",
         negative_prompt="",
         width=832,
@@ -301,31 +297,32 @@ def test_what_is_asked_for_is_kept_zero_and_false_too() -> None:
         quality=1,
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
-    assert dataclasses.asdict(resolve(GenerationRequest(**asked), served)) == asked
+    assert dataclasses.asdict(resolve(GenerationRequest(**given), served)) == given
 
 
-def test_a_seed_is_drawn_each_time_from_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges: list[int] = []
-    monkeypatch.setattr("secrets.randbelow", lambda end: ranges.append(end) or 1000 + len(ranges))
-    assert [resolve(request(), SERVED).seed for _ in range(2)] == [1001, 1002]
-    assert ranges == [2**32] * 2
+def test_empty_seed_is_random_in_all_bits() -> None:
+    seeds = [resolve(make_request(), SERVED).seed for _ in range(100)]
+    assert len(set(seeds)) > 90
+    for bit in range(32):
+        assert {seed >> bit & 1 for seed in seeds} == {0, 1}
+    assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 def test_image_seeds_count_up_and_wrap() -> None:
-    assert resolve(request(seed=5, num_images=3), SERVED).seeds == (5, 6, 7)
-    assert resolve(request(seed=2**32 - 1, num_images=2), SERVED).seeds == (2**32 - 1, 0)
+    assert resolve(make_request(seed=5, num_images=3), SERVED).seeds == (5, 6, 7)
+    assert resolve(make_request(seed=2**32 - 1, num_images=2), SERVED).seeds == (2**32 - 1, 0)
 
 
-def test_one_side_given_takes_the_other_from_the_native_size() -> None:
+def test_missing_side_is_the_native_one() -> None:
     served = ServedModel(512, 768, SizeRange(64, 1024, 64), has_refiner=False, defaults=Defaults())
-    wide, tall = resolve(request(width=640), served), resolve(request(height=640), served)
+    wide, tall = resolve(make_request(width=640), served), resolve(make_request(height=640), served)
     assert ((wide.width, wide.height), (tall.width, tall.height)) == ((640, 768), (512, 640))
 
 
 @pytest.mark.parametrize(("size", "field"), [((1000, 1000), "width"), ((1024, 1000), "height"), ((832, 832), "height")])
-def test_a_size_outside_the_list_is_refused_with_the_list(size: tuple[int, int], field: str) -> None:
+def test_refuses_a_size_outside_the_list(size: tuple[int, int], field: str) -> None:
     with pytest.raises(RequestRefused) as refusal:
-        resolve(request(width=size[0], height=size[1]), SERVED)
+        resolve(make_request(width=size[0], height=size[1]), SERVED)
     assert refusal.value.field == field
     assert str(refusal.value) == (
         f"{field}: {size[0]}x{size[1]} is not a size served here; "
@@ -342,38 +339,38 @@ def test_a_size_outside_the_list_is_refused_with_the_list(size: tuple[int, int],
         ((256, 260), "height", 260),
     ],
 )
-def test_a_size_outside_the_range_is_refused_with_the_rule(size: tuple[int, int], field: str, side: int) -> None:
+def test_refuses_a_size_outside_the_range(size: tuple[int, int], field: str, side: int) -> None:
     served = ServedModel(256, 256, SizeRange(128, 512, 8), has_refiner=False, defaults=Defaults())
     with pytest.raises(RequestRefused) as refusal:
-        resolve(request(width=size[0], height=size[1]), served)
+        resolve(make_request(width=size[0], height=size[1]), served)
     assert refusal.value.field == field
     assert str(refusal.value) == f"{field}: {side} is not served here; give a multiple of 8 from 128 to 512."
     for edge in (128, 512):
-        assert resolve(request(width=edge, height=edge), served).width == edge
+        assert resolve(make_request(width=edge, height=edge), served).width == edge
 
 
-def test_lcm_takes_fifty_steps_and_no_more() -> None:
-    assert resolve(request(scheduler="LCMScheduler", num_inference_steps=50), SERVED).scheduler == "LCM"
+def test_lcm_takes_at_most_fifty_steps() -> None:
+    assert resolve(make_request(scheduler="LCMScheduler", num_inference_steps=50), SERVED).scheduler == "LCM"
     with pytest.raises(RequestRefused, match="num_inference_steps: 51 is too many for LCM. Set 1 to 50"):
-        resolve(request(scheduler="LCM", num_inference_steps=51), SERVED)
-    assert resolve(request(scheduler="DDIM", num_inference_steps=100), SERVED).num_inference_steps == 100
+        resolve(make_request(scheduler="LCM", num_inference_steps=51), SERVED)
+    assert resolve(make_request(scheduler="DDIM", num_inference_steps=100), SERVED).num_inference_steps == 100
 
 
-def test_an_unknown_scheduler_is_refused() -> None:
+def test_refuses_an_unknown_scheduler() -> None:
     with pytest.raises(RequestRefused, match="scheduler: 'Heun' is not one of Euler") as refusal:
-        resolve(request(scheduler="Heun"), SERVED)
+        resolve(make_request(scheduler="Heun"), SERVED)
     assert refusal.value.field == "scheduler"
 
 
-def test_a_refiner_that_is_not_there_is_refused() -> None:
+def test_refuses_a_missing_refiner() -> None:
     without = dataclasses.replace(SERVED, has_refiner=False)
-    assert resolve(request(use_refiner=False), without).use_refiner is False
-    with pytest.raises(RequestRefused, match="use_refiner: true is not accepted, because this release") as it:
-        resolve(request(use_refiner=True), without)
-    assert it.value.field == "use_refiner"
+    assert resolve(make_request(use_refiner=False), without).use_refiner is False
+    with pytest.raises(RequestRefused, match="use_refiner: true is not accepted, because this release") as refusal:
+        resolve(make_request(use_refiner=True), without)
+    assert refusal.value.field == "use_refiner"
 
 
-def test_a_name_that_is_no_text_is_refused() -> None:
-    """As MessagePack's maps may have them."""
+def test_refuses_a_field_name_that_is_not_text() -> None:
+    """A map of MessagePack may have one."""
     with pytest.raises(pydantic.ValidationError, match="the name of a field is not text"):
         GenerationRequest.model_validate({b"prompt": "x"})

@@ -1,7 +1,7 @@
-"""The tables against the schedulers of diffusers that they replace, and the refusals.
+"""Sampler schedules against the schedulers of diffusers that they replace, and their refusals.
 
-The reference is always a real scheduler made by `from_config` from SDXL's own scheduler_config.json, driven
-as the two SDXL pipelines drive it. The model is a toy: what matters is that both sides call the same one.
+The reference is a real scheduler, made by `from_config` from SDXL's own scheduler_config.json. It is called as the two
+SDXL pipelines call it. The network is a function that both sides call.
 """
 
 import inspect
@@ -14,18 +14,23 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
-from model.denoising import samplers as schedule
 from model.denoising.noise_schedule import NoiseSchedule
 from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name
-from model.denoising.samplers import COEFFICIENTS, SamplerSchedule
+from model.denoising.samplers import (
+    COEFFICIENTS,
+    SamplerSchedule,
+    pad_schedules,
+    sampler_schedule,
+    split_schedule,
+)
 from model.errors import ManifestError, RequestRefused
 from tests.support.schedulers import REFERENCES
 from training.architecture import SCHEDULER as SDXL
 
-# diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: theirs to mend.
+# diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
-STEPS = (1, 2, 3, 4, 5, 14, 15, 20, 30, 50, 100)
+STEPS = (1, 2, 3, 14, 15, 30, 100)  # DPM++ solvers change below 15
 SPACINGS = ("leading", "trailing", "linspace")
 SHAPE = (1, 4, 3, 5)
 TOLERANCE = 1e-5  # relative to the largest latent; both sides are float32
@@ -36,75 +41,80 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def served(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
+def pairs(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
+    """Samplers with numbers of steps that they accept."""
     return [(name, n) for name in samplers for n in steps if not (name == "LCM" and n > 50)]
 
 
-def reference(sampler: str, steps: int, config: dict[str, Any]) -> Any:
+def diffusers_scheduler(sampler: str, steps: int, config: dict[str, Any]) -> Any:
     kind, settings = REFERENCES[sampler]
     scheduler = kind.from_config(config, **settings)
     scheduler.set_timesteps(steps)
     return scheduler
 
 
-def toy(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
-    """An eps that depends on all it is given, and not evenly over the latent."""
+def predict_noise(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
+    """A prediction that depends on both arguments, differently at each position."""
     tilt = torch.linspace(0.5, 1.5, model_input.numel()).reshape(SHAPE)
     return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
 
 
-def denoise(part: SamplerSchedule, latents: torch.Tensor, generator: torch.Generator, spare: int = 0) -> torch.Tensor:
-    """The loop of the device on one row, in float32, over `spare` padded steps more than it needs."""
-    timesteps, coefficients = schedule.pad_schedules([part], part.steps + spare)
+def denoise(
+    schedule: SamplerSchedule, latents: torch.Tensor, generator: torch.Generator, padding: int = 0
+) -> torch.Tensor:
+    """Run the steps of the device's loop for one image, in float32, then `padding` further ones."""
+    timesteps, coefficients = pad_schedules([schedule], schedule.steps + padding)
     previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
-    for i, row in enumerate(torch.from_numpy(coefficients[0])):
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = row
-        eps = toy(c_in * latents, timesteps[0, i])
+    for i, step in enumerate(torch.from_numpy(coefficients[0])):
+        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = step
+        eps = predict_noise(c_in * latents, timesteps[0, i])
         denoised = a * latents + b * eps
-        if i < part.steps and part.draws_noise[i]:
+        if i < schedule.steps and schedule.draws_noise[i]:
             noise = torch.randn(SHAPE, generator=generator)
         latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
         previous = denoised
     return latents
 
 
-def diffuse(scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The loop both SDXL pipelines have, with their `prepare_extra_step_kwargs`."""
-    takes = set(inspect.signature(scheduler.step).parameters)
-    extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in takes}
+def denoise_with_diffusers(
+    scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Run the loop of both SDXL pipelines, with their `prepare_extra_step_kwargs`."""
+    parameters = set(inspect.signature(scheduler.step).parameters)
+    extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in parameters}
     for t in timesteps:
-        eps = toy(scheduler.scale_model_input(latents, t), float(t))
+        eps = predict_noise(scheduler.scale_model_input(latents, t), float(t))
         latents = scheduler.step(eps, t, latents, **extra, return_dict=False)[0]
     return latents
 
 
-def first_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.Generator]:
+def initial_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(SHAPE, generator=generator) * init_sigma, generator
 
 
-def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert torch.isfinite(theirs).all()
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize(("sampler", "steps"), served())
-def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: str) -> None:
+@pytest.mark.parametrize(("sampler", "steps"), pairs())
+def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
-    scheduler = reference(sampler, steps, config)
-    ours = schedule.sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
+    scheduler = diffusers_scheduler(sampler, steps, config)
+    ours = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
     assert len(ours) == ours.steps == steps
     assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
     assert ours.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
 
-    latents, our_draws = first_latents(ours.init_sigma, seed=7)
-    result = denoise(ours, latents, our_draws)
-    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=7)
+    latents, our_generator = initial_latents(ours.init_sigma, seed=7)
+    result = denoise(ours, latents, our_generator)
+    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    assert_same(result, diffuse(scheduler, scheduler.timesteps, latents, their_draws))
-    assert torch.equal(our_draws.get_state(), their_draws.get_state())
+    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, their_generator))
+    assert torch.equal(our_generator.get_state(), their_generator.get_state())
 
 
 @pytest.mark.parametrize(
@@ -119,49 +129,47 @@ def test_a_table_denoises_as_diffusers_does(sampler: str, steps: int, spacing: s
         (0.5, "linspace"),
     ],
 )
-@pytest.mark.parametrize(("sampler", "steps"), served(steps=(1, 2, 5, 15, 20)))
-def test_base_and_refiner_denoise_as_the_two_pipelines_do(sampler: str, steps: int, frac: float, spacing: str) -> None:
+@pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(1, 2, 15, 20)))
+def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: int, frac: float, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
     noise_schedule = NoiseSchedule.from_config(config)
-    base, refiner = schedule.split_schedule(
-        schedule.sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac
-    )
+    base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
 
-    latents, our_draws = first_latents(base.init_sigma, seed=11)
-    half_way = denoise(base, latents, our_draws)
-    result = denoise(refiner, half_way, our_draws)
+    latents, our_generator = initial_latents(base.init_sigma, seed=11)
+    after_base = denoise(base, latents, our_generator)
+    result = denoise(refiner, after_base, our_generator)
 
-    scheduler = reference(sampler, steps, config)
+    scheduler = diffusers_scheduler(sampler, steps, config)
     cutoff = int(round(1000 - (frac * 1000)))  # StableDiffusionXLPipeline.__call__, 8.1
     timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=11)
-    theirs = diffuse(scheduler, timesteps, latents, their_draws)
+    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=11)
+    theirs = denoise_with_diffusers(scheduler, timesteps, latents, their_generator)
     assert base.timesteps.tolist() == timesteps.tolist()
-    assert_same(half_way, theirs)
+    assert_close(after_base, theirs)
 
-    scheduler = reference(sampler, steps, config)
+    scheduler = diffusers_scheduler(sampler, steps, config)
     pipeline = SimpleNamespace(scheduler=scheduler)
     timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
     assert refiner.timesteps.tolist() == timesteps.tolist()
     assert len(refiner) == count == steps - len(base)
-    assert_same(result, diffuse(scheduler, timesteps, theirs, their_draws))
-    assert torch.equal(our_draws.get_state(), their_draws.get_state())
+    assert_close(result, denoise_with_diffusers(scheduler, timesteps, theirs, their_generator))
+    assert torch.equal(our_generator.get_state(), their_generator.get_state())
 
 
 @pytest.mark.parametrize("betas", [{}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_timesteps_are_those_of_diffusers_for_every_step_count(sampler: str, betas: dict[str, Any]) -> None:
-    # Karras timesteps are rounded, so one sigma that is slightly off shows as another integer somewhere here.
-    spaceless = sampler == "LCM" or "Karras" in sampler  # these pay the spacing no heed
-    for spacing in SPACINGS[:1] if spaceless else SPACINGS:
+def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: dict[str, Any]) -> None:
+    # Karras timesteps are rounded, so a slightly wrong sigma gives another integer at one of these lengths.
+    ignores_spacing = sampler == "LCM" or "Karras" in sampler
+    for spacing in SPACINGS[:1] if ignores_spacing else SPACINGS:
         config = SDXL | betas | {"timestep_spacing": spacing}
         noise_schedule = NoiseSchedule.from_config(config)
         for steps in range(1, 51 if sampler == "LCM" else 101):
-            theirs = reference(sampler, steps, config).timesteps.tolist()
-            ours = schedule.sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
-            if len(theirs) != steps:  # the deviation that the module owns up to
+            theirs = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
+            ours = sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
+            if len(theirs) != steps:  # the deviation that the module documents
                 assert (steps, spacing, theirs.pop()) == (61, "trailing", -1)
             assert ours == theirs, (steps, spacing)
 
@@ -178,22 +186,23 @@ def test_timesteps_are_those_of_diffusers_for_every_step_count(sampler: str, bet
     ],
 )
 def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
-    plain = schedule.sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL))
-    ours = schedule.sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
-    scheduler = reference(sampler, 8, SDXL | changed)
+    plain = sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL))
+    ours = sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
+    scheduler = diffusers_scheduler(sampler, 8, SDXL | changed)
     assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
-    latents, our_draws = first_latents(ours.init_sigma, seed=3)
-    result = denoise(ours, latents, our_draws)
-    latents, their_draws = first_latents(scheduler.init_noise_sigma, seed=3)
-    assert_same(result, diffuse(scheduler, scheduler.timesteps, latents, their_draws))
+    latents, our_generator = initial_latents(ours.init_sigma, seed=3)
+    result = denoise(ours, latents, our_generator)
+    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=3)
+    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, their_generator))
     assert not np.array_equal(plain.coefficients, ours.coefficients)
 
 
-def test_ancestral_and_sde_draw_at_the_last_step_and_lcm_does_not() -> None:
+def test_steps_that_draw_noise() -> None:
+    """Ancestral samplers and SDE draw it at the last step too, LCM does not."""
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    drawn = {name: schedule.sampler_schedule(name, 3, noise_schedule).draws_noise.tolist() for name in SAMPLERS}
+    draws_noise = {name: sampler_schedule(name, 3, noise_schedule).draws_noise.tolist() for name in SAMPLERS}
     always, never = [True] * 3, [False] * 3
-    assert drawn == {
+    assert draws_noise == {
         "Euler": never,
         "Euler a": always,
         "DDIM": never,
@@ -205,112 +214,112 @@ def test_ancestral_and_sde_draw_at_the_last_step_and_lcm_does_not() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_the_first_row_of_each_part_takes_nothing_from_before_it(sampler: str) -> None:
+def test_first_step_of_each_part_ignores_the_previous_one(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    whole = schedule.sampler_schedule(sampler, 20, noise_schedule)
+    whole = sampler_schedule(sampler, 20, noise_schedule)
     prev = COEFFICIENTS.index("prev")
     multistep = sampler.startswith("DPM++")
-    for part in (whole, *schedule.split_schedule(whole, noise_schedule, 0.6)):
+    for part in (whole, *split_schedule(whole, noise_schedule, 0.6)):
         assert part.coefficients[0, prev] == 0
         assert (part.coefficients[1, prev] != 0) == multistep
-    # the whole table is not touched by being split
+    # splitting does not change the whole schedule
     assert (whole.coefficients[12, prev] != 0) == multistep
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_part_may_be_empty(sampler: str) -> None:
+def test_either_part_may_be_empty(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    whole = schedule.sampler_schedule(sampler, 4, noise_schedule)
-    base, refiner = schedule.split_schedule(whole, noise_schedule, 1.0)
+    whole = sampler_schedule(sampler, 4, noise_schedule)
+    base, refiner = split_schedule(whole, noise_schedule, 1.0)
     assert (len(base), len(refiner)) == (4, 0)
     assert not refiner
     for frac in (0.0, 0.0001):
-        base, refiner = schedule.split_schedule(whole, noise_schedule, frac)
+        base, refiner = split_schedule(whole, noise_schedule, frac)
         assert (len(base), len(refiner)) == (0, 4)
         assert np.array_equal(refiner.coefficients, whole.coefficients)
 
 
 @pytest.mark.parametrize("frac", [-0.5, 1.01, float("nan")])
-def test_a_fraction_that_splits_nothing_is_refused(frac: float) -> None:
+def test_refuses_an_invalid_fraction(frac: float) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
     with pytest.raises(RequestRefused, match="denoising_frac") as refused:
-        schedule.split_schedule(schedule.sampler_schedule("Euler", 4, noise_schedule), noise_schedule, frac)
+        split_schedule(sampler_schedule("Euler", 4, noise_schedule), noise_schedule, frac)
     assert refused.value.field == "denoising_frac"
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_padding_leaves_the_latents_alone(sampler: str) -> None:
-    part = schedule.sampler_schedule(sampler, 6, NoiseSchedule.from_config(SDXL))
-    latents, draws = first_latents(part.init_sigma, seed=5)
+def test_padding_does_not_change_the_latents(sampler: str) -> None:
+    part = sampler_schedule(sampler, 6, NoiseSchedule.from_config(SDXL))
+    latents, draws = initial_latents(part.init_sigma, seed=5)
     plain = denoise(part, latents, draws)
-    latents, draws = first_latents(part.init_sigma, seed=5)
-    assert torch.equal(denoise(part, latents, draws, spare=9), plain)
+    latents, draws = initial_latents(part.init_sigma, seed=5)
+    assert torch.equal(denoise(part, latents, draws, padding=9), plain)
 
 
-def test_stack_lays_tables_of_different_lengths_side_by_side() -> None:
+def test_pads_schedules_to_one_length() -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    tables = [schedule.sampler_schedule(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
-    timesteps, coefficients = schedule.pad_schedules(tables, 5)
+    tables = [sampler_schedule(name, n, noise_schedule) for name, n in (("Euler", 3), ("LCM", 5))]
+    timesteps, coefficients = pad_schedules(tables, 5)
     assert timesteps.dtype == coefficients.dtype == np.float32
     assert timesteps.shape == (2, 5)
     assert coefficients.shape == (2, 5, len(COEFFICIENTS))
     assert timesteps[0].tolist() == [*tables[0].timesteps, 0, 0]
     assert np.array_equal(coefficients[1], tables[1].coefficients.astype(np.float32))
     with pytest.raises(RequestRefused, match="num_inference_steps"):
-        schedule.pad_schedules(tables, 4)
-    assert [part.shape for part in schedule.pad_schedules([], 4)] == [(0, 4), (0, 4, 7)]
+        pad_schedules(tables, 4)
+    assert [part.shape for part in pad_schedules([], 4)] == [(0, 4), (0, 4, 7)]
 
 
-def test_a_table_is_made_once() -> None:
-    first = schedule.sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL))
-    assert schedule.sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL)) is first
+def test_schedule_is_made_once() -> None:
+    first = sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL))
+    assert sampler_schedule("DPM++ 2M", 7, NoiseSchedule.from_config(SDXL)) is first
 
 
-def test_tables_cannot_be_written_to() -> None:
-    part = schedule.sampler_schedule("Euler", 3, NoiseSchedule.from_config(SDXL))
+def test_schedule_is_read_only() -> None:
+    part = sampler_schedule("Euler", 3, NoiseSchedule.from_config(SDXL))
     for array in (part.timesteps, part.coefficients, part.draws_noise):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_step_counts_past_the_limits_are_refused(sampler: str) -> None:
+def test_refuses_too_many_and_too_few_steps(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    most = 50 if sampler == "LCM" else 100
-    assert len(schedule.sampler_schedule(sampler, most, noise_schedule)) == most
-    for steps in (0, -1, most + 1):
-        with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {most}") as refused:
-            schedule.sampler_schedule(sampler, steps, noise_schedule)
+    limit = 50 if sampler == "LCM" else 100
+    assert len(sampler_schedule(sampler, limit, noise_schedule)) == limit
+    for steps in (0, -1, limit + 1):
+        with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {limit}") as refused:
+            sampler_schedule(sampler, steps, noise_schedule)
         assert refused.value.field == "num_inference_steps"
 
 
-def test_lcm_takes_no_more_steps_than_it_was_distilled_with() -> None:
+def test_lcm_has_at_most_the_steps_of_its_distillation() -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL | {"original_inference_steps": 20})
-    assert len(schedule.sampler_schedule("LCM", 20, noise_schedule)) == 20
+    assert len(sampler_schedule("LCM", 20, noise_schedule)) == 20
     with pytest.raises(RequestRefused, match="1 to 20"):
-        schedule.sampler_schedule("LCM", 21, noise_schedule)
+        sampler_schedule("LCM", 21, noise_schedule)
 
 
-def test_public_names_and_class_names_are_both_taken() -> None:
+def test_accepts_public_names_and_class_names() -> None:
     assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
     classes = {kind.__name__: name for name, (kind, settings) in REFERENCES.items() if not settings}
     assert {name: sampler_name(name) for name in classes} == classes
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    assert schedule.sampler_schedule("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
+    assert sampler_schedule("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
 
 
 @pytest.mark.parametrize("name", ["euler", "", "PNDMScheduler", "DPM++ 3M"])
-def test_an_unknown_sampler_is_refused_with_those_that_are_known(name: str) -> None:
-    for ask in (sampler_name, lambda n: schedule.sampler_schedule(n, 4, NoiseSchedule.from_config(SDXL))):
+def test_refusal_of_an_unknown_sampler_lists_the_known_ones(name: str) -> None:
+    for function in (sampler_name, lambda n: sampler_schedule(n, 4, NoiseSchedule.from_config(SDXL))):
         with pytest.raises(RequestRefused) as refused:
-            ask(name)
+            function(name)
         assert refused.value.field == "scheduler"
         for known in (repr(name), *SAMPLERS, "LCMScheduler"):
             assert known in str(refused.value)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_what_diffusers_saves_asks_for_the_sampler_it_was(sampler: str) -> None:
+def test_reads_the_sampler_that_diffusers_has_saved(sampler: str) -> None:
     kind, settings = REFERENCES[sampler]
     saved = json.loads(kind.from_config(SDXL, **settings).to_json_string())
     assert configured_sampler(saved) == sampler
@@ -320,7 +329,7 @@ def test_what_diffusers_saves_asks_for_the_sampler_it_was(sampler: str) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"_class_name": "PNDMScheduler"}, {**SDXL, "_class_name": "DPMSolverMultistepScheduler"}]
 )
-def test_a_file_that_asks_for_no_sampler_of_ours_is_refused(config: dict[str, Any]) -> None:
+def test_refuses_a_file_with_an_unsupported_sampler(config: dict[str, Any]) -> None:
     config = {**config, "algorithm_type": "sde-dpmsolver++"}  # without Karras sigmas, it has no public name
     with pytest.raises(ManifestError, match="scheduler_config.json"):
         configured_sampler(config)

@@ -1,4 +1,4 @@
-"""The deployment's settings: every value is checked, and an unknown name is never passed over."""
+"""The deployment's settings: every value is checked, and unknown names are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -55,20 +55,20 @@ def test_reads_each_kind_of_value() -> None:
     assert read_settings({"cache_bytes": 1000}).cache_bytes == 1000
 
 
-def test_the_environment_comes_before_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"store": "s3://config", "runtime": "tensorrt", "region": "config", "cache_bytes": 5}
+def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"store": "s3://config", "runtime": "tensorrt", "region": "config", "cache_bytes": 5}
     monkeypatch.setenv("PREHEAT_STORE", "s3://environment")
     monkeypatch.setenv("PREHEAT_RUNTIME", "fastest")
     monkeypatch.setenv("PREHEAT_CACHE_BYTES", "7")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "second")
-    settings = read_settings(given)
+    settings = read_settings(section)
     assert (settings.store, settings.runtime, settings.cache_bytes) == ("s3://environment", "fastest", 7)
     assert settings.region == "second"
     monkeypatch.setenv("AWS_REGION", "first")
-    assert read_settings(given).region == "first"
+    assert read_settings(section).region == "first"
     monkeypatch.setenv("PREHEAT_RUNTIME", "trt")
     with pytest.raises(ConfigError, match='PREHEAT_RUNTIME: got "trt".*Fix the variable PREHEAT_RUNTIME'):
-        read_settings(given)
+        read_settings(section)
 
 
 @pytest.mark.parametrize(
@@ -107,23 +107,23 @@ def test_the_environment_comes_before_the_config(monkeypatch: pytest.MonkeyPatch
         ({"limits": {"stuck_seconds": float("nan")}}, "limits.stuck_seconds: got NaN"),
     ],
 )
-def test_refuses_what_is_not_a_setting(section: Any, message: str) -> None:
+def test_refuses_unknown_names_and_wrong_values(section: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Model(config={"model_metadata": {"preheat": section}})
     assert "Fix it under model_metadata.preheat in config.yaml." in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_an_infinite_limit_is_switched_off() -> None:
+def test_infinity_switches_a_limit_off() -> None:
     assert read_settings({"limits": {"deadline_seconds": float("inf")}}).limits.deadline_seconds == float("inf")
 
 
-def test_commands_read_the_settings_of_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_read_the_store_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_RUNTIME", "unknown")
     monkeypatch.setenv("PREHEAT_CACHE_BYTES", "7")
     assert read_settings(variables=STORE_SETTINGS).cache_bytes == 7
 
 
-def test_a_refused_config_is_logged_like_a_failed_load(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_a_refused_config_like_a_failed_load(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError):
         Model(config={"model_metadata": {"preheat": {"limits": {"max_queue": 1}}}})
     assert '"event": "load_failed"' in caplog.text

@@ -1,4 +1,4 @@
-"""Ids against transformers.CLIPTokenizer, on a small vocabulary made here: every byte, and some merges."""
+"""Token ids against transformers.CLIPTokenizer, on a small vocabulary: every byte, and some merges."""
 
 import dataclasses
 import json
@@ -32,19 +32,20 @@ PROMPTS = {
     "75 tokens": "z " * 75,
     "76 tokens": "z " * 76,
     "long": "the cat sat on the mat, " * 60,
-    "100k": "aé猫🐈 '!1" * 12_500,
-    "100k in one word": "ab" * 50_000,
+    "longest": "aé猫🐈 '!1" * 500,  # of requests: 4,000 characters
+    "longest in one word": "ab" * 2_000,
 }
 
 
 def byte_alphabet() -> list[str]:
-    """The 256 characters that byte-level BPE writes bytes with (GPT-2's bytes_to_unicode)."""
+    """Return the 256 characters that represent bytes in byte-level BPE (GPT-2's bytes_to_unicode)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
 
 
 def write_tokenizer(folder: Path, **config: object) -> Path:
+    """Write a CLIP tokenizer's files, with values of its tokenizer_config.json. Returns `folder`."""
     alphabet = byte_alphabet()
     words = [
         *alphabet,
@@ -75,21 +76,21 @@ def write_tokenizer(folder: Path, **config: object) -> Path:
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[CLIPTokenizer, ClipTokenizer]:
-    """Transformers' tokenizer and ours, of SDXL's `tokenizer` and of its `tokenizer_2`."""
+    """The tokenizers of transformers and of Preheat, with the padding of SDXL's `tokenizer` or `tokenizer_2`."""
     folder = write_tokenizer(tmp_path_factory.mktemp("clip") / "tokenizer", pad_token=request.param)
     return CLIPTokenizer.from_pretrained(str(folder)), ClipTokenizer(*export_tokenizer(folder))
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_ids_are_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenizer], prompt: str) -> None:
+def test_ids_equal_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenizer], prompt: str) -> None:
     theirs, ours = pair
     expected = theirs(prompt, padding="max_length", max_length=77, truncation=True).input_ids
     whole = theirs(prompt).input_ids
     assert ours.encode(prompt) == (expected, max(0, len(whole) - 77))
 
 
-def test_the_vocabulary_is_put_to_use(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
-    # Else the comparison above could hold between two tokenizers that know no merges.
+def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
+    """Without them the ids above could be equal and wrong."""
     _, ours = pair
     assert len({tuple(ours.encode(prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
     assert ours.encode("z the cat")[0][:5] == [
@@ -108,7 +109,7 @@ def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenize
     assert ids == [theirs.bos_token_id, theirs.eos_token_id] + [theirs.pad_token_id] * 75
 
 
-def test_a_prompt_that_fits_drops_nothing(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
+def test_short_prompt_is_not_truncated(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     _, ours = pair
     fits = "z " * 75
     assert ours.encode(fits)[1] == 0
@@ -116,7 +117,7 @@ def test_a_prompt_that_fits_drops_nothing(pair: tuple[CLIPTokenizer, ClipTokeniz
     assert ours.dropped_text("") == ""
 
 
-def test_dropped_text_is_the_end_of_the_prompt_as_it_was_typed(
+def test_dropped_text_is_the_end_of_the_prompt_as_typed(
     pair: tuple[CLIPTokenizer, ClipTokenizer],
 ) -> None:
     theirs, ours = pair
@@ -126,7 +127,7 @@ def test_dropped_text_is_the_end_of_the_prompt_as_it_was_typed(
     assert ours.encode(kept)[1] == 0
 
 
-def test_dropped_text_starts_with_the_character_that_was_cut_in_two(
+def test_dropped_text_begins_with_a_divided_character(
     pair: tuple[CLIPTokenizer, ClipTokenizer],
 ) -> None:
     _, ours = pair
@@ -134,7 +135,7 @@ def test_dropped_text_starts_with_the_character_that_was_cut_in_two(
     assert ours.dropped_text("z " * 74 + "猫 b") == "猫 b"
 
 
-def test_a_file_exported_after_use_carries_no_habits(tmp_path: Path) -> None:
+def test_ignores_truncation_and_padding_saved_after_use(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", pad_token="!")
     theirs = CLIPTokenizer.from_pretrained(str(folder))
     theirs("a", padding="max_length", max_length=20, truncation=True)
@@ -145,27 +146,27 @@ def test_a_file_exported_after_use_carries_no_habits(tmp_path: Path) -> None:
     assert (len(ids), lost) == (77, 15)
 
 
-def test_the_settings_are_read_from_the_folder(tmp_path: Path) -> None:
+def test_reads_the_settings_of_the_folder(tmp_path: Path) -> None:
     _, first = export_tokenizer(write_tokenizer(tmp_path / "tokenizer", pad_token="<|endoftext|>"))
     _, second = export_tokenizer(write_tokenizer(tmp_path / "tokenizer_2", pad_token="!", model_max_length=64))
     assert first == TokenizerSettings(max_length=77, bos_token_id=522, eos_token_id=523, pad_token_id=523)
     assert second == TokenizerSettings(max_length=64, bos_token_id=522, eos_token_id=523, pad_token_id=0)
 
 
-def test_a_length_other_than_77(tmp_path: Path) -> None:
+def test_uses_another_length_than_77(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", model_max_length=8)
     ids, lost = ClipTokenizer(*export_tokenizer(folder)).encode("z " * 10)
     assert ids == CLIPTokenizer.from_pretrained(str(folder))("z " * 10, truncation=True).input_ids
     assert (len(ids), lost) == (8, 4)
 
 
-def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_refuses_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(MissingComponent, match="has no CLIP tokenizer"):
         export_tokenizer(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
-def test_a_folder_that_lacks_a_file_is_an_error(tmp_path: Path, name: str) -> None:
+def test_refuses_a_folder_that_lacks_a_file(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (folder / name).unlink()
     with pytest.raises(MissingComponent, match=f"it lacks {name}. Download"):
@@ -173,14 +174,14 @@ def test_a_folder_that_lacks_a_file_is_an_error(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer_config.json"])
-def test_a_damaged_file_is_an_error(tmp_path: Path, name: str) -> None:
+def test_refuses_a_damaged_file(tmp_path: Path, name: str) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (folder / name).write_bytes((folder / name).read_bytes()[:-9])
     with pytest.raises(MissingComponent, match="CLIP tokenizer in .* cannot be read"):
         export_tokenizer(folder)
 
 
-def test_a_folder_with_tokenizer_json_alone_will_do(tmp_path: Path) -> None:
+def test_reads_a_folder_with_tokenizer_json_only(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", pad_token="!")
     data, settings = export_tokenizer(folder)
     (folder / "tokenizer.json").write_bytes(data)
@@ -192,19 +193,19 @@ def test_a_folder_with_tokenizer_json_alone_will_do(tmp_path: Path) -> None:
         assert ClipTokenizer(again, settings).encode(prompt) == ClipTokenizer(data, settings).encode(prompt)
 
 
-def test_a_tokenizer_that_does_not_say_its_length_is_an_error(tmp_path: Path) -> None:
+def test_refuses_a_tokenizer_without_a_length(tmp_path: Path) -> None:
     with pytest.raises(MissingComponent, match='Set "model_max_length"'):
         export_tokenizer(write_tokenizer(tmp_path / "tokenizer", model_max_length=None))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff\xfe", b'{"version": "1.0"}'])
-def test_bytes_that_are_no_tokenizer_are_an_error(data: bytes) -> None:
+def test_refuses_invalid_bytes(data: bytes) -> None:
     with pytest.raises(MissingComponent, match="tokenizer.json cannot be read"):
         ClipTokenizer(data, TokenizerSettings(77, 0, 1, 1))
 
 
 @pytest.mark.parametrize("field", ["bos_token_id", "eos_token_id"])
-def test_settings_of_another_tokenizer_are_an_error(tmp_path: Path, field: str) -> None:
+def test_refuses_the_settings_of_another_tokenizer(tmp_path: Path, field: str) -> None:
     data, settings = export_tokenizer(write_tokenizer(tmp_path / "tokenizer"))
     with pytest.raises(MissingComponent, match=r"encodes an empty prompt as \[522, 523\]"):
         ClipTokenizer(data, dataclasses.replace(settings, **{field: 5}))

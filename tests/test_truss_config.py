@@ -1,4 +1,4 @@
-"""The deployments: that truss takes their configs, that they agree, and what of this repository they ship."""
+"""The deployments: truss accepts their configs, the configs agree, and the image has the files of the server only."""
 
 import ast
 import re
@@ -15,9 +15,10 @@ from packaging.version import Version
 
 from engine_builder.benchmarks.rows import read_rows
 from engine_builder.local_server.server import Layout, build_context, lay_out
+from model.api.request import GenerationRequest
 from model.settings import Limits, read_settings
 
-with warnings.catch_warnings(action="ignore"):  # what truss's dependencies warn of is not ours to mend
+with warnings.catch_warnings(action="ignore"):  # truss's dependencies warn about each other
     from truss.base.truss_config import TrussConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +26,7 @@ PRODUCTION = ROOT / "config.yaml"
 CPU_DEMO = ROOT / "truss" / "configs" / "cpu-demo.yaml"
 CONFIGS = [PRODUCTION, *sorted((ROOT / "truss" / "configs").glob("*.yaml"))]
 
-# What model/ may import without a config's asking for it, each only where a config or an engine names it.
+# Packages that model/ imports only if a config or an engine names them.
 OPTIONAL = {"diffusers", "transformers", "tensorrt"}
 
 
@@ -38,16 +39,16 @@ def settings(path: Path) -> dict[str, Any]:
 
 
 def pins(path: Path) -> dict[str, str]:
-    """Requirement -> its exact version. Fails on any that is not pinned."""
-    found = {}
+    """Return the exact version of each requirement. Fails for one that is not pinned."""
+    versions = {}
     for line in load(path).requirements:
         if line.startswith("--extra-index-url "):
             continue
         requirement = Requirement(line)
         [specifier] = requirement.specifier
         assert specifier.operator == "==", line
-        found[canonicalize_name(requirement.name)] = specifier.version
-    return found
+        versions[canonicalize_name(requirement.name)] = specifier.version
+    return versions
 
 
 every_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -56,12 +57,12 @@ every_gpu_config = pytest.mark.parametrize(
 )
 
 
-def test_there_is_one_config_per_gpu_and_one_without() -> None:
+def test_each_gpu_has_a_config_and_the_cpu_has_one() -> None:
     assert {"cpu-demo", "l4", "a10g", "a100", "h100", "h200"} <= {path.stem for path in CONFIGS}
     assert load(PRODUCTION) == load(ROOT / "truss" / "configs" / "h100.yaml")
 
 
-def test_the_folder_of_configs_does_not_hide_the_truss_package() -> None:
+def test_folder_of_configs_does_not_hide_the_truss_package() -> None:
     assert not list((ROOT / "truss").rglob("__init__.py"))
 
 
@@ -71,12 +72,12 @@ def test_truss_knows_every_key(path: Path) -> None:
 
 
 @every_config
-def test_python_is_the_one_that_the_tests_run_on(path: Path) -> None:
+def test_python_version_is_that_of_the_tests(path: Path) -> None:
     assert load(path).python_version == f"py{sys.version_info.major}{sys.version_info.minor}"
 
 
 @every_config
-def test_the_accelerator_is_the_one_in_the_name(path: Path) -> None:
+def test_accelerator_is_that_of_the_name(path: Path) -> None:
     resources = load(path).resources
     if path.stem == "cpu-demo":
         assert not resources.use_gpu and resources.accelerator.accelerator is None
@@ -86,13 +87,13 @@ def test_the_accelerator_is_the_one_in_the_name(path: Path) -> None:
 
 
 @every_config
-def test_more_requests_reach_the_model_than_it_queues(path: Path) -> None:
+def test_more_requests_reach_the_model_than_its_queue_holds(path: Path) -> None:
     concurrency, limits = load(path).runtime.predict_concurrency, settings(path)["limits"]
     assert concurrency >= 2 * limits["max_queue"]
 
 
 @every_config
-def test_a_replica_that_never_gets_ready_is_given_up(path: Path) -> None:
+def test_replica_that_is_never_ready_is_restarted(path: Path) -> None:
     checks = load(path).runtime.health_checks
     assert 0 < checks.stop_traffic_threshold_seconds < checks.restart_threshold_seconds
     assert checks.restart_threshold_seconds < checks.startup_threshold_seconds < 1800
@@ -125,13 +126,14 @@ def test_cuda_python_has_the_cuda_version_of_torch(path: Path) -> None:
 
 
 @every_config
-def test_the_torch_build_is_on_the_index_of_the_config(path: Path) -> None:
+def test_torch_build_is_on_the_index_of_the_config(path: Path) -> None:
     indexes = [line for line in load(path).requirements if line.startswith("--extra-index-url ")]
     build = pins(path)["torch"].partition("+")[2]
     assert [line.rpartition("/")[2] for line in indexes] == [build]
 
 
-def test_numpy_is_named_and_so_not_held_below_2_by_the_server(layout: Layout) -> None:
+def test_image_pins_numpy_above_the_servers_limit(layout: Layout) -> None:
+    """The server alone requires numpy below 2."""
     lines = (layout.root / "requirements.txt").read_text().splitlines()
     assert [line for line in lines if line.startswith("numpy")] == [f"numpy=={version('numpy')}"]
 
@@ -152,7 +154,7 @@ def test_settings_have_the_keys_that_the_model_reads(path: Path) -> None:
 
 
 @every_config
-def test_secrets_are_declared_for_a_store_that_needs_them_and_hold_nothing(path: Path) -> None:
+def test_secrets_are_declared_only_for_buckets_and_are_empty(path: Path) -> None:
     secrets = load(path).secrets
     needed = {"aws_access_key_id", "aws_secret_access_key"} if settings(path)["store"].startswith("s3:") else set()
     assert set(secrets) == needed
@@ -160,9 +162,7 @@ def test_secrets_are_declared_for_a_store_that_needs_them_and_hold_nothing(path:
 
 
 @every_config
-def test_the_example_is_a_request_that_the_deployment_serves(path: Path) -> None:
-    from model.api.request import GenerationRequest
-
+def test_example_is_a_request_that_the_deployment_serves(path: Path) -> None:
     example = load(path).model_metadata["example_model_input"]
     GenerationRequest.model_validate(example)
     sizes = {(bucket["width"], bucket["height"]) for bucket in settings(path)["buckets"]}
@@ -179,14 +179,14 @@ def layout(context: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
     return lay_out(context, tmp_path_factory.mktemp("root"))
 
 
-def test_the_upload_is_the_model_and_its_config(context: Path) -> None:
+def test_upload_has_the_model_and_its_config_only(context: Path) -> None:
     upload = context.parent / "upload"
     assert {path.name for path in upload.iterdir()} <= {"config.yaml", "model", "packages"}
     assert not list(upload.rglob("__pycache__"))
     assert sum(path.stat().st_size for path in upload.rglob("*") if path.is_file()) < 4 << 20
 
 
-def test_the_image_holds_all_of_model_and_nothing_of_the_offline_half(layout: Layout) -> None:
+def test_image_has_all_of_model_and_no_other_code(layout: Layout) -> None:
     modules = {path.relative_to(ROOT / "model") for path in (ROOT / "model").rglob("*.py")}
     assert modules == {path.relative_to(layout.app / "model") for path in (layout.app / "model").rglob("*.py")}
     names = {part for path in layout.root.rglob("*") for part in path.relative_to(layout.root).parts}
@@ -203,17 +203,17 @@ def test_the_image_holds_all_of_model_and_nothing_of_the_offline_half(layout: La
     assert not [path for path in layout.root.rglob("*") if path.suffix in (".safetensors", ".pt2", ".plan")]
 
 
-def test_the_image_s_config_is_the_one_asked_for(layout: Layout) -> None:
+def test_image_has_the_requested_config(layout: Layout) -> None:
     assert layout.config["resources"]["accelerator"] == "L4"
     assert layout.config["model_metadata"]["preheat"] == settings(ROOT / "truss" / "configs" / "l4.yaml")
 
 
-def test_what_model_imports_is_in_the_image(layout: Layout) -> None:
+def test_image_has_what_model_imports(layout: Layout) -> None:
     lines = (layout.root / "requirements.txt").read_text().splitlines()
     required = [line for line in lines if line and line[0] not in "#-"]
     installed = {canonicalize_name(re.split(r"[<>=\[ ;]", line)[0]) for line in required}
-    # Names that a required distribution brings under another's, and cuda, which only a GPU's machine has.
-    brought = {
+    # Modules that another distribution requires, and cuda, which is installed only on machines with a GPU.
+    known = {
         "starlette": {"fastapi"},
         "pydantic_core": {"pydantic"},
         "botocore": {"boto3"},
@@ -221,12 +221,12 @@ def test_what_model_imports_is_in_the_image(layout: Layout) -> None:
     }
     distributions = packages_distributions()
     for path in (ROOT / "model").rglob("*.py"):
-        for name in third_party(path) - OPTIONAL:
-            provided_by = brought.get(name) or {canonicalize_name(d) for d in distributions.get(name, [name])}
+        for name in third_party_imports(path) - OPTIONAL:
+            provided_by = known.get(name) or {canonicalize_name(d) for d in distributions.get(name, [name])}
             assert provided_by & installed, f"{path.relative_to(ROOT)} imports {name}, which no config requires"
 
 
-def third_party(path: Path) -> set[str]:
+def third_party_imports(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,4 +1,4 @@
-"""The way a user goes: the real `truss predict` command, its output piped into our saving of pictures."""
+"""The real `truss predict` command, and the client that saves its images or sends requests itself."""
 
 import base64
 import io
@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,9 @@ from engine_builder.local_server.client import CallFailed, generate, save_images
 from engine_builder.local_server.server import Server
 from tests.support import stub_truss
 from tests.support.platform import Platform
+from tests.support.scripted_server import Answer, ScriptedServer
 
-PAINTER = """
+NOISE_MODEL = """
     import base64
     import io
 
@@ -42,21 +41,16 @@ PAINTER = """
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(stub_truss.make_layout(tmp_path_factory.mktemp("painter"), PAINTER)) as server:
+    with Server(stub_truss.make_layout(tmp_path_factory.mktemp("noise"), NOISE_MODEL)) as server:
         server.wait_ready(120)
         yield server
 
 
 def truss_predict(platform: Platform, home: Path, request: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    """Run the command with a request."""
+    truss = str(Path(sys.executable).with_name("truss"))
     return subprocess.run(
-        [
-            str(Path(sys.executable).with_name("truss")),
-            "predict",
-            "--model",
-            platform.model_id,
-            "-d",
-            json.dumps(request),
-        ],
+        [truss, "predict", "--model", platform.model_id, "-d", json.dumps(request)],
         cwd=home,
         env={"PATH": os.environ["PATH"], "HOME": str(home), **platform.environment},
         stdin=subprocess.DEVNULL,
@@ -65,7 +59,7 @@ def truss_predict(platform: Platform, home: Path, request: dict[str, object]) ->
     )
 
 
-def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: Path) -> None:
+def test_saves_the_image_that_truss_predict_prints(server: Server, tmp_path: Path) -> None:
     with Platform(server.url) as platform:
         ran = truss_predict(platform, tmp_path, {"prompt": "a lighthouse"})
     assert ran.returncode == 0, ran.stderr
@@ -73,11 +67,11 @@ def test_what_truss_predict_prints_becomes_a_picture(server: Server, tmp_path: P
     assert platform.requested_paths == ["/graphql/", "/development/predict"]
     [path] = save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"
-    with Image.open(path) as picture:
-        assert (picture.format, picture.size) == ("JPEG", (64, 64))
+    with Image.open(path) as image:
+        assert (image.format, image.size) == ("JPEG", (64, 64))
 
 
-def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tmp_path: Path) -> None:
+def test_reports_a_refusal_that_truss_predict_ignores(server: Server, tmp_path: Path) -> None:
     with Platform(server.url) as platform:
         ran = truss_predict(platform, tmp_path, {})
     assert ran.returncode == 0
@@ -87,7 +81,7 @@ def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tm
 
 
 @pytest.mark.parametrize(
-    "output, says",
+    ("output", "message"),
     [
         ("", "no response to save"),
         ("Calling predict on deployment ID v1...\n", "no response to save in 'Calling predict"),
@@ -105,46 +99,46 @@ def test_a_refusal_that_truss_predict_passes_over_is_an_error(server: Server, tm
         ('{"images": [], "error": {"message": "seed: -1 is too small"}}', "seed: -1 is too small"),
     ],
 )
-def test_what_holds_no_picture_is_a_readable_error(output: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(CallFailed, match=says):
+def test_refuses_output_without_an_image(output: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CallFailed, match=message):
         save_predicted(io.BytesIO(output.encode()), tmp_path / "out.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_generate_answers_with_the_response(server: Server, tmp_path: Path) -> None:
+def test_generate_returns_the_response(server: Server, tmp_path: Path) -> None:
     response = generate(server.url, {"prompt": "two", "num_images": 2}, timeout=60)
     paths = save_images(response, tmp_path / "new" / "out.jpeg")
     assert [path.name for path in paths] == ["out-1.jpeg", "out-2.jpeg"]
     assert [path.read_bytes() for path in paths] == [base64.b64decode(i["data"]) for i in response["images"]]
 
 
-def test_generate_says_why_it_was_refused(server: Server) -> None:
+def test_generate_reports_a_refusal(server: Server) -> None:
     with pytest.raises(CallFailed, match="400: prompt: is missing") as refusal:
         generate(server.url, {}, timeout=60)
     assert refusal.value.status == 400
 
 
 @pytest.mark.parametrize("url", ["http://localhost:80a", "http://[x"])
-def test_generate_says_that_an_address_is_none(url: str) -> None:
+def test_generate_refuses_an_invalid_url(url: str) -> None:
     with pytest.raises(CallFailed, match="is not the URL of a server"):
         generate(url, {"prompt": "x"}, timeout=5)
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_reports_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    picture = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
+    image = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
     with pytest.raises(NotWritable, match="file is not a folder. Name another file"):
-        save_images({"data": picture}, tmp_path / "file" / "out.png")
+        save_images({"data": image}, tmp_path / "file" / "out.png")
 
 
-def test_generate_says_that_nothing_answers() -> None:
+def test_generate_reports_that_no_server_answers() -> None:
     with pytest.raises(CallFailed, match="cannot be reached.*preheat serve") as failure:
         generate("http://127.0.0.1:9", {"prompt": "x"}, timeout=5)
     assert failure.value.status is None
 
 
 @pytest.mark.parametrize(
-    "body, says",
+    ("body", "message"),
     [
         (b"", "ended its answer before the images were finished"),
         (b'{"event": "accepted", "ahead": 0}\n', "ended its answer before the images were finished"),
@@ -154,38 +148,14 @@ def test_generate_says_that_nothing_answers() -> None:
         (b'{"event": "error", "status": 500, "error": "it broke"}\n', "500: it broke"),
     ],
 )
-def test_a_stream_that_ends_early_is_a_readable_error(body: bytes, says: str) -> None:
-    with Answers(body) as url, pytest.raises(CallFailed, match=says):
-        generate(url, {"prompt": "x"}, timeout=60, progress=lambda line: None)
-
-
-class Answers:
-    """A server on 127.0.0.1 that answers every POST with the same bytes."""
-
-    def __init__(self, body: bytes) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-
-    def __enter__(self) -> str:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+def test_generate_reports_an_invalid_stream(body: bytes, message: str) -> None:
+    with ScriptedServer(lambda number, request: Answer(200, body)) as server:
+        with pytest.raises(CallFailed, match=message):
+            generate(f"http://127.0.0.1:{server.port}", {"prompt": "x"}, timeout=60, progress=lambda event: None)
 
 
 @pytest.mark.parametrize(
-    "name, format, expected",
+    ("name", "format", "expected"),
     [
         ("out.png", "PNG", "out.png"),
         ("out", "WEBP", "out.webp"),
@@ -193,7 +163,7 @@ class Answers:
         ("out.JPG", "PNG", "out.png"),
     ],
 )
-def test_the_suffix_is_the_picture_s_own(name: str, format: str, expected: str, tmp_path: Path) -> None:
+def test_suffix_is_that_of_the_images_format(name: str, format: str, expected: str, tmp_path: Path) -> None:
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, format)
     [path] = save_images({"data": base64.b64encode(file.getvalue()).decode()}, tmp_path / name)

@@ -1,4 +1,4 @@
-"""Blobs of weights become tensors once, unchanged; invalid files are refused."""
+"""Blobs of weights are loaded once and unchanged, and invalid files are refused."""
 
 import json
 from pathlib import Path
@@ -25,8 +25,8 @@ def store(tmp_path: Path) -> WritableLocalStore:
 
 
 def record(store: WritableLocalStore, *blobs: bytes, component: str = "unet") -> WeightsRecord:
-    kept = tuple(put_blob(store, data) for data in blobs)
-    return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=kept)
+    entries = tuple(put_blob(store, data) for data in blobs)
+    return WeightsRecord(component=component, precision="fp32", layout="plain", blobs=entries)
 
 
 def test_loads_tensors_unchanged(store: WritableLocalStore) -> None:
@@ -104,6 +104,6 @@ def test_reads_bytes_in_memory() -> None:
     data = bytearray(save(ONE))
     blob = Blob(sha256="0" * 64, bytes=len(data))
     assert all(torch.equal(tensor, ONE[name]) for name, tensor in tensors_in(data, blob).items())
-    for bad in (bytearray(data[:-1]), bytearray()):
+    for invalid in (bytearray(data[:-1]), bytearray()):
         with pytest.raises(CorruptBlob, match="is not a safetensors file"):
-            tensors_in(bad, Blob(sha256="0" * 64, bytes=len(bad)))
+            tensors_in(invalid, Blob(sha256="0" * 64, bytes=len(invalid)))
