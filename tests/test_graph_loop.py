@@ -1,16 +1,17 @@
 """The graph loop, run on the CPU and compared with the eager loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.denoising import graph_loop as graph_loop_module
+from model.cuda.graphs import StepQueue
 from model.denoising.buffers import buffer_shapes
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
@@ -26,35 +27,14 @@ from model.validation import MAX_STEPS
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
-
-
-def bucketed(model: LoadedModel, *batches: int, uncond: Sequence[int] = (), both: Sequence[int] = ()) -> EngineSet:
-    """The UNet in static buckets, as on a GPU. `uncond`, `both`: those of `batches` with an engine of that variant."""
-    unet = stub(model, spec.UNET)
-
-    def engines(kind: type[Stub], component: str, sizes: Sequence[int]) -> list[Stub]:
-        made = [kind(component, unet.signature) for _ in sizes]
-        for engine, batch in zip(made, sizes, strict=True):
-            engine.bucket = Bucket(
-                batch=Span(min=batch, max=batch), height=Span(min=HEIGHT, max=HEIGHT), width=Span(min=WIDTH, max=WIDTH)
-            )
-        return made
-
-    variants = {
-        "uncond": engines(UncondStub, spec.UNET_UNCONDITIONAL, [batch for batch in batches if batch in uncond]),
-        "both": engines(BothStub, spec.UNET_GUIDED, [batch for batch in batches if batch in both]),
-    }
-    return EngineSet(engines(Stub, spec.UNET, batches), variants)
-
-
-def stubs(unet: EngineSet) -> list[Stub]:
-    """Its engines, then those of its variants."""
-    return [*unet.engines, *unet.variants["uncond"], *unet.variants["both"]]  # type: ignore[list-item]
+CPU = torch.device("cpu")
 
 
 class BothStub(Stub):
-    """The variant whose batch holds conditional halves, then unconditional ones. It ignores what it is given for the
-    latter: it takes the first half's latents, and zeros for text."""
+    """The variant whose batch holds conditional halves, then unconditional ones.
+
+    Its second half uses the latents of the first, and zeros for text.
+    """
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         cond = inputs["keys_values"].chunk(2)[0]
@@ -64,14 +44,45 @@ class BothStub(Stub):
 
 
 class UncondStub(Stub):
-    """The variant for unconditional halves only. It takes zeros for text, whatever it is given."""
+    """The variant for unconditional halves only. It uses zeros for text."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return super().run({**inputs, "keys_values": torch.zeros_like(inputs["keys_values"])})
 
 
+def bucketed(
+    model: LoadedModel,
+    *batches: int,
+    uncond: Sequence[int] = (),
+    both: Sequence[int] = (),
+    height: int = HEIGHT,
+    width: int = WIDTH,
+    kind: type[Stub] = Stub,
+) -> EngineSet:
+    """Return the UNet in static buckets, as on a GPU. `uncond`, `both`: the batches with an engine of that variant."""
+    signature = stub(model, spec.UNET).signature
+    sides = {"height": Span(min=height, max=height), "width": Span(min=width, max=width)}
+
+    def engines(kind: type[Stub], component: str, sizes: Sequence[int]) -> list[Stub]:
+        stubs = [kind(component, signature) for _ in sizes]
+        for engine, batch in zip(stubs, sizes, strict=True):
+            engine.bucket = Bucket(batch=Span(min=batch, max=batch), **sides)
+        return stubs
+
+    variants = {
+        "uncond": engines(UncondStub, spec.UNET_UNCONDITIONAL, [batch for batch in batches if batch in uncond]),
+        "both": engines(BothStub, spec.UNET_GUIDED, [batch for batch in batches if batch in both]),
+    }
+    return EngineSet(engines(kind, spec.UNET, batches), variants)
+
+
+def stubs(unet: EngineSet) -> list[Stub]:
+    """Return the engines of a UNet, then those of its variants."""
+    return [*unet.engines, *unet.variants["uncond"], *unet.variants["both"]]  # type: ignore[list-item]
+
+
 class NewCalls:
-    """Counts the calls of each engine since it was last asked."""
+    """Counts the calls of each engine since the last count."""
 
     def __init__(self, unet: EngineSet) -> None:
         self._seen = [engine.seen for engine in stubs(unet)]
@@ -89,7 +100,7 @@ def model() -> LoadedModel:
 
 
 def make_image(model: LoadedModel, **changes: object) -> ImageState:
-    """An image at the start of its first loop."""
+    """Return an image at the start of its first loop."""
     runner = Runner(model)
     plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
     [image] = plan.images()
@@ -97,21 +108,21 @@ def make_image(model: LoadedModel, **changes: object) -> ImageState:
     return image
 
 
-def graph_loop(unet: EngineSet) -> GraphLoop:
-    return GraphLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH, torch.device("cpu"))
+def graph_loop(unet: EngineSet, queue: StepQueue | None = None) -> GraphLoop:
+    return GraphLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH, CPU, queue)
 
 
 def eager_latents(model: LoadedModel, **changes: object) -> torch.Tensor:
-    """The result of a request alone in the eager loop."""
+    """Return the result of a request that runs alone in the eager loop."""
     image = make_image(model, **changes)
     denoise(EagerLoop(StepNetworks(bucketed(model, 2), ["time_embeds"]), HEIGHT, WIDTH), [image])
     return image.latents
 
 
 def run_mix(loop: Loop, model: LoadedModel, mix: list[tuple[dict[str, object], int]]) -> list[torch.Tensor]:
-    """The results of requests that join at given steps, or as soon as there is room."""
+    """Return the results of requests that join at given steps, or as soon as there is room."""
     images = [make_image(model, **changes) for changes, _ in mix]
-    waiting = sorted((joins, index) for index, (_, joins) in enumerate(mix))
+    waiting = sorted((first_step, index) for index, (_, first_step) in enumerate(mix))
     step = 0
     while waiting or loop.images:
         while waiting and waiting[0][0] <= step and has_room(loop, images[waiting[0][1]].unet_batch):
@@ -143,11 +154,13 @@ requests = st.fixed_dictionaries(
 )
 def test_any_mix_equals_the_eager_loop(mix: list[tuple[dict[str, object], int]], batches: tuple[int, ...]) -> None:
     model = linear_model()
+    expected = [eager_latents(model, **changes) for changes, _ in mix]
     even = (2, 4, 6, 8)
-    for variants in ({}, {"both": even}, {"uncond": (1,), "both": even}):
-        got = run_mix(graph_loop(bucketed(model, *batches, **variants)), model, mix)
-        for (changes, _), latents in zip(mix, got, strict=True):
-            torch.testing.assert_close(latents, eager_latents(model, **changes), rtol=1e-4, atol=1e-4)
+    variants: list[dict[str, tuple[int, ...]]] = [{}, {"both": even}, {"uncond": (1,), "both": even}]
+    for variant in variants:
+        results = run_mix(graph_loop(bucketed(model, *batches, **variant)), model, mix)  # type: ignore[arg-type]
+        for latents, alone in zip(results, expected, strict=True):
+            torch.testing.assert_close(latents, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_both_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> None:
@@ -197,17 +210,18 @@ def test_single_guided_image_uses_engines_of_batch_one(model: LoadedModel) -> No
     assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
 
 
-def test_engines_that_may_not_overlap_run_one_after_the_other(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_loop_module, "run_concurrently", lambda works: pytest.fail("concurrent"))
+def test_engines_that_may_not_overlap_run_one_after_the_other(model: LoadedModel) -> None:
+    class SerialQueue(StepQueue):
+        def run_concurrently(self, tasks: Sequence[Callable[[], object]]) -> Any:
+            pytest.fail("the engines may overlap")
+
     expected = eager_latents(model, negative_prompt="four", num_inference_steps=3)
     for batches, calls in {(1, 2): [0, 3], (1,): [6]}.items():  # both halves in one call, or in two
         unet = bucketed(model, *batches)
         for engine in unet.engines:
             engine.concurrent = False
         image = make_image(model, negative_prompt="four", num_inference_steps=3)
-        denoise(graph_loop(unet), [image])
+        denoise(graph_loop(unet, SerialQueue(CPU)), [image])
         assert [len(engine.seen) for engine in stubs(unet)] == calls
         torch.testing.assert_close(image.latents, expected, rtol=1e-4, atol=1e-4)
 
@@ -217,18 +231,17 @@ def test_gpu_loop_gets_the_engines_and_variants_of_a_unet(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     unet = bucketed(model, 1, 2, 4, uncond=(1,), both=(2, 4))
-    monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(model, "engines", {name: unet})
+    model.device, model.engines = torch.device("cuda"), {name: unet}
     monkeypatch.setattr(loaded_model, "GraphLoop", lambda *arguments: arguments)
     networks, *size = make_loop(model, name, HEIGHT, WIDTH)  # type: ignore[misc]
     assert networks == StepNetworks(unet, ["time_embeds"])
     assert size == [HEIGHT, WIDTH, model.device]
 
 
-def test_zeros_for_a_missing_negative_prompt_are_no_text(model: LoadedModel) -> None:
-    uncond = [make_image(model, negative_prompt=prompt).uncond for prompt in (None, "", "four")]
-    assert [one and one.is_zero for one in uncond] == [True, False, False]
-    assert uncond[0] is not None and not uncond[0].inputs["keys_values"].any()
+def test_missing_negative_prompt_is_zeros_and_an_empty_one_text(model: LoadedModel) -> None:
+    unconds = [make_image(model, negative_prompt=prompt).uncond for prompt in (None, "", "four")]
+    assert [uncond and uncond.is_zero for uncond in unconds] == [True, False, False]
+    assert unconds[0] is not None and not unconds[0].inputs["keys_values"].any()
     model.settings = model.settings.model_copy(update={"force_zeros_for_empty_prompt": False})
     encoded = make_image(model).uncond
     assert encoded is not None and not encoded.is_zero
@@ -249,7 +262,7 @@ def test_runs_the_smallest_bucket_that_holds_all_images(model: LoadedModel) -> N
 
 
 def test_guided_image_runs_where_the_largest_batch_is_one(model: LoadedModel) -> None:
-    """A few-step model's engines are built so, because it needs no guidance. A request may ask for it all the same."""
+    """The engines of few-step models have batch 1, because they need no guidance. A request may still use it."""
     unet = bucketed(model, 1)
     image = make_image(model, negative_prompt="four", end_cfg_frac=0.5)
     denoise(graph_loop(unet), [image])
@@ -273,9 +286,9 @@ def test_lowered_capacity_limits_the_batch(model: LoadedModel) -> None:
 def test_guided_and_plain_images_fill_a_bucket_completely(guided: int, plain: int, model: LoadedModel) -> None:
     unet = bucketed(model, 8)
     loop = graph_loop(unet)
-    every: list[dict[str, object]] = [{"prompt": "sixsix", "negative_prompt": "four", "seed": n} for n in range(guided)]
-    every += [{"guidance_scale": 1.0, "scheduler": "LCM", "seed": n} for n in range(guided, guided + plain)]
-    images = [make_image(model, **changes) for changes in every]
+    mix: list[dict[str, object]] = [{"prompt": "sixsix", "negative_prompt": "four", "seed": n} for n in range(guided)]
+    mix += [{"guidance_scale": 1.0, "scheduler": "LCM", "seed": n} for n in range(guided, guided + plain)]
+    images = [make_image(model, **changes) for changes in mix]
     for image in images:
         assert has_room(loop, image.unet_batch)
         loop.add(image)
@@ -284,7 +297,7 @@ def test_guided_and_plain_images_fill_a_bucket_completely(guided: int, plain: in
         loop.step()
     [first, *_] = stubs(unet)[0].seen
     assert len(torch.cat([first["sample"].flatten(1), first["keys_values"].flatten(1)], 1).unique(dim=0)) == 8
-    for image, changes in zip(images, every, strict=True):
+    for image, changes in zip(images, mix, strict=True):
         torch.testing.assert_close(image.latents, eager_latents(model, **changes), rtol=1e-4, atol=1e-4)
 
 
@@ -301,34 +314,28 @@ def test_unguided_image_with_two_texts_uses_its_prompt(model: LoadedModel) -> No
 def test_other_images_matter_only_through_the_bucket(model: LoadedModel) -> None:
     """On a GPU in fp16 each bucket rounds in its own way, so the last bits of a result depend on the buckets."""
 
-    class Rounding(Stub):
+    class RoundingStub(Stub):
         def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {"noise": super().run(inputs)["noise"] * (1 + self.bucket.batch.max * 2**-10)}
 
-    unet = bucketed(model, 1, 2, 4, 8)
-    for engine in unet.engines:
-        engine.__class__ = Rounding
-    every: list[dict[str, object]] = [
-        {"seed": 1, "end_cfg_frac": 0.5}, {"seed": 2, "guidance_scale": 1.0, "scheduler": "Euler a"},
-        {"seed": 3, "negative_prompt": "four", "scheduler": "DPM++ 2M"},
+    def run_alone(loop: GraphLoop) -> list[torch.Tensor]:
+        return [run_mix(loop, model, [request])[0] for request in mix]
+
+    mix: list[tuple[dict[str, object], int]] = [
+        ({"seed": 1, "end_cfg_frac": 0.5}, 0), ({"seed": 2, "guidance_scale": 1.0, "scheduler": "Euler a"}, 0),
+        ({"seed": 3, "negative_prompt": "four", "scheduler": "DPM++ 2M"}, 0),
     ]  # fmt: skip
-    loop = graph_loop(unet)
-    alone = [run_mix(loop, model, [(changes, 0)])[0] for changes in every]
-    together = run_mix(loop, model, [(changes, 0) for changes in every])
-    assert not any(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    loop = graph_loop(bucketed(model, 1, 2, 4, 8, kind=RoundingStub))
+    alone, together = run_alone(loop), run_mix(loop, model, mix)
+    assert not any(map(torch.equal, together, alone))
     loop.capacity = 1
-    one_by_one = run_mix(loop, model, [(changes, 0) for changes in every])
-    assert all(torch.equal(one, other) for one, other in zip(one_by_one, alone, strict=True))
-    of_eight = [graph_loop(EngineSet(unet.engines[3:])) for _ in range(2)]
-    assert all(
-        torch.equal(one, run_mix(of_eight[1], model, [(changes, 0)])[0])
-        for one, changes in zip(run_mix(of_eight[0], model, [(each, 0) for each in every]), every, strict=True)
-    )
+    assert all(map(torch.equal, run_mix(loop, model, mix), alone))
+    one_bucket = graph_loop(bucketed(model, 8, kind=RoundingStub))
+    assert all(map(torch.equal, run_mix(one_bucket, model, mix), run_alone(one_bucket)))
 
 
 def test_buffer_shapes_follow_from_the_signature(model: LoadedModel) -> None:
-    """At the width of SDXL's text: conditioning by slot and in batch order, 77 tokens of 166,400 keys and values in
-    fp16, and little else."""
+    """SDXL's text dominates: conditioning by slot and in batch order, 77 tokens of 166,400 keys and values in fp16."""
     unet = stub(model, spec.UNET)
     shapes = {"keys_values": ("rows", 77, 166_400), "time_embeds": ("rows", 1280)}
     inputs = [
@@ -345,20 +352,31 @@ def test_buffer_shapes_follow_from_the_signature(model: LoadedModel) -> None:
     assert sixteen == pytest.approx(2 * eight, rel=0.01)
 
 
-@pytest.mark.parametrize("batches", [(1,), (2,), (1, 2, 4)])
+class Allocations(TorchDispatchMode):
+    """Adds up the bytes of the tensors that are created on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        has_inputs = any(isinstance(argument, torch.Tensor) for argument in args)
+        if isinstance(result, torch.Tensor) and result.device == self._device and not has_inputs:
+            self.bytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("batches", [(1,), (2,), (1, 2, 4)], ids=str)
 def test_loop_allocates_exactly_its_buffer_shapes(model: LoadedModel, batches: tuple[int, ...]) -> None:
-    loop = graph_loop(bucketed(model, *batches))
-    signature = model.engines[spec.UNET].signature
-    shapes = buffer_shapes([signature], ["time_embeds"], HEIGHT, WIDTH, batches)
+    unet, device = bucketed(model, *batches), torch.device("meta")
+    with Allocations(device) as allocated:
+        GraphLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH, device)
+    shapes = buffer_shapes([unet.signature], ["time_embeds"], HEIGHT, WIDTH, batches)
     assert {"cond keys_values", "cond time_embeds", "batch keys_values"} < {*shapes}
     assert "batch time_embeds" not in shapes
-    held = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for value in vars(loop).values()
-        for tensor in (value.values() if isinstance(value, dict) else [value])
-        if isinstance(tensor, torch.Tensor)
-    }
-    assert sum(held.values()) == sum(buffer.bytes for buffer in shapes.values())
+    assert allocated.bytes == sum(buffer.bytes for buffer in shapes.values())
 
 
 def test_loop_takes_the_conditioning_from_an_image(model: LoadedModel) -> None:
@@ -371,84 +389,92 @@ def test_loop_takes_the_conditioning_from_an_image(model: LoadedModel) -> None:
     assert guided.guided and not plain.guided
 
 
+class RecordingQueue(StepQueue):
+    """Records the captured steps, and if they may use a workspace. Counts the replays."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.captured: list[tuple[Callable[[], None], bool]] = []
+        self.replays = 0
+
+    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
+        self.captured.append((work, workspace))
+
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        return replay
+
+
 def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
-    loop = graph_loop(bucketed(model, 2))
-    [before] = loop._replays.values()
+    queue = RecordingQueue()
+    loop = graph_loop(bucketed(model, 2), queue)
     for scheduler in SAMPLERS:
         denoise(loop, [make_image(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
-    assert list(loop._replays.values()) == [before]
+    assert len(queue.captured) == 1 and queue.replays == 5 * len(SAMPLERS)
 
 
-def test_steps_of_many_pixels_are_captured_without_a_workspace(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unet = bucketed(model, 1, 2, 4)
-    loop = graph_loop(unet)
-    captured: dict[tuple[int, ...], bool] = {}
-
-    def capture(work: "partial[None]", workspace: bool) -> "partial[None]":
-        captured[tuple(engine.bucket.batch.max for engine in work.args[0])] = workspace
-        return work
-
-    monkeypatch.setattr(graph_loop_module, "capture", capture)
-    monkeypatch.setattr(graph_loop_module, "_LARGE_STEP_PIXELS", 4 * HEIGHT * WIDTH)
-    monkeypatch.setattr(loop, "_device", torch.device("cuda"))
-    for engine in unet.engines:
-        loop._replay_of(engine)
-    loop._replay_of(unet.engines[0], unet.engines[0])
-    assert captured == {(1,): True, (2,): True, (4,): False, (1, 1): False}  # nor are concurrent engines
+def test_steps_of_many_pixels_are_captured_without_a_workspace(model: LoadedModel) -> None:
+    queue, unet = RecordingQueue(), bucketed(model, 1, 2, 4, height=1024, width=1024)
+    new_calls = NewCalls(unet)
+    GraphLoop(StepNetworks(unet, ["time_embeds"]), 1024, 1024, CPU, queue)
+    calls = []
+    with torch.inference_mode():
+        for work, workspace in queue.captured:
+            work()
+            calls.append((new_calls(), workspace))
+    # Engines that run concurrently, twice that of batch 1, have no workspace either.
+    assert calls == [([1, 0, 0], True), ([0, 1, 0], True), ([0, 0, 1], False), ([2, 0, 0], False)]
 
 
-class LateDevice:
-    """The slowest possible device: it runs a step, and reads what was uploaded for it, only when the host waits."""
+class LateQueue(StepQueue, TorchDispatchMode):
+    """The queue of the slowest possible device: it reads what was uploaded for a step only when the host waits."""
 
-    def __init__(self, loop: GraphLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Of each step: buffers, and their content when it was queued.
-        self.queued: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
-        self.done = 0
-        device = self
+    def __init__(self) -> None:
+        StepQueue.__init__(self, CPU)
+        TorchDispatchMode.__init__(self)
+        # Of each step: the host's buffers, and their content when the upload was queued.
+        self.uploads: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
+        self.steps_done = 0
 
-        class Noise:
-            def __getitem__(self, slots: slice) -> "Noise":
-                return self
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self.uploads) - 1 - self.steps_done
 
-            def copy_(self, staged: torch.Tensor, non_blocking: bool) -> None:
-                assert non_blocking
-                device.queued[-1].append((staged, staged.clone()))
+    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
+        return lambda: None
 
-        class Event:
-            def record(self) -> None:
-                self.step = len(device.queued)
-                device.queued.append([])
+    def mark(self) -> Callable[[], None]:
+        step = len(self.uploads)
+        self.uploads.append([])
 
-            def synchronize(self) -> None:
-                while device.done < self.step:
-                    device.run(device.done)
-                    device.done += 1
+        def wait() -> None:
+            for uploads in self.uploads[self.steps_done : step]:
+                assert all(torch.equal(buffer, content) for buffer, content in uploads), "overwritten before it is read"
+            self.steps_done = max(self.steps_done, step)
 
-        monkeypatch.setattr(graph_loop_module, "to_device", lambda tensor, device: tensor)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(loop, "_device", torch.device("cuda"))
-        monkeypatch.setattr(loop, "_noise", Noise())
-        monkeypatch.setattr(loop, "_replays", {batch: lambda: None for batch in loop._replays})
+        return wait
 
-    def run(self, step: int) -> None:
-        for staged, sent in self.queued[step]:
-            assert torch.equal(staged, sent), "the host has overwritten noise that was not read yet"
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and True in args[2:]:  # non_blocking
+            self.uploads[-1].append((args[1], args[1].clone()))
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
-def test_the_host_stays_two_steps_ahead_and_overwrites_nothing(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = graph_loop(bucketed(model, 2))
-    device = LateDevice(loop, monkeypatch)
+def test_host_stays_two_steps_ahead_and_overwrites_nothing(model: LoadedModel) -> None:
+    queue = LateQueue()
+    loop = graph_loop(bucketed(model, 2), queue)
     loop.add(make_image(model, scheduler="Euler a", num_inference_steps=20))
-    ahead = []
-    while loop.images:
-        loop.step()
-        ahead.append(len(device.queued) - 1 - device.done)
-    assert ahead == [1, 2, *18 * [2]]
-    assert sum(len(sent) for sent in device.queued) == 20  # like diffusers, which draws for the last step too
+    in_flight = []
+    with queue:
+        while loop.images:
+            loop.step()
+            in_flight.append(queue.steps_in_flight)
+    assert in_flight == [1, 2, *18 * [2]]
+    # Noise is uploaded in every step, because diffusers draws noise for the last step too.
+    assert sum(len(uploads) for uploads in queue.uploads) == 20
 
 
 def test_nan_reaches_neither_other_images_nor_the_next_in_a_slot(model: LoadedModel) -> None:
@@ -460,12 +486,12 @@ def test_nan_reaches_neither_other_images_nor_the_next_in_a_slot(model: LoadedMo
     loop.step()
     assert not loop.latents(broken).isfinite().any()
     loop.remove(broken)
-    newcomer = make_image(model, seed=3, scheduler="DPM++ 2M SDE Karras")
-    loop.add(newcomer)
+    following = make_image(model, seed=3, scheduler="DPM++ 2M SDE Karras")
+    loop.add(following)
     while loop.images:
         loop.step()
     for image, changes in (
         (other, {"seed": 2, "scheduler": "DPM++ 2M"}),
-        (newcomer, {"seed": 3, "scheduler": "DPM++ 2M SDE Karras"}),
+        (following, {"seed": 3, "scheduler": "DPM++ 2M SDE Karras"}),
     ):
         torch.testing.assert_close(image.latents, eager_latents(model, **changes), rtol=1e-4, atol=1e-4)

@@ -111,6 +111,29 @@ def run_concurrently(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
     return [first, *others]
 
 
+class StepQueue:
+    """Queues the steps of a loop: as CUDA graphs on a GPU. On a CPU they run when they are called."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
+        """Return a function that queues `work`. `workspace`: see the module's `capture`."""
+        return capture(work, workspace) if self._on_gpu else work
+
+    def run_concurrently(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Run tasks that may overlap on the device."""
+        return run_concurrently(tasks)
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits until the device has finished everything that is queued now."""
+        if not self._on_gpu:
+            return lambda: None
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event.synchronize
+
+
 @cache
 def _fork(stream: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
     """Return fork `number` of a stream. It is the same at every call, so the next graph can reuse its memory."""

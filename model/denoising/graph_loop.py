@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from model.cuda.graphs import capture, run_concurrently
+from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
 from model.denoising.buffers import BATCH, COND, SAMPLE, buffer_shapes
 from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room, unet_batch
@@ -27,7 +27,7 @@ from model.engines.shapes import DTYPES
 from model.validation import MAX_STEPS
 
 MAX_STEPS_IN_FLIGHT = 2  # queued beyond the one that the device runs
-_LARGE_STEP_PIXELS = 4 * 2**20  # from this size on cuBLAS's products are as fast without a workspace (see `capture`)
+_LARGE_STEP_PIXELS = 4 * 2**20  # from this size on cuBLAS's products are as fast without a workspace
 
 
 class GraphLoop:
@@ -36,14 +36,20 @@ class GraphLoop:
     Each image owns a latent slot, and a conditioning slot for each of its one or two texts.
     """
 
-    def __init__(self, networks: StepNetworks, height: int, width: int, device: torch.device) -> None:
-        """`height` and `width` in pixels. Raises EngineError if no engine of the UNet serves them."""
+    def __init__(
+        self, networks: StepNetworks, height: int, width: int, device: torch.device, queue: StepQueue | None = None
+    ) -> None:
+        """`height` and `width` in pixels. `queue`: by default, the device's own.
+
+        Raises EngineError if no engine of the UNet serves the size.
+        """
         calls, split_calls = _calls(networks.unet, height, width)
         self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
         self._slots: dict[ImageState, int] = {}
         self._cond_slots: dict[ImageState, list[int]] = {}  # the unconditional text's first
         self._device = device
+        self._queue = queue or StepQueue(device)
         self._networks = networks
         self._height, self._width = height, width
         with torch.inference_mode():
@@ -76,7 +82,7 @@ class GraphLoop:
             is_faster = pair and calls[2] != pair and pair[0].concurrent
             self._single_image_replay = self._replay_of(*pair) if is_faster else None
         self._mapped: list[int] = []
-        self._in_flight: deque[torch.cuda.Event] = deque()
+        self._steps_in_flight: deque[Callable[[], None]] = deque()  # functions that wait for the end of a step
         host_noise = partial(torch.zeros, self._latents.shape, pin_memory=device.type == "cuda")
         self._host_noise = [host_noise() for _ in range(MAX_STEPS_IN_FLIGHT + 2)]
         self._steps_queued = 0
@@ -214,20 +220,15 @@ class GraphLoop:
     def _limit_steps_in_flight(self) -> None:
         """Wait until the device is at most MAX_STEPS_IN_FLIGHT steps behind."""
         self._steps_queued += 1
-        if self._device.type != "cuda":
-            return
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._in_flight.append(event)
-        if len(self._in_flight) > MAX_STEPS_IN_FLIGHT:
-            self._in_flight.popleft().synchronize()
+        self._steps_in_flight.append(self._queue.mark())
+        if len(self._steps_in_flight) > MAX_STEPS_IN_FLIGHT:
+            wait = self._steps_in_flight.popleft()
+            wait()
 
     def _replay_of(self, *engines: Engine) -> Callable[[], None]:
-        work = partial(self._step, engines)
-        if self._device.type != "cuda":
-            return work
         batch = sum(engine.bucket.batch.max for engine in engines)
-        return capture(work, workspace=len(engines) == 1 and batch * self._height * self._width < _LARGE_STEP_PIXELS)
+        is_large = batch * self._height * self._width >= _LARGE_STEP_PIXELS
+        return self._queue.capture(partial(self._step, engines), workspace=len(engines) == 1 and not is_large)
 
     def _step(self, engines: Sequence[Engine]) -> None:
         """Run one step of every slot at its own counter. The batch is divided between `engines`, in order.
@@ -241,7 +242,8 @@ class GraphLoop:
         ends = list(accumulate(sizes, initial=0))
         inputs = [self._inputs(slice(*part), model_input) for part in pairwise(ends)]
         runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
-        results = run_concurrently(runs) if all(engine.concurrent for engine in engines) else [run() for run in runs]
+        concurrent = all(engine.concurrent for engine in engines)
+        results = self._queue.run_concurrently(runs) if concurrent else [run() for run in runs]
         predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         uncond, cond = eps[self._predictions].float().chunk(2)
