@@ -24,14 +24,19 @@ def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, _MAX_STRIPS - 1), "preheat-strip")
 
 
-def encode_in_strips(pixels: npt.NDArray[np.uint8], encode: Callable[[npt.NDArray[np.uint8]], bytes]) -> bytes:
+def encode_in_strips(
+    pixels: npt.NDArray[np.uint8],
+    encode: Callable[[npt.NDArray[np.uint8]], bytes],
+    max_strips: int = _MAX_STRIPS,
+    min_strip_pixels: int = _MIN_STRIP_PIXELS,
+) -> bytes:
     """Return `encode(pixels)` of an image [height, width, 3], computed by several threads if it is large.
 
     `encode` makes a baseline JPEG with colour at half resolution (4:2:0) and releases the interpreter lock.
     """
     height, width = pixels.shape[:2]
     blocks = -(-height // _BLOCK_SIDE)
-    count = min(_MAX_STRIPS, height * width // _MIN_STRIP_PIXELS, blocks)
+    count = min(max_strips, height * width // min_strip_pixels, blocks)
     if count < 2:
         return encode(pixels)
     step = -(-blocks // count)  # rows of blocks in a strip
