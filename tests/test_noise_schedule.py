@@ -1,4 +1,4 @@
-"""What a scheduler_config.json says of the noise: read as diffusers reads it, kept in a manifest, and the refusals."""
+"""Noise schedules are read from scheduler_config.json as diffusers reads it, stored in a manifest, or refused."""
 
 import inspect
 import json
@@ -16,11 +16,11 @@ from training.architecture import SCHEDULER as SDXL
 
 @pytest.mark.parametrize("beta_schedule", ["linear", "scaled_linear"])
 @pytest.mark.parametrize("count", [101, 500, 1000])
-def test_the_noise_schedule_is_the_float32_one_bit_for_bit(beta_schedule: str, count: int) -> None:
+def test_noise_schedule_has_the_bits_of_diffusers(beta_schedule: str, count: int) -> None:
     config = SDXL | {"beta_schedule": beta_schedule, "num_train_timesteps": count, "steps_offset": 0}
-    theirs = DDIMScheduler.from_config(config).alphas_cumprod
+    expected = DDIMScheduler.from_config(config).alphas_cumprod
     config["original_inference_steps"] = 50
-    assert NoiseSchedule.from_config(config).alphas_cumprod().tolist() == theirs.double().tolist()
+    assert NoiseSchedule.from_config(config).alphas_cumprod().tolist() == expected.double().tolist()
 
 
 @pytest.mark.parametrize(
@@ -62,44 +62,45 @@ def test_the_noise_schedule_is_the_float32_one_bit_for_bit(beta_schedule: str, c
         ("timestep_scaling", float("inf")),
     ],
 )
-def test_a_setting_that_is_not_served_is_refused_by_name(key: str, value: Any) -> None:
+def test_refuses_an_unsupported_setting_by_name(key: str, value: Any) -> None:
     with pytest.raises(ManifestError, match=key):
         NoiseSchedule.from_config(SDXL | {key: value})
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-def test_a_setting_the_classes_disagree_on_must_be_written(key: str) -> None:
+def test_requires_settings_whose_defaults_differ(key: str) -> None:
+    """The scheduler classes of diffusers have different defaults for them."""
     with pytest.raises(ManifestError, match=f"lacks {key}"):
         NoiseSchedule.from_config({k: v for k, v in SDXL.items() if k != key})
 
 
-def test_every_setting_of_the_reference_is_read_refused_or_known_to_change_nothing() -> None:
-    """Also that a setting left out means the same to every class, or must be written."""
-    idle = {
-        # bounds of what is refused above
+def test_knows_every_setting_of_the_schedulers_of_diffusers() -> None:
+    """Each is read, refused, or without effect. One that may be omitted has the same default in every class."""
+    without_effect = {
+        # parameters of clip_sample and thresholding, which are refused
         "clip_sample_range", "dynamic_thresholding_ratio", "sample_max_value",
-        # of Karras sigmas for Euler, and of flow matching
+        # parameters of Karras sigmas for Euler, and of flow matching
         "sigma_min", "sigma_max", "flow_shift", "use_dynamic_shifting", "time_shift_type",
-        # both concern the last step, which is first order anyway where the last sigma is zero
+        # parameters of the last step, which is of first order because the last sigma is zero
         "lower_order_final", "euler_at_final",
     }  # fmt: skip
     fields = set(NoiseSchedule.__dataclass_fields__)
     defaults: dict[str, set[Any]] = {}
     for kind, _ in REFERENCES.values():
         for key, parameter in inspect.signature(kind.__init__).parameters.items():
-            if key not in ("self", *idle):
+            if key not in ("self", *without_effect):
                 defaults.setdefault(key, set()).add(parameter.default)
     assert set(defaults) == fields | set(SUPPORTED)
-    left_out = {key for key, values in defaults.items() if len(values) > 1}
-    assert left_out == set(REQUIRED)
-    filled = NoiseSchedule.from_config({key: SDXL[key] for key in REQUIRED}).to_dict()
-    for key in fields - left_out:
-        assert {filled[key]} == defaults[key], key
-    for key in set(SUPPORTED) - left_out:
+    differing = {key for key, values in defaults.items() if len(values) > 1}
+    assert differing == set(REQUIRED)
+    with_defaults = NoiseSchedule.from_config({key: SDXL[key] for key in REQUIRED}).to_dict()
+    for key in fields - differing:
+        assert {with_defaults[key]} == defaults[key], key
+    for key in set(SUPPORTED) - differing:
         assert defaults[key] <= set(SUPPORTED[key]), key
 
 
-def test_a_noise_schedule_survives_a_manifest() -> None:
+def test_noise_schedule_is_unchanged_by_a_manifest() -> None:
     changed = SDXL | {"timestep_spacing": "trailing", "timestep_scaling": 5.0}
     for noise_schedule in (NoiseSchedule.from_config(SDXL), NoiseSchedule.from_config(changed)):
         assert NoiseSchedule.from_dict(json.loads(json.dumps(noise_schedule.to_dict()))) == noise_schedule
@@ -107,16 +108,17 @@ def test_a_noise_schedule_survives_a_manifest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "named"),
+    ("damage", "key"),
     [
         (lambda d: d.pop("beta_end"), "beta_end"),
         (lambda d: d.update(sigma_data=0.5), "sigma_data"),
         (lambda d: d.update(steps_offset=None), "steps_offset"),
         (lambda d: d.update(prediction_type="v_prediction"), "prediction_type"),
     ],
+    ids=["missing", "unknown", "null", "unsupported"],
 )
-def test_a_damaged_noise_schedule_is_refused(damage: Callable[[dict[str, Any]], Any], named: str) -> None:
+def test_refuses_a_damaged_noise_schedule(damage: Callable[[dict[str, Any]], Any], key: str) -> None:
     values = NoiseSchedule.from_config(SDXL).to_dict()
     damage(values)
-    with pytest.raises(ManifestError, match=named):
+    with pytest.raises(ManifestError, match=key):
         NoiseSchedule.from_dict(values)
