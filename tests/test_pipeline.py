@@ -1,13 +1,19 @@
-"""The pipeline on linear stand-in networks: what it passes to them, in which order, and how it reports NaN."""
+"""The pipeline on linear networks: the inputs that it passes to them, their order, and errors for NaN."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from engine_builder.stores.store import WritableStore
+from model.engines.aot_inductor.engine import AotInductorEngine
+from model.engines.engine import EngineSet
 from model.errors import BrokenImage
 from model.loading.load import Loaded
+from model.loading.select import select
+from model.loading.target import detect_targets
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
@@ -38,7 +44,7 @@ def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expect
 
 
 def batches_of(model: LoadedModel, component: str) -> list[int]:
-    """The batch of each of a UNet's calls."""
+    """Return the batch of each of a UNet's calls."""
     return [len(inputs["sample"]) for inputs in stub(model, component).seen]
 
 
@@ -58,8 +64,8 @@ def test_guided_image_takes_two_batch_entries_and_others_one(model: LoadedModel)
         replace(PLAIN, num_inference_steps=4, guidance_scale=1.0),
         replace(PLAIN, num_inference_steps=4, end_cfg_frac=0.75, num_images=2),
     ]
-    pictures, _, _ = generate(model, batch)
-    assert len(pictures) == 4
+    images, _, _ = generate(model, batch)
+    assert len(images) == 4
     # 2 guided + 1 + 4 guided; then without the finished one; then without guidance.
     assert batches_of(model, spec.UNET) == [7, 7, 5, 3]
     assert stub(model, spec.REFINER_UNET).seen == []
@@ -73,13 +79,13 @@ def test_each_batch_entry_has_its_own_text_size_and_timestep(model: LoadedModel)
     generate(model, batch)
     first = stub(model, spec.UNET).seen[0]
     assert first["keys_values"][:, 0, 0].tolist() == [4.0, 3.0, 6.0]
-    # The stand-in embeds a timestep and sizes as themselves.
+    # In this model, a timestep and the sizes are their own embeddings.
     assert first["time_embeds"].tolist() == [[at, 64, 96, 0, 0, 64, 96] for at in (751.0, 751.0, 501.0)]
     assert torch.equal(first["sample"][0], first["sample"][1])
 
 
 @pytest.mark.parametrize("negative, value", [(None, 0.0), ("", 0.0), ("four", 4.0)])
-def test_missing_negative_prompt_is_zeros_an_empty_one_text(
+def test_missing_negative_prompt_is_zeros_and_an_empty_one_text(
     negative: str | None, value: float, model: LoadedModel
 ) -> None:
     generate(model, [replace(PLAIN, negative_prompt=negative)])
@@ -88,7 +94,7 @@ def test_missing_negative_prompt_is_zeros_an_empty_one_text(
     assert texts == (1 if negative is None else 2)
 
 
-def test_the_refiner_takes_over_with_its_own_text_and_score(model: LoadedModel) -> None:
+def test_refiner_has_its_own_text_and_aesthetic_score(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, use_refiner=True), replace(PLAIN, seed=9)])
     assert batches_of(model, spec.UNET) == [4, 4, 2, 2]
     assert batches_of(model, spec.REFINER_UNET) == [2, 2]
@@ -96,7 +102,7 @@ def test_the_refiner_takes_over_with_its_own_text_and_score(model: LoadedModel) 
     assert refined["time_embeds"].tolist() == [[251.0, 64, 96, 0, 0, score] for score in (2.5, 6.0)]
     [text] = stub(model, spec.REFINER_UNET_TEXT).seen
     assert text["encoder_hidden_states"].shape == (2, WIDTHS.tokens, TEXT_WIDTH)
-    # This refiner does not force zeros: a missing negative prompt is read as an empty one.
+    # This refiner does not force zeros, so it encodes a missing negative prompt as an empty one.
     assert len(stub(model, spec.REFINER_TEXT_ENCODER_2).seen[0]["input_ids"]) == 2
 
 
@@ -119,16 +125,17 @@ def test_part_without_steps_is_neither_encoded_nor_run(
     fraction: float, unused: tuple[str, ...], model: LoadedModel
 ) -> None:
     params = replace(PLAIN, use_refiner=True, denoising_frac=fraction, num_images=2)
-    pictures, timings, warnings = generate(model, [params])
-    assert len(pictures) == 2
+    images, timings, warnings = generate(model, [params])
+    assert len(images) == 2
     for name in (*BASE_NETWORKS, *REFINER_NETWORKS):
         assert bool(stub(model, name).seen) == (name not in unused), name
     assert list(timings) == ["text", "refine" if fraction == 0.0 else "denoise", "decode"]
-    assert [text.partition(":")[0] for text in warnings] == (["denoising_frac"] if fraction == 1.0 else [])
+    fields = [warning.partition(":")[0] for warning in warnings]
+    assert fields == (["denoising_frac"] if fraction == 1.0 else [])
 
 
-def test_shared_text_encoder_is_used_for_both(model: LoadedModel) -> None:
-    """The loader uses the same engines for both: see `test_refiner_shares_equal_weights` in test_loading.py."""
+def test_base_and_refiner_may_share_a_text_encoder(model: LoadedModel) -> None:
+    """The loader uses the same engines for both: see `test_refiner_shares_equal_weights`."""
     params = replace(PLAIN, use_refiner=True)
     [expected] = generate(model, [params])[0]
     model.engines[spec.REFINER_TEXT_ENCODER_2] = model.engines[spec.TEXT_ENCODER_2]
@@ -139,7 +146,7 @@ def test_shared_text_encoder_is_used_for_both(model: LoadedModel) -> None:
 
 
 def test_conditioning_is_kept_only_for_images_that_need_it(model: LoadedModel) -> None:
-    """Tens of megabytes for each request of an SDXL."""
+    """For SDXL it takes tens of megabytes for each request."""
     runner = Runner(model)
     plan = runner.plan(replace(PLAIN, num_images=3))
     for image, left in zip(plan.images(), (2, 1, 0), strict=True):
@@ -148,7 +155,7 @@ def test_conditioning_is_kept_only_for_images_that_need_it(model: LoadedModel) -
     assert len(stub(model, spec.TEXT_ENCODER).seen) == 1
 
 
-def test_steps_left_include_those_of_the_refiner(model: LoadedModel) -> None:
+def test_steps_left_include_the_refiner_steps(model: LoadedModel) -> None:
     runner = Runner(model)
     plan = runner.plan(replace(PLAIN, num_inference_steps=8, use_refiner=True, denoising_frac=0.75))
     [image] = plan.images()
@@ -164,20 +171,24 @@ def test_steps_left_include_those_of_the_refiner(model: LoadedModel) -> None:
 def test_requests_of_several_sizes_run_in_one_call(model: LoadedModel) -> None:
     batch = [PLAIN, replace(PLAIN, width=64, seed=4, use_refiner=True), replace(PLAIN, seed=5)]
     together = generate(model, batch)[0]
-    assert [picture.shape for picture in together] == [(64, 96, 3), (64, 64, 3), (64, 96, 3)]
-    for params, picture in zip(batch, together, strict=True):
-        assert np.abs(picture.astype(int) - generate(linear_model(), [params])[0][0].astype(int)).max() <= 1
+    assert [image.shape for image in together] == [(64, 96, 3), (64, 64, 3), (64, 96, 3)]
+    for params, image in zip(batch, together, strict=True):
+        assert np.abs(image.astype(int) - generate(linear_model(), [params])[0][0].astype(int)).max() <= 1
 
 
-def test_latents_are_the_seed_s_and_scaled_for_the_decoder(model: LoadedModel) -> None:
+def test_initial_latents_are_the_noise_of_each_seed(model: LoadedModel) -> None:
     generate(model, [replace(PLAIN, seed=5, num_images=2)])
-    first = stub(model, spec.UNET).seen[0]["sample"]
-    for image, seed in enumerate((5, 6)):
+    sample = stub(model, spec.UNET).seen[0]["sample"]
+    for index, seed in enumerate((5, 6)):
         noise = torch.randn((1, 4, 8, 12), generator=torch.Generator("cpu").manual_seed(seed))
-        ratio = first[2 + image] / noise[0]
-        torch.testing.assert_close(ratio, torch.full_like(ratio, float(ratio.mean())))
-    decoded = [inputs["latents"] for inputs in stub(model, spec.VAE_DECODER).seen]
-    assert [list(latents.shape) for latents in decoded] == [[1, 4, 8, 12]] * 2
+        scale = sample[2 + index] / noise[0]
+        torch.testing.assert_close(scale, torch.full_like(scale, float(scale.mean())))
+
+
+def test_images_are_decoded_one_by_one(model: LoadedModel) -> None:
+    generate(model, [replace(PLAIN, num_images=2)])
+    latents = [inputs["latents"] for inputs in stub(model, spec.VAE_DECODER).seen]
+    assert [list(tensor.shape) for tensor in latents] == [[1, 4, 8, 12]] * 2
 
 
 def test_every_stage_is_timed(model: LoadedModel) -> None:
@@ -205,19 +216,19 @@ def test_warns_of_a_truncated_prompt(model: LoadedModel) -> None:
         (spec.VAE_DECODER, 0),
     ],
 )
-def test_what_is_not_a_number_is_no_picture(component: str, call: int, poison: float, model: LoadedModel) -> None:
+def test_reports_nan_and_infinity(component: str, call: int, poison: float, model: LoadedModel) -> None:
     stub(model, component).poison = (call, poison)
     with pytest.raises(BrokenImage, match="NaN or infinite"):
         generate(model, [PLAIN])
 
 
-def test_the_image_that_is_broken_is_named(model: LoadedModel) -> None:
+def test_names_the_broken_image(model: LoadedModel) -> None:
     stub(model, spec.VAE_DECODER).poison = (1, float("nan"))
     with pytest.raises(BrokenImage, match=r"image 1 of 3 \(counted from 0\)"):
         generate(model, [replace(PLAIN, num_images=3)])
 
 
-def test_a_broken_run_leaves_nothing_behind(model: LoadedModel) -> None:
+def test_broken_image_does_not_affect_the_next_request(model: LoadedModel) -> None:
     expected = generate(model, [PLAIN])[0][0]
     unet = stub(model, spec.UNET)
     unet.poison = (len(unet.seen), float("nan"))
@@ -228,19 +239,19 @@ def test_a_broken_run_leaves_nothing_behind(model: LoadedModel) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("component, tensor", [("unet", "conv_out.bias"), ("vae_decoder", "decoder.conv_out.bias")])
-def test_weights_that_are_not_numbers_draw_no_picture(
-    component: str, tensor: str, poison: float, loaded: Loaded
+def test_compiled_engines_pass_nan_and_infinity_on(
+    component: str, tensor: str, poison: float, store: WritableStore, loaded: Loaded
 ) -> None:
-    """The compiled engines, too, hand nonsense on instead of hiding it."""
-    [engine] = loaded.model.engines[component].engines
-    # Mapped from the store's file for this process alone: the file stays as it is.
-    weights = {name.removeprefix("network."): value for name, value in engine._weights.items()}  # type: ignore[attr-defined]
-    value = weights[tensor][0].item()
-    settings = replace(PLAIN, prompt="a circle")
-    try:
-        weights[tensor][0] = poison
-        with pytest.raises(BrokenImage):
-            generate(loaded.model, [settings])
-    finally:
-        weights[tensor][0] = value
-    assert generate(loaded.model, [settings])[0][0].shape == (64, 96, 3)
+    selection = select(store.read_release(loaded.release), detect_targets(), [])
+    [record], [weights_record] = selection.engines[component], selection.weights[component]
+    package, constants = (store.get(blob.sha256, blob.bytes).read_bytes() for blob in (record.blob, record.constants))
+    weights: dict[str, torch.Tensor] = {}
+    for blob in weights_record.blobs:
+        weights |= load_file(store.get(blob.sha256, blob.bytes))
+    weights[tensor][0] = poison
+    engine = AotInductorEngine(
+        component, package, record.signature, record.bucket, constants, weights, loaded.model.device
+    )
+    model = replace(loaded.model, engines=loaded.model.engines | {component: EngineSet([engine])}, loops={})
+    with pytest.raises(BrokenImage):
+        generate(model, [replace(PLAIN, prompt="a circle")])
