@@ -169,7 +169,7 @@ def test_plans_of_another_tensorrt_do_not_hide_usable_ones(draft: Manifest) -> N
 
 
 def test_compares_the_precision_that_is_served(draft: Manifest) -> None:
-    """Of fp16 and fp32 engines of one target, those of fp16 are served, in whichever order they were built."""
+    """If a target has fp16 and fp32 engines, those of fp16 are served. The order of their builds does not matter."""
     fp16 = engines_for(draft, GPU.key, 2.0, precision=FP16)
     fp32 = engines_for(draft, GPU.key, 9.0, precision=FP32)
     plans = engines_for(draft, PLANS, 5.0, precision=FP16)

@@ -24,7 +24,7 @@ from model.denoising.samplers import (
     split_schedule,
 )
 from model.errors import ManifestError, RequestRefused
-from tests.support.schedulers import REFERENCES
+from tests.support.schedulers import DIFFUSERS_SCHEDULERS
 from training.architecture import SCHEDULER as SDXL
 
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
@@ -47,7 +47,7 @@ def pairs(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) 
 
 
 def diffusers_scheduler(sampler: str, steps: int, config: dict[str, Any]) -> Any:
-    kind, settings = REFERENCES[sampler]
+    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
     scheduler = kind.from_config(config, **settings)
     scheduler.set_timesteps(steps)
     return scheduler
@@ -93,9 +93,9 @@ def initial_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.G
     return torch.randn(SHAPE, generator=generator) * init_sigma, generator
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    assert torch.isfinite(theirs).all()
-    assert float((ours - theirs).abs().max() / theirs.abs().max()) < TOLERANCE
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(expected).all()
+    assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
@@ -103,18 +103,18 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str) -> None:
     config = SDXL | {"timestep_spacing": spacing}
     scheduler = diffusers_scheduler(sampler, steps, config)
-    ours = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
-    assert len(ours) == ours.steps == steps
-    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
-    assert ours.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
+    schedule = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
+    assert len(schedule) == schedule.steps == steps
+    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
+    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
 
-    latents, our_generator = initial_latents(ours.init_sigma, seed=7)
-    result = denoise(ours, latents, our_generator)
-    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
+    latents, generator = initial_latents(schedule.init_sigma, seed=7)
+    result = denoise(schedule, latents, generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, their_generator))
-    assert torch.equal(our_generator.get_state(), their_generator.get_state())
+    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator))
+    assert torch.equal(generator.get_state(), reference_generator.get_state())
 
 
 @pytest.mark.parametrize(
@@ -135,27 +135,27 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: in
     noise_schedule = NoiseSchedule.from_config(config)
     base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
 
-    latents, our_generator = initial_latents(base.init_sigma, seed=11)
-    after_base = denoise(base, latents, our_generator)
-    result = denoise(refiner, after_base, our_generator)
+    latents, generator = initial_latents(base.init_sigma, seed=11)
+    after_base = denoise(base, latents, generator)
+    result = denoise(refiner, after_base, generator)
 
     scheduler = diffusers_scheduler(sampler, steps, config)
     cutoff = int(round(1000 - (frac * 1000)))  # StableDiffusionXLPipeline.__call__, 8.1
     timesteps = scheduler.timesteps[: sum(bool(t >= cutoff) for t in scheduler.timesteps)]
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=11)
-    theirs = denoise_with_diffusers(scheduler, timesteps, latents, their_generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=11)
+    expected = denoise_with_diffusers(scheduler, timesteps, latents, reference_generator)
     assert base.timesteps.tolist() == timesteps.tolist()
-    assert_close(after_base, theirs)
+    assert_close(after_base, expected)
 
     scheduler = diffusers_scheduler(sampler, steps, config)
     pipeline = SimpleNamespace(scheduler=scheduler)
     timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, 0.3, "cpu", frac)
     assert refiner.timesteps.tolist() == timesteps.tolist()
     assert len(refiner) == count == steps - len(base)
-    assert_close(result, denoise_with_diffusers(scheduler, timesteps, theirs, their_generator))
-    assert torch.equal(our_generator.get_state(), their_generator.get_state())
+    assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator))
+    assert torch.equal(generator.get_state(), reference_generator.get_state())
 
 
 @pytest.mark.parametrize("betas", [{}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}])
@@ -167,11 +167,11 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: 
         config = SDXL | betas | {"timestep_spacing": spacing}
         noise_schedule = NoiseSchedule.from_config(config)
         for steps in range(1, 51 if sampler == "LCM" else 101):
-            theirs = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
-            ours = sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
-            if len(theirs) != steps:  # the deviation that the module documents
-                assert (steps, spacing, theirs.pop()) == (61, "trailing", -1)
-            assert ours == theirs, (steps, spacing)
+            expected = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
+            actual = sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
+            if len(expected) != steps:  # the deviation that the module documents
+                assert (steps, spacing, expected.pop()) == (61, "trailing", -1)
+            assert actual == expected, (steps, spacing)
 
 
 @pytest.mark.parametrize(
@@ -187,18 +187,18 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: 
 )
 def test_every_field_of_the_noise_schedule_counts(sampler: str, changed: dict[str, Any]) -> None:
     plain = sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL))
-    ours = sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
+    schedule = sampler_schedule(sampler, 8, NoiseSchedule.from_config(SDXL | changed))
     scheduler = diffusers_scheduler(sampler, 8, SDXL | changed)
-    assert ours.timesteps.tolist() == scheduler.timesteps.tolist()
-    latents, our_generator = initial_latents(ours.init_sigma, seed=3)
-    result = denoise(ours, latents, our_generator)
-    latents, their_generator = initial_latents(scheduler.init_noise_sigma, seed=3)
-    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, their_generator))
-    assert not np.array_equal(plain.coefficients, ours.coefficients)
+    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
+    latents, generator = initial_latents(schedule.init_sigma, seed=3)
+    result = denoise(schedule, latents, generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=3)
+    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator))
+    assert not np.array_equal(plain.coefficients, schedule.coefficients)
 
 
 def test_steps_that_draw_noise() -> None:
-    """Ancestral samplers and SDE draw it at the last step too, LCM does not."""
+    """Ancestral samplers and SDE solvers draw noise at the last step, too. LCM does not."""
     noise_schedule = NoiseSchedule.from_config(SDXL)
     draws_noise = {name: sampler_schedule(name, 3, noise_schedule).draws_noise.tolist() for name in SAMPLERS}
     always, never = [True] * 3, [False] * 3
@@ -250,10 +250,8 @@ def test_refuses_an_invalid_fraction(frac: float) -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_padding_does_not_change_the_latents(sampler: str) -> None:
     part = sampler_schedule(sampler, 6, NoiseSchedule.from_config(SDXL))
-    latents, draws = initial_latents(part.init_sigma, seed=5)
-    plain = denoise(part, latents, draws)
-    latents, draws = initial_latents(part.init_sigma, seed=5)
-    assert torch.equal(denoise(part, latents, draws, padding=9), plain)
+    unpadded, padded = (denoise(part, *initial_latents(part.init_sigma, seed=5), padding) for padding in (0, 9))
+    assert torch.equal(padded, unpadded)
 
 
 def test_pads_schedules_to_one_length() -> None:
@@ -302,7 +300,7 @@ def test_lcm_has_at_most_the_steps_of_its_distillation() -> None:
 
 def test_accepts_public_names_and_class_names() -> None:
     assert [sampler_name(name) for name in SAMPLERS] == list(SAMPLERS)
-    classes = {kind.__name__: name for name, (kind, settings) in REFERENCES.items() if not settings}
+    classes = {kind.__name__: name for name, (kind, settings) in DIFFUSERS_SCHEDULERS.items() if not settings}
     assert {name: sampler_name(name) for name in classes} == classes
     noise_schedule = NoiseSchedule.from_config(SDXL)
     assert sampler_schedule("DPMSolverMultistepScheduler", 4, noise_schedule).sampler == "DPM++ 2M"
@@ -320,7 +318,7 @@ def test_refusal_of_an_unknown_sampler_lists_the_known_ones(name: str) -> None:
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_reads_the_sampler_that_diffusers_has_saved(sampler: str) -> None:
-    kind, settings = REFERENCES[sampler]
+    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
     saved = json.loads(kind.from_config(SDXL, **settings).to_json_string())
     assert configured_sampler(saved) == sampler
     assert NoiseSchedule.from_config(saved) == NoiseSchedule.from_config(SDXL)

@@ -74,7 +74,7 @@ def test_deletes_the_folder_of_a_killed_owner(tmp_path: Path) -> None:
         assert folders(tmp_path) == {mine.path}
 
 
-def test_a_running_server_keeps_its_folder(tmp_path: Path) -> None:
+def test_running_server_keeps_its_folder(tmp_path: Path) -> None:
     """The server's process holds the lock, too, so its folder outlives an owner that was killed."""
     owner = run_python(LEAVE_FOLDER_TO_A_CHILD, tmp_path)
     owner.wait()

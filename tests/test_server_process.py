@@ -71,11 +71,11 @@ def server(layout: Layout, log: Path, progress: list[str]) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(stub_truss.REPOSITORY))
         patch.syspath_prepend(stub_truss.REPOSITORY)
-        patch.setenv("PREHEAT_STORE", "ours")
-        patch.setenv("PREHEAT_RELEASE", "ours")
+        patch.setenv("PREHEAT_STORE", "host")
+        patch.setenv("PREHEAT_RELEASE", "host")
         patch.setenv("TRUSS_SECRET_token", "secret")
         patch.setenv("PRIVATE", "private")
-        with Server(layout, environment={"PREHEAT_RELEASE": "given"}, log=log) as server:
+        with Server(layout, environment={"PREHEAT_RELEASE": "argument"}, log=log) as server:
             server.wait_ready(READY_SECONDS, progress.append)
             yield server
 
@@ -119,8 +119,8 @@ def test_listens_on_one_address_only(server: Server) -> None:
 def test_environment_is_the_images_and_passed_variables(server: Server) -> None:
     env = predict(server)["env"]
     assert env["FROM_CONFIG"] == "config"
-    assert env["PREHEAT_STORE"] == "ours"
-    assert env["PREHEAT_RELEASE"] == "given"
+    assert env["PREHEAT_STORE"] == "host"
+    assert env["PREHEAT_RELEASE"] == "argument"
     assert env["TRUSS_SECRET_token"] == "secret"
     assert env["INFERENCE_SERVER_PORT"] == str(server.port)
     assert "PRIVATE" not in env and env["HOME"] != os.environ.get("HOME")

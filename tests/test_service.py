@@ -299,7 +299,7 @@ def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture
 
 @dataclass
 class Termination:
-    """What a server did that was terminated while it had a running and a waiting request."""
+    """The results of a server that was terminated while it had a running and a waiting request."""
 
     statuses: list[int]
     exit_code: int

@@ -119,7 +119,7 @@ REFUSED = [
     ("output_format", {"output_format": "gif"}, '"png", "jpeg", "webp"'),
     ("steps", {"steps": 30}, "num_inference_steps"),
 ]
-"""Field, the values of a request, and what its refusal says is accepted."""
+"""A field, wrong values of a request, and the accepted values that its refusal names."""
 
 
 @pytest.mark.parametrize(

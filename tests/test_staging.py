@@ -179,7 +179,7 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
 
 
 def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> None:
-    """As on a GPU: weights stream while other blobs are fetched and verified."""
+    """Weights stream while other blobs are fetched and verified."""
     store.write_release(releases.draft(store, releases.compiled_toy()))
     cold_start = ColdStart()
     loaded = load_release(store, NAME, [cpu_target()], [], cold_start)

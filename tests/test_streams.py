@@ -1,4 +1,4 @@
-"""CUDA streams beside the denoising loops: work on them is free of races, and waits only where it must."""
+"""CUDA streams of text encoding and decoding: their work is free of races, and no stream waits without need."""
 
 import os
 from collections.abc import Callable, Iterator

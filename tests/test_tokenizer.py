@@ -83,63 +83,63 @@ def pair(
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_ids_equal_those_of_transformers(pair: tuple[CLIPTokenizer, ClipTokenizer], prompt: str) -> None:
-    theirs, ours = pair
-    expected = theirs(prompt, padding="max_length", max_length=77, truncation=True).input_ids
-    whole = theirs(prompt).input_ids
-    assert ours.encode(prompt) == (expected, max(0, len(whole) - 77))
+    reference, tokenizer = pair
+    expected = reference(prompt, padding="max_length", max_length=77, truncation=True).input_ids
+    whole = reference(prompt).input_ids
+    assert tokenizer.encode(prompt) == (expected, max(0, len(whole) - 77))
 
 
 def test_vocabulary_and_merges_are_used(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
     """Without them the ids above could be equal and wrong."""
-    _, ours = pair
-    assert len({tuple(ours.encode(prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
-    assert ours.encode("z the cat")[0][:5] == [
-        ours.settings.bos_token_id,
+    _, tokenizer = pair
+    assert len({tuple(tokenizer.encode(prompt)[0]) for prompt in PROMPTS.values()}) >= len(PROMPTS) - 2
+    assert tokenizer.encode("z the cat")[0][:5] == [
+        tokenizer.settings.bos_token_id,
         256 + 89,
         513,
         515,
-        ours.settings.eos_token_id,
+        tokenizer.settings.eos_token_id,
     ]
 
 
 def test_padding_comes_from_the_settings(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
-    theirs, ours = pair
-    ids, lost = ours.encode("")
+    reference, tokenizer = pair
+    ids, lost = tokenizer.encode("")
     assert lost == 0
-    assert ids == [theirs.bos_token_id, theirs.eos_token_id] + [theirs.pad_token_id] * 75
+    assert ids == [reference.bos_token_id, reference.eos_token_id] + [reference.pad_token_id] * 75
 
 
 def test_short_prompt_is_not_truncated(pair: tuple[CLIPTokenizer, ClipTokenizer]) -> None:
-    _, ours = pair
+    _, tokenizer = pair
     fits = "z " * 75
-    assert ours.encode(fits)[1] == 0
-    assert ours.dropped_text(fits) == ""
-    assert ours.dropped_text("") == ""
+    assert tokenizer.encode(fits)[1] == 0
+    assert tokenizer.dropped_text(fits) == ""
+    assert tokenizer.dropped_text("") == ""
 
 
 def test_dropped_text_is_the_end_of_the_prompt_as_typed(
     pair: tuple[CLIPTokenizer, ClipTokenizer],
 ) -> None:
-    theirs, ours = pair
+    reference, tokenizer = pair
     kept, dropped = "z " * 72 + "The Cat's ", "NEXT  to\ta Café, 猫 <|endoftext|> é"  # 72 + 3 tokens fit
-    assert ours.dropped_text(kept + dropped) == dropped
-    assert ours.encode(kept + dropped)[1] == len(theirs(dropped).input_ids) - 2
-    assert ours.encode(kept)[1] == 0
+    assert tokenizer.dropped_text(kept + dropped) == dropped
+    assert tokenizer.encode(kept + dropped)[1] == len(reference(dropped).input_ids) - 2
+    assert tokenizer.encode(kept)[1] == 0
 
 
 def test_dropped_text_begins_with_a_divided_character(
     pair: tuple[CLIPTokenizer, ClipTokenizer],
 ) -> None:
-    _, ours = pair
-    assert ours.encode("z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
-    assert ours.dropped_text("z " * 74 + "猫 b") == "猫 b"
+    _, tokenizer = pair
+    assert tokenizer.encode("z " * 74 + "猫")[1] == 2  # three bytes, of which one fits
+    assert tokenizer.dropped_text("z " * 74 + "猫 b") == "猫 b"
 
 
 def test_ignores_truncation_and_padding_saved_after_use(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", pad_token="!")
-    theirs = CLIPTokenizer.from_pretrained(str(folder))
-    theirs("a", padding="max_length", max_length=20, truncation=True)
-    used = theirs.backend_tokenizer.to_str().encode()
+    reference = CLIPTokenizer.from_pretrained(str(folder))
+    reference("a", padding="max_length", max_length=20, truncation=True)
+    used = reference.backend_tokenizer.to_str().encode()
     assert json.loads(used)["truncation"] is not None
     _, settings = export_tokenizer(folder)
     ids, lost = ClipTokenizer(used, settings).encode("z " * 90)

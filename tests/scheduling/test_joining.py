@@ -96,7 +96,7 @@ def test_short_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> No
     assert gate.seeds == [[0]] * 4 + [[1, 2]] + [[1]] * 3
 
 
-def test_images_of_a_request_run_together_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
+def test_request_runs_whole_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
     gate.limit_batch(capacity=8, efficient=2)
     jobs = [scheduler.submit(params(0)), scheduler.submit(params(10, num_images=2))]
     gate.open()

@@ -1,4 +1,4 @@
-"""What a scheduled request returns and reports: the same images as alone, its progress, and metrics."""
+"""Results of scheduled requests: the same images as alone, progress events, and metrics."""
 
 import numpy as np
 import pytest
