@@ -108,8 +108,8 @@ class Scheduler:
         with self._wakeup:
             job.queue_position = self._queued_images - count
             self._inbox.append(job)
+            metrics.QUEUE.set(self._queued_images)
             self._wakeup.notify()
-        metrics.QUEUE.set(self._queued_images)
         return job
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
@@ -282,7 +282,7 @@ class Scheduler:
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:
             self._queued_images -= images
-        metrics.QUEUE.set(self._queued_images)
+            metrics.QUEUE.set(self._queued_images)
 
     def _step(self, key: LoopKey) -> None:
         component, loop = key[0], self.model.loop(*key)
