@@ -1,7 +1,6 @@
-"""`preheat bench latency`: measures the given request, and its peers."""
+"""`preheat bench latency`: measures a request with a release, and with diffusers as its peer."""
 
 import json
-import shutil
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -18,11 +17,14 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.commands.main import app
 from engine_builder.releases.signing import public_key
 from model.api.request import GenerationRequest
+from model.engines.engine import EngineSet
 from model.errors import RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
 from model.loading.load import Loaded
+from model.pipeline.spec import TEXT_ENCODER
 from model.store.store import Store
-from tests.support.line_networks import PLAIN
+from tests.builder.helpers import edit_json
+from tests.support.linear_networks import PLAIN, Stub
 
 NAMES = ("toy-sdxl/1", "diffusers eager", "diffusers compiled")
 
@@ -34,7 +36,7 @@ def latency(store: Store, *arguments: str) -> Result:
 def test_measures_size_guidance_and_both_peers(
     toy_store: Store, toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both peers run in processes of their own. Compiling, which takes minutes, is switched off in theirs."""
+    """Each peer runs in its own process. Compilation, which takes minutes, is switched off there."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     out = tmp_path / "rows.json"
     result = latency(
@@ -61,14 +63,17 @@ def test_peer_generates_the_requested_images(toy_folder: Path) -> None:
         assert steps == [batch] * 3
 
 
-def test_a_failing_peer_is_one_sentence(toy_folder: Path) -> None:
-    """The pipeline refuses the size, and a process that ends is reported too."""
+def test_reports_a_peer_that_refuses_the_size(toy_folder: Path) -> None:
     odd = replace(PLAIN, width=100, height=64)
     with (
         pytest.raises(PeerFailed, match=r"diffusers failed: ValueError: .*divisible by 8.*without --peer"),
         peer_works(Checkpoint(toy_folder), "float32", ("eager",), odd) as [work],
     ):
         work()
+    assert not active_children()
+
+
+def test_reports_a_killed_peer(toy_folder: Path) -> None:
     with (
         pytest.raises(PeerFailed, match="ended before it answered"),
         peer_works(Checkpoint(toy_folder), "float32", ("eager",), PLAIN) as [work],
@@ -79,7 +84,7 @@ def test_a_failing_peer_is_one_sentence(toy_folder: Path) -> None:
     assert not active_children()
 
 
-def test_interleaves_groups_of_runs_and_drops_each_first() -> None:
+def test_interleaves_turns_and_drops_the_first_run_of_each() -> None:
     runs: list[str] = []
 
     def work_of(name: str, stage: float) -> bench.Work:
@@ -100,7 +105,7 @@ def test_interleaves_groups_of_runs_and_drops_each_first() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
-def test_encodes_all_images_alike(loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_and_peer_encode_every_image(loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[tuple[object, ...]] = []
 
     def encode(pixels: Pixels, *settings: object) -> str:
@@ -121,7 +126,7 @@ def test_measures_only_named_peers(toy_store: Store) -> None:
     assert refused.exit_code == 2 and "--peer" in refused.output
 
 
-def test_refuses_a_peer_with_another_result(toy_store: Store, toy_folder: Path, tmp_path: Path) -> None:
+def test_refuses_a_peer_that_generates_other_images(toy_store: Store, toy_folder: Path, tmp_path: Path) -> None:
     params = replace(PLAIN, scheduler="Euler")
     assert peers.find_peer(str(toy_folder), params).root == toy_folder
     for changes, field in (
@@ -138,48 +143,39 @@ def test_refuses_a_peer_with_another_result(toy_store: Store, toy_folder: Path, 
         assert isinstance(result.exception, CheckpointError) and message in str(result.exception)
 
 
-def test_peer_reads_variant_weights_as_a_build_does(toy_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "variant"
-    shutil.copytree(toy_folder, folder)
-    for path in folder.glob("*/*.safetensors"):
+def test_peer_reads_variant_weights_as_a_build_does(folder_copy: Path) -> None:
+    for path in folder_copy.glob("*/*.safetensors"):
         path.rename(path.with_name(f"{path.stem}.fp16.safetensors"))
-    assert peers.diffusers_pipeline(Checkpoint(folder), "float32", False).unet.dtype == torch.float32
+    assert peers.diffusers_pipeline(Checkpoint(folder_copy), "float32", False).unet.dtype == torch.float32
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
-def test_compiled_decoder_with_force_upcast_stays_in_fp32(
-    toy_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_decoder_with_force_upcast_stays_in_fp32(folder_copy: Path) -> None:
     """diffusers would convert it for each image, which moves its memory: CUDA graphs need fixed addresses."""
-    folder = tmp_path / "overflows"
-    shutil.copytree(toy_folder, folder)
-    config = json.loads((folder / "vae" / "config.json").read_text())
-    (folder / "vae" / "config.json").write_text(json.dumps(config | {"force_upcast": True}))
-    monkeypatch.setattr(torch, "compile", lambda work, **_: work)
-    pipeline = peers.diffusers_pipeline(Checkpoint(folder), "float16", True)
-    before = [tensor.data_ptr() for tensor in pipeline.vae.parameters()]
-    for _ in range(2):
-        peers.generate_by_diffusers(pipeline, replace(PLAIN, width=64, num_inference_steps=1))
-    assert [tensor.data_ptr() for tensor in pipeline.vae.parameters()] == before
+    edit_json(folder_copy / "vae" / "config.json", force_upcast=True)
+    with torch.compiler.set_stance("force_eager"):  # compilation takes minutes
+        pipeline = peers.diffusers_pipeline(Checkpoint(folder_copy), "float16", True)
+        addresses = [tensor.data_ptr() for tensor in pipeline.vae.parameters()]
+        for _ in range(2):
+            peers.generate_by_diffusers(pipeline, replace(PLAIN, width=64, num_inference_steps=1))
+    assert [tensor.data_ptr() for tensor in pipeline.vae.parameters()] == addresses
     assert (pipeline.vae.dtype, pipeline.unet.dtype) == (torch.float32, torch.float16)
 
 
-def test_reports_a_gpu_without_memory_for_the_peers(
-    loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(comparison, "release_work", lambda *_: full)
+def test_reports_a_gpu_without_memory_for_the_peers(loaded: Loaded, toy_folder: Path) -> None:
+    encoder = Stub(TEXT_ENCODER, loaded.model.engines[TEXT_ENCODER].signature)
+    encoder.fails = torch.OutOfMemoryError("CUDA out of memory")
+    engines = {**loaded.model.engines, TEXT_ENCODER: EngineSet([encoder])}
+    full = replace(loaded, model=replace(loaded.model, engines=engines))
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1)
     with pytest.raises(PeerFailed, match="without --compiled"):
-        comparison.bench_beside_diffusers(loaded, request, str(toy_folder), ("eager",), 0, 1)
+        comparison.bench_against_diffusers(full, request, str(toy_folder), ("eager",), 0, 1)
 
 
 def test_checks_the_signature_first(toy_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREHEAT_PUBLIC_KEY", str(public_key(Ed25519PrivateKey.generate())))
     with pytest.raises(UntrustedRelease):
-        bench.load_here(toy_store.url, "toy-sdxl/1")
+        bench.load_in_process(toy_store.url, "toy-sdxl/1")
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,20 @@
-"""Building: what is compiled or reused, what an interruption leaves, what is never stored."""
+"""Builds: what is compiled or reused, what an interruption leaves, what is never stored."""
 
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,34 +24,53 @@ from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.engines import BuiltEngine
-from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan, SizesRefused
-from engine_builder.building.validate import InaccurateEngine
+from engine_builder.building.build import build, fingerprint
+from engine_builder.building.build_plan import BuildPlan, SizesRefused, default_sizes
+from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.build import _bucket_remark, _vae_remark, parse_plan
+from engine_builder.commands.build import bucket_label, parse_plan, run_build
 from engine_builder.commands.main import app
-from engine_builder.networks.network import NETWORK_VERSION, Network
+from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.errors import BrokenImage
 from model.loading.load import Loaded, load_release
-from model.loading.target import detect_targets
+from model.loading.target import Target, detect_targets
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER_2
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Bucket, Manifest, Signature
 from model.store.precision import BF16, FP16, FP32, Precision
+from tests.builder.helpers import (
+    PlanOf,
+    Tensors,
+    edit_json,
+    edit_weights,
+    engine_blobs,
+    engine_keys,
+    folder_of,
+    forget_drafts,
+    forget_engine,
+    install_metadata,
+    perturb,
+)
 from tests.conftest import REPOSITORY
 from tests.support.reference import Reference
 
-PlanOf = Callable[[Path, str], BuildPlan]
-EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
+
+class BuildStarted(Exception):
+    """Raised instead of the first step of a build."""
 
 
-def files(store: WritableStore) -> dict[str, tuple[int, int]]:
+def stop_build(*progress: object) -> None:
+    """Raise BuildStarted; passed as the `report` of a build."""
+    raise BuildStarted
+
+
+def list_files(store: WritableStore) -> dict[str, tuple[int, int]]:
     """Return every file of a store with its size and time."""
-    root = Path(store.url.removeprefix("file://"))
+    root = folder_of(store)
     return {
         str(path.relative_to(root)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in root.rglob("*")
@@ -57,30 +78,8 @@ def files(store: WritableStore) -> dict[str, tuple[int, int]]:
     }
 
 
-def engines_of(manifest: Manifest) -> dict[str, tuple[str, str, str]]:
-    return {e.component: (e.key, e.blob.sha256, e.constants.sha256) for e in manifest.engines}
-
-
-def weights_of(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+def weight_blobs(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return {record.component: record.identity for record in manifest.weights}
-
-
-def forget_engine(store: WritableStore, manifest: Manifest, component: str) -> None:
-    """Remove an engine from a store."""
-    root = Path(store.url.removeprefix("file://"))
-    [engine] = [engine for engine in manifest.engines if engine.component == component]
-    (root / "records" / "engines" / f"{engine.key}.json").unlink()
-    (root / "blobs" / "sha256" / engine.blob.sha256).unlink()
-
-
-def forget_drafts(store: WritableStore) -> None:
-    shutil.rmtree(Path(store.url.removeprefix("file://")) / "records" / "drafts")
-
-
-def perturb(tensors: dict[str, torch.Tensor]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for tensor in tensors.values():
-        tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
 
 
 def generate_one(loaded: Loaded, **fields: object) -> tuple[Any, Any]:
@@ -90,7 +89,7 @@ def generate_one(loaded: Loaded, **fields: object) -> tuple[Any, Any]:
 
 
 def test_second_model_of_an_architecture_compiles_nothing(
-    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf
 ) -> None:
     first = build(toy_plan, store_copy).draft
     for subfolder in ("text_encoder", "text_encoder_2", "unet", "vae"):
@@ -98,8 +97,8 @@ def test_second_model_of_an_architecture_compiles_nothing(
     result = build(plan_of(folder_copy, "other"), store_copy)
     assert result.compiled == ()
     assert set(result.reused) == set(toy_plan.components)
-    assert engines_of(result.draft) == engines_of(first)
-    assert not set(weights_of(result.draft).values()) & set(weights_of(first).values())
+    assert engine_blobs(result.draft) == engine_blobs(first)
+    assert not set(weight_blobs(result.draft).values()) & set(weight_blobs(first).values())
 
     publish(store_copy, "other")
     images = []
@@ -108,40 +107,36 @@ def test_second_model_of_an_architecture_compiles_nothing(
         params, image = generate_one(loaded, prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
         images.append(image)
     assert np.abs(images[0].astype(int) - images[1].astype(int)).max() > 20
-    expected = Reference(folder_copy).draw(params)
+    expected = Reference(folder_copy).generate(params)
     assert np.abs(images[1].astype(int) - expected.astype(int)).max() <= 2
 
 
 def test_building_again_does_nothing(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    before = files(store_copy)
-    reports: list[tuple[str, str, int, int]] = []
-    result = build(toy_plan, store_copy, lambda *report: reports.append(report))
+    before = list_files(store_copy)
+    result = build(toy_plan, store_copy, stop_build)
     assert result.compiled == () and result.reused == toy_plan.components
-    assert reports == []
-    assert files(store_copy) == before
+    assert list_files(store_copy) == before
 
 
-def test_draft_of_another_network_version_is_not_current(
-    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_of_another_network_version_is_not_current(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     """A new NETWORK_VERSION means new engines, even if no library's version changed."""
-    before = build(toy_plan, store_copy).draft
-    monkeypatch.setattr("engine_builder.building.build.NETWORK_VERSION", NETWORK_VERSION + 1)
-    reports: list[str] = []
-    after = build(toy_plan, store_copy, lambda component, *_: reports.append(component)).draft
-    assert "unet" in reports
-    assert after.builder == {**before.builder, "form": str(NETWORK_VERSION + 1)}
+    current = build(toy_plan, store_copy, stop_build).draft
+    assert current.builder["form"] == str(NETWORK_VERSION)
+    older = current.model_copy(update={"builder": {**current.builder, "form": str(NETWORK_VERSION - 1)}})
+    store_copy.write_record("drafts", toy_plan.draft_name, older.to_json())
+    with pytest.raises(BuildStarted):
+        build(toy_plan, store_copy, stop_build)
 
 
 def test_builds_changes_of_the_folder(
-    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf, edit_weights: EditWeights
+    store_copy: WritableStore, folder_copy: Path, toy_plan: BuildPlan, plan_of: PlanOf
 ) -> None:
     """Under the same name: new weights, and another file."""
     first = build(toy_plan, store_copy).draft
     assert build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft == first
     edit_weights(folder_copy / "unet", perturb)
     second = build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft
-    changed = {name for name, blobs in weights_of(second).items() if blobs != weights_of(first)[name]}
+    changed = {name for name, blobs in weight_blobs(second).items() if blobs != weight_blobs(first)[name]}
     assert changed == {"unet", "unet_text", "unet_time"}
     (folder_copy / "defaults.json").write_text('{"num_inference_steps": 7}')
     third = build(plan_of(folder_copy, "toy-sdxl"), store_copy).draft
@@ -175,7 +170,9 @@ def test_does_not_reuse_a_damaged_engine(store_copy: WritableStore, toy_plan: Bu
 
 KILLED_BUILD = """
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
@@ -184,7 +181,12 @@ from engine_builder.stores.store import open_writable_store
 from model.store.precision import FP32
 
 plan = BuildPlan("toy-sdxl", Checkpoint(Path(sys.argv[1])), None, compiler.build_target(), FP32)
-build(plan, open_writable_store(sys.argv[2]), lambda component, activity, *_: print(component, activity, flush=True))
+
+def report(component, activity, *_):
+    print(component, activity, flush=True)
+
+
+build(plan, open_writable_store(sys.argv[2]), report, tuning=Path(sys.argv[3]))
 """
 
 
@@ -193,13 +195,16 @@ def test_continues_a_killed_build(
 ) -> None:
     draft = build(toy_plan, store_copy).draft
     forget_drafts(store_copy)
-    for component in ("text_encoder", "text_encoder_2"):
+    for component in ("unet_text", "unet_time"):
         forget_engine(store_copy, draft, component)
+    # Without its own tuning folder the compiler would find the results of the copied store.
+    tuning = tmp_path / "tuning"
+    environment = dict(os.environ)
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     building = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url],
+        [sys.executable, "-W", "ignore", "-c", KILLED_BUILD, str(toy_folder), store_copy.url, str(tuning)],
         cwd=REPOSITORY,
-        # Its own cache. Otherwise the compiler finds the results for the copied store.
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        env=environment,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -209,13 +214,14 @@ def test_continues_a_killed_build(
         lines = []
         for line in building.stdout:
             lines.append(line.strip())
-            if lines[-1] == "text_encoder_2 compiling":
+            if lines[-1] == "unet_time compiling":
                 os.killpg(building.pid, signal.SIGKILL)
                 break
     assert building.returncode == -signal.SIGKILL
-    assert lines[-3:] == ["text_encoder compiling", "text_encoder checking", "text_encoder_2 compiling"]
+    assert lines[-3:] == ["unet_text compiling", "unet_text checking", "unet_time compiling"]
+    assert any(tuning.rglob("*.cpp"))
 
-    root = Path(store_copy.url.removeprefix("file://"))
+    root = folder_of(store_copy)
     for blob in (root / "blobs" / "sha256").iterdir():
         if not blob.name.startswith("."):
             assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
@@ -224,31 +230,25 @@ def test_continues_a_killed_build(
     assert store_copy.records("drafts") == []
 
     result = build(toy_plan, store_copy)
-    assert result.compiled == ("text_encoder_2",)
-    assert {component: key for component, (key, _, _) in engines_of(result.draft).items()} == {
-        component: key for component, (key, _, _) in engines_of(draft).items()
-    }
+    assert result.compiled == ("unet_time",)
+    assert engine_keys(result.draft) == engine_keys(draft)
 
 
 def swap_weights(constants: dict[str, Any]) -> dict[str, Any]:
-    """Swap two weights of one shape in an engine's map of constants."""
+    """Swap two weights of one shape in the map of constants of the time network."""
     names = {constant["tensor"]: name for name, constant in constants.items()}
-    first, second = (names[f"text_model.encoder.layers.0.mlp.{layer}.weight"] for layer in ("fc1", "fc2"))
+    first, second = (names[f"{embedding}.linear_2.weight"] for embedding in ("time_embedding", "add_embedding"))
     return constants | {first: constants[second], second: constants[first]}
 
 
-def drop_one(constants: dict[str, Any]) -> dict[str, Any]:
+def drop_constant(constants: dict[str, Any]) -> dict[str, Any]:
     return dict(list(constants.items())[1:])
-
-
-def blob_of(entry: dict[str, Any]) -> dict[str, Any]:
-    return {"digest": entry["sha256"], "size": entry["bytes"]}
 
 
 def test_does_not_store_an_engine_that_fails_its_check(
     store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled correctly, but with two weights of one shape swapped: it opens, runs, and computes something else."""
+    """Two weights of one shape are swapped, so the engine opens and runs, but computes something else."""
     draft = build(toy_plan, store_copy).draft
     [engine] = [engine for engine in draft.engines if engine.component == "unet"]
     package = store_copy.get(engine.blob.sha256, engine.blob.bytes).read_bytes()
@@ -263,33 +263,33 @@ def test_does_not_store_an_engine_that_fails_its_check(
 
     forget_drafts(store_copy)
     forget_engine(store_copy, draft, "unet")
-    before = files(store_copy)
+    before = list_files(store_copy)
     monkeypatch.setattr(compiler, "compile_network", compile_network)
     with pytest.raises(InaccurateEngine, match="The unet engine differs by .* It was not stored"):
         build(toy_plan, store_copy)
-    assert files(store_copy).keys() == before.keys()
+    assert list_files(store_copy).keys() == before.keys()
     assert BuiltEngine.find(store_copy, engine.key) is None
 
 
 def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    """Nor can one that does not open block a later build."""
+    """One engine does not open, another computes something else."""
     draft = build(toy_plan, store_copy).draft
     engines = {engine.component: engine for engine in draft.engines}
-    for component, change in (("text_encoder", drop_one), ("text_encoder_2", swap_weights)):
+    for component, change in (("unet_text", drop_constant), ("unet_time", swap_weights)):
         record = json.loads(store_copy.read_record("engines", engines[component].key) or b"")
-        constants = json.loads(store_copy.get(**blob_of(record["constants"])).read_bytes())
-        changed = json.dumps(change(constants)).encode()
+        stored = store_copy.get(record["constants"]["sha256"], record["constants"]["bytes"])
+        changed = json.dumps(change(json.loads(stored.read_bytes()))).encode()
         record["constants"] = {"sha256": store_copy.put_bytes(changed), "bytes": len(changed)}
         store_copy.write_record("engines", engines[component].key, json.dumps(record).encode())
     forget_drafts(store_copy)
     lines: list[str] = []
     result = build(toy_plan, store_copy, lambda component, activity, *_: lines.append(f"{component} {activity}"))
-    assert sorted(result.compiled) == ["text_encoder", "text_encoder_2"]
+    assert sorted(result.compiled) == ["unet_text", "unet_time"]
     reported = [line for line in lines if "recompiling: the stored engine failed its check. The " in line]
-    assert [line.partition(" ")[0] for line in reported] == ["text_encoder", "text_encoder_2"]
+    assert [line.partition(" ")[0] for line in reported] == ["unet_text", "unet_time"]
     assert "constant map disagree" in reported[0] and "differs by" in reported[1]
     rebuilt = {engine.component: engine for engine in result.draft.engines}
-    for component in ("text_encoder", "text_encoder_2"):
+    for component in ("unet_text", "unet_time"):
         assert rebuilt[component].constants == engines[component].constants
         assert rebuilt[component].accuracy.relative < 1e-4
         blob = rebuilt[component].blob
@@ -300,41 +300,27 @@ def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableSto
     assert rebuilt.keys() == engines.keys()
 
 
-def test_draft_names_the_checked_engine(
-    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if another build writes that engine's record meanwhile."""
-    draft = build(toy_plan, store_copy).draft
-    engines = {engine.component: engine for engine in draft.engines}
-    text = engines["text_encoder"]
-    package = store_copy.get(text.blob.sha256, text.blob.bytes).read_bytes()
-    constants = json.loads(store_copy.get(text.constants.sha256, text.constants.bytes).read_bytes())
+def test_draft_names_the_checked_engine(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """Another build overwrites the UNet's record after its engine was checked."""
+    engines = {engine.component: engine for engine in build(toy_plan, store_copy).draft.engines}
 
-    def compile_network(network: Network, target: object, bucket: object, path: Path) -> compiler.CompiledNetwork:
-        other = store_copy.read_record("engines", engines["vae_decoder"].key) or b""
-        store_copy.write_record("engines", engines["unet"].key, other)
-        path.write_bytes(package)
-        return compiler.CompiledNetwork(path, constants)
+    def overwrite_unet(component: str, activity: str, *_: object) -> None:
+        if (component, activity) == ("vae_decoder", "checking"):  # the last component
+            other = store_copy.read_record("engines", engines["vae_decoder"].key) or b""
+            store_copy.write_record("engines", engines["unet"].key, other)
 
     forget_drafts(store_copy)
-    forget_engine(store_copy, draft, "text_encoder")
-    monkeypatch.setattr(compiler, "compile_network", compile_network)
-    result = build(toy_plan, store_copy)
-    assert result.compiled == ("text_encoder",)
-    assert [engine.blob for engine in result.draft.engines if engine.component == "unet"] == [engines["unet"].blob]
+    draft = build(toy_plan, store_copy, overwrite_unet).draft
+    assert [engine.blob for engine in draft.engines if engine.component == "unet"] == [engines["unet"].blob]
+    found = BuiltEngine.find(store_copy, engines["unet"].key)
+    assert found is not None and found.blob == engines["vae_decoder"].blob
 
 
-@pytest.mark.parametrize("subfolder", ["unet", "vae"])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("subfolder, poison", [("unet", math.nan), ("vae", math.inf)])
 def test_does_not_draft_a_model_that_generates_nan(
-    subfolder: str,
-    poison: float,
-    store_copy: WritableStore,
-    folder_copy: Path,
-    plan_of: PlanOf,
-    edit_weights: EditWeights,
+    subfolder: str, poison: float, store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf
 ) -> None:
-    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+    def spoil(tensors: Tensors) -> None:
         tensors["conv_out.bias" if subfolder == "unet" else "decoder.conv_out.bias"][0] = poison
 
     edit_weights(folder_copy / subfolder, spoil)
@@ -343,17 +329,13 @@ def test_does_not_draft_a_model_that_generates_nan(
     assert not [name for name in store_copy.records("drafts") if name.startswith("broken.")]
 
 
-def test_engine_that_returns_nan_is_inaccurate(
-    store_copy: WritableStore, toy_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "model.engines.aot_inductor.engine.AotInductorEngine.run",
-        lambda self, inputs: {spec.name: torch.tensor(float("nan")) for spec in self.signature.outputs},
-    )
-    forget_drafts(store_copy)
-    with pytest.raises(InaccurateEngine, match="differs by nan"):
-        build(toy_plan, store_copy)
-    assert store_copy.records("drafts") == []
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_engine_that_returns_nan_or_infinity_is_inaccurate(poison: float, toy_folder: Path) -> None:
+    network = load_network(Checkpoint(toy_folder), "vae_decoder", FP32)
+    bucket = compiler.static_bucket(1, 64, 64)
+    engine: Any = SimpleNamespace(bucket=bucket, run=lambda inputs: {"pixels": torch.tensor(poison)})
+    with pytest.raises(InaccurateEngine, match=f"differs by {poison}"):
+        validate(network, engine, [])
 
 
 def test_release_has_the_folders_facts(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
@@ -374,28 +356,23 @@ def test_release_has_the_folders_defaults(store_copy: WritableStore, folder_copy
         build(plan_of(folder_copy, "turbo"), store_copy)
 
 
-def test_builds_from_a_checkout_that_is_not_installed(
-    store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf, monkeypatch: pytest.MonkeyPatch
+def test_version_is_the_checkouts_even_if_another_is_installed(
+    store_copy: WritableStore, toy_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = importlib.metadata.version
-
-    def version(name: str) -> str:
-        if name == "preheat":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert build(plan_of(folder_copy, "checkout"), store_copy).draft.builder["preheat"] == installed("preheat")
+    """A draft names the code that built it. Without an installed version the checkout's is used, too."""
+    install_metadata(tmp_path / "site-packages", "preheat", "9.9")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert importlib.metadata.version("preheat") == "9.9"
+    draft = build(toy_plan, store_copy, stop_build).draft
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert draft.builder["preheat"] == project["version"] != "9.9"
 
 
-def test_distinguishes_static_and_dynamic_drafts(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    """A dynamic build's draft is not current for a plan with sizes, although its bucket begins at 64 x 64."""
-    from engine_builder.building.build import _current_draft, fingerprint
-
-    source = fingerprint(toy_plan)
-    assert _current_draft(toy_plan, store_copy, source) is not None
-    assert _current_draft(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, source) is None
-    assert _current_draft(toy_plan, store_copy, "another") is None
+def test_dynamic_draft_is_not_current_for_a_static_plan(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """Although the dynamic bucket begins at 64 x 64."""
+    build(toy_plan, store_copy, stop_build)
+    with pytest.raises(BuildStarted):
+        build(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, stop_build)
 
 
 @pytest.mark.parametrize(
@@ -412,17 +389,12 @@ def test_distinguishes_static_and_dynamic_drafts(store_copy: WritableStore, toy_
 def test_refuses_impossible_sizes_before_compiling(
     sizes: tuple[tuple[int, int, int], ...], message: str, toy_plan: BuildPlan, store_copy: WritableStore
 ) -> None:
-    before = files(store_copy)
     with pytest.raises(SizesRefused, match=re.escape(message)):
-        build(replace(toy_plan, sizes=sizes), store_copy)
-    assert files(store_copy) == before
+        build(replace(toy_plan, sizes=sizes), store_copy, stop_build)
 
 
 def test_checks_sizes_against_refiner_and_defaults(toy_plan: BuildPlan, folder_copy: Path, plan_of: PlanOf) -> None:
-    config = folder_copy / "unet" / "config.json"
-    deeper = json.loads(config.read_text())
-    deeper["block_out_channels"] = [8, 16, 16]
-    config.write_text(json.dumps(deeper))
+    edit_json(folder_copy / "unet" / "config.json", block_out_channels=[8, 16, 16])  # another level: larger steps
     plan = replace(toy_plan, sizes=((1, 64, 64), (1, 68, 64)))
     plan.check_sizes()
     with pytest.raises(SizesRefused, match="multiples of 8"):
@@ -435,39 +407,36 @@ def test_checks_sizes_against_refiner_and_defaults(toy_plan: BuildPlan, folder_c
         replace(tall, sizes=((2, 96, 128),)).check_sizes()
 
 
-@pytest.mark.parametrize(
-    "device, options, planned",
-    [
-        ("cuda", [], ((1, 64, 64), (2, 64, 64))),
-        ("cuda", ["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"], ((8, 64, 64), (2, 64, 96))),
-        ("cpu", [], ()),
-    ],
-)
-def test_sizes_of_a_build_with_and_without_size_option(
-    device: str,
-    options: list[str],
-    planned: tuple[tuple[int, int, int], ...],
-    toy_plan: BuildPlan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("device, sizes", [("cuda", ((1, 64, 64), (2, 64, 64))), ("cpu", ())])
+def test_default_sizes_depend_on_the_device(
+    device: str, sizes: tuple[tuple[int, int, int], ...], toy_plan: BuildPlan
 ) -> None:
-    plans: list[BuildPlan] = []
+    assert default_sizes(toy_plan.base, replace(toy_plan.target, device=device)) == sizes
 
-    def stop(plan: BuildPlan, *_: object) -> None:
-        plans.append(plan)
-        raise BrokenImage("far enough")
 
-    monkeypatch.setattr(
-        "engine_builder.backends.aot_inductor.compile.build_target", lambda: replace(toy_plan.target, device=device)
-    )
-    monkeypatch.setattr("engine_builder.building.build.build", stop)
-    arguments = ["build", str(toy_plan.base.root), "--store", str(tmp_path), *options]
-    result = CliRunner().invoke(app, arguments)
-    assert isinstance(result.exception, BrokenImage)
-    assert plans[0].sizes == planned
-    output = re.sub(r"\s+", " ", result.output)
-    assert all(f"{width}x{height}@{batch}" in output for batch, height, width in planned)
-    assert bool(planned) == ("sizes @ batch" in output)
+def first_line(plan: BuildPlan, store: WritableStore, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a build prints before it begins. The plan's folder is then refused."""
+    shutil.rmtree(plan.base.root / "tokenizer")
+    with pytest.raises(CheckpointError):
+        run_build(store, plan)
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        ([], ""),
+        (["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"], "; sizes @ batch: 64x64@8, 96x64@2"),
+    ],
+    ids=["default", "three"],
+)
+def test_prints_the_sizes_of_the_build(
+    options: list[str], sizes: str, folder_copy: Path, target: Target, tmp_path: Path
+) -> None:
+    shutil.rmtree(folder_copy / "tokenizer")  # so that the build is refused
+    result = CliRunner().invoke(app, ["build", str(folder_copy), "--store", str(tmp_path / "store"), *options])
+    assert isinstance(result.exception, CheckpointError)
+    assert " ".join(result.output.split()) == f"Building copy for {target.key} in fp32{sizes}"
 
 
 def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) -> None:
@@ -481,17 +450,16 @@ def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) 
 
 
 def test_refuses_a_vae_that_normalizes_latents(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
-    config = folder_copy / "vae" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"latents_mean": [0.0] * 4}))
+    edit_json(folder_copy / "vae" / "config.json", latents_mean=[0.0] * 4)
     with pytest.raises(CheckpointError, match="normalizes latents"):
         build(plan_of(folder_copy, "other"), store_copy)
 
 
 def test_base_and_refiner_share_equal_text_encoder(store: WritableStore, release: str, loaded: Loaded) -> None:
     manifest = store.read_release(release)
-    weights = weights_of(manifest)
+    weights = weight_blobs(manifest)
     assert weights[TEXT_ENCODER_2] == weights[REFINER_TEXT_ENCODER_2]
-    assert engines_of(manifest)[TEXT_ENCODER_2] == engines_of(manifest)[REFINER_TEXT_ENCODER_2]
+    assert engine_blobs(manifest)[TEXT_ENCODER_2] == engine_blobs(manifest)[REFINER_TEXT_ENCODER_2]
     assert loaded.model.engines[REFINER_TEXT_ENCODER_2] is loaded.model.engines[TEXT_ENCODER_2]
     once = {blob.sha256: blob.bytes for record in manifest.weights for blob in record.blobs}
     twice = sum(blob.bytes for record in manifest.weights for blob in record.blobs)
@@ -499,7 +467,7 @@ def test_base_and_refiner_share_equal_text_encoder(store: WritableStore, release
 
 
 @pytest.mark.parametrize(
-    "bucket, remark",
+    "bucket, label",
     [
         (compiler.static_bucket(2, 1216, 832), "832x1216@2"),
         (compiler.static_bucket(1, None, None), "@1"),
@@ -507,16 +475,11 @@ def test_base_and_refiner_share_equal_text_encoder(store: WritableStore, release
         (compiler.dynamic_bucket(None, max_batch=100), "@1-100"),
     ],
 )
-def test_bucket_remark(bucket: Bucket, remark: str) -> None:
-    assert _bucket_remark(bucket) == remark
+def test_bucket_label_has_size_and_batch(bucket: Bucket, label: str) -> None:
+    assert bucket_label(bucket) == label
 
 
 # -- the VAE's precision ---------------------------------------------------------------------------------------------
-
-
-def set_force_upcast(folder: Path, force_upcast: bool) -> None:
-    config = folder / "vae" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"force_upcast": force_upcast}))
 
 
 @pytest.mark.parametrize(
@@ -539,21 +502,20 @@ def test_vae_of_fp16_model_is_fp32_if_config_has_force_upcast(
     remark: str,
     folder_copy: Path,
     plan_of: PlanOf,
+    store_copy: WritableStore,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    set_force_upcast(folder_copy, force_upcast)
+    edit_json(folder_copy / "vae" / "config.json", force_upcast=force_upcast)
     plan = replace(plan_of(folder_copy, "other"), precision=precision, vae_precision=vae_precision)
     assert plan.precision_of("vae_decoder") == expected
     assert {plan.precision_of(name) for name in plan.components if name != "vae_decoder"} == {precision}
-    assert remark in _vae_remark(plan) and bool(remark) == bool(_vae_remark(plan))
+    line = first_line(plan, store_copy, capsys)
+    assert remark in line and bool(remark) == ("VAE" in line)
 
 
-def test_builds_and_serves_a_vae_of_another_precision(
-    store_copy: WritableStore, toy_plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It replaces the previous one: a release has one VAE per target. The tuning folder is used."""
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    result = build(replace(toy_plan, vae_precision=BF16), store_copy, tuning=tmp_path / "tuning")
-    assert any((tmp_path / "tuning").rglob("*.cpp"))
+def test_builds_and_serves_a_vae_of_another_precision(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """The new VAE replaces the previous one: a release has one VAE per target."""
+    result = build(replace(toy_plan, vae_precision=BF16), store_copy)
     assert result.compiled == ("vae_decoder",)
     assert {e.component for e in result.draft.engines if e.precision == BF16} == {"vae_decoder"}
     assert {w.component for w in result.draft.weights if w.precision == BF16} == {"vae_decoder"}
@@ -569,12 +531,10 @@ def test_builds_and_serves_a_vae_of_another_precision(
     assert 0 < np.abs(images[0] - images[1]).max() <= 8
 
     again = build(toy_plan, store_copy)
-    assert again.compiled == () and engines_of(again.draft) == engines_of(store_copy.read_release("toy-sdxl/1"))
+    assert again.compiled == () and engine_blobs(again.draft) == engine_blobs(store_copy.read_release("toy-sdxl/1"))
 
 
-def test_refuses_a_vae_that_overflows_in_fp16(
-    store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf, edit_weights: EditWeights
-) -> None:
+def test_refuses_a_vae_that_overflows_in_fp16(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
     edit_weights(folder_copy / "vae", lambda tensors: tensors["decoder.conv_in.weight"].mul_(1e5))
     plan = plan_of(folder_copy, "overflowing")
     with pytest.raises(BrokenImage, match="preheat build --vae-precision bf16"):
@@ -583,11 +543,7 @@ def test_refuses_a_vae_that_overflows_in_fp16(
     build(plan, store_copy)  # it does not overflow in fp32
 
 
-def test_fingerprint_follows_links_to_folders(
-    toy_plan: BuildPlan, folder_copy: Path, tmp_path: Path, edit_weights: Callable[..., None]
-) -> None:
-    from engine_builder.building.build import fingerprint
-
+def test_fingerprint_follows_links_to_folders(toy_plan: BuildPlan, folder_copy: Path, tmp_path: Path) -> None:
     vae = tmp_path / "another VAE"
     shutil.move(folder_copy / "vae", vae)
     (folder_copy / "vae").symlink_to(vae, target_is_directory=True)
@@ -611,12 +567,10 @@ def test_refuses_invalid_defaults_before_compiling(
     defaults: str,
     error: type[Exception],
     message: str,
-    toy_plan: BuildPlan,
     folder_copy: Path,
+    plan_of: PlanOf,
     store_copy: WritableStore,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (folder_copy / "defaults.json").write_text(defaults)
-    monkeypatch.setattr("engine_builder.building.build.load_network", lambda *_: pytest.fail("loaded"))
     with pytest.raises(error, match=message):
-        build(replace(toy_plan, base=Checkpoint(folder_copy)), store_copy)
+        build(plan_of(folder_copy, "toy-sdxl"), store_copy, stop_build)

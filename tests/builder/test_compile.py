@@ -1,7 +1,6 @@
-"""An engine holds no bytes of weights, and computes with those that are mapped into it."""
+"""Compiled engines: they hold no bytes of weights, and compute with the tensors that are mapped into them."""
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from model.engines.aot_inductor.engine import AotInductorEngine
 from model.errors import EngineError
 from model.store.manifest import EngineRecord
 from model.store.precision import FP16, FP32
+from tests.builder.helpers import edit_weights, perturb
 from tests.support.components import BASE_COMPONENTS
 
 RELEASE = "toy-sdxl/1"
@@ -29,13 +29,13 @@ def read_engine(store: WritableStore, component: str) -> tuple[EngineRecord, Pat
     return record, package, store.get(record.constants.sha256, record.constants.bytes).read_bytes()
 
 
-def content(package: Path) -> bytes:
+def all_bytes(package: Path) -> bytes:
     """Return the bytes of a package, packed and unpacked."""
     with zipfile.ZipFile(package) as archive:
         return package.read_bytes() + b"".join(archive.read(name) for name in archive.namelist())
 
 
-def kernels(package: Path) -> list[str]:
+def kernel_lines(package: Path) -> list[str]:
     """Return the C++ lines of an engine's kernels, without comments."""
     with zipfile.ZipFile(package) as archive:
         [code] = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".kernel.cpp")]
@@ -43,7 +43,7 @@ def kernels(package: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("//")]
 
 
-def open_with(store: WritableStore, network: Network) -> AotInductorEngine:
+def open_engine(store: WritableStore, network: Network) -> AotInductorEngine:
     record, package, constants = read_engine(store, network.component)
     tensors = network.tensors()
     return AotInductorEngine(
@@ -59,40 +59,33 @@ def open_with(store: WritableStore, network: Network) -> AotInductorEngine:
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
 def test_engine_contains_no_tensor_bytes(component: str, toy_store: WritableStore, toy_folder: Path) -> None:
-    held = content(read_engine(toy_store, component)[1])
-    assert b"aoti" in held or b"AOTI" in held
+    content = all_bytes(read_engine(toy_store, component)[1])
+    assert b"aoti" in content or b"AOTI" in content
     tensors = load_network(Checkpoint(toy_folder), component, FP32).tensors()
     weights = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
     small = 0
     for name, tensor in weights.items():
         data = tensor.contiguous().numpy().tobytes()
-        assert data not in held, name
+        assert data not in content, name
         if tensor.numel() <= 8:
             # Compiled-in constants are spread over the code, one number at a time.
             small += 1
-            assert not all(data[at : at + 4] in held for at in range(0, len(data), 4)), name
+            assert not all(data[at : at + 4] in content for at in range(0, len(data), 4)), name
     if component in ("unet", "vae_decoder"):
         assert small
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_engine_computes_with_the_mapped_weights(
-    component: str, toy_store: WritableStore, folder_copy: Path, edit_weights: Callable[..., None]
-) -> None:
-    def others(tensors: dict[str, torch.Tensor]) -> None:
-        generator = torch.Generator().manual_seed(1)
-        for tensor in tensors.values():
-            tensor.add_(0.1 * torch.randn(tensor.shape, generator=generator))
-
+def test_engine_computes_with_the_mapped_weights(component: str, toy_store: WritableStore, folder_copy: Path) -> None:
     subfolder = {"vae_decoder": "vae", "unet_text": "unet", "unet_time": "unet"}.get(component, component)
     before = load_network(Checkpoint(folder_copy), component, FP32)
-    edit_weights(folder_copy / subfolder, others)
+    edit_weights(folder_copy / subfolder, perturb)
     after = load_network(Checkpoint(folder_copy), component, FP32)
     inputs = example_inputs(before.signature, 2, 96, 64, "cpu")
     positional = [inputs[spec.name] for spec in before.signature.inputs]
     outputs = []
     for network in (before, after):
-        actual = list(open_with(toy_store, network).run(inputs).values())
+        actual = list(open_engine(toy_store, network).run(inputs).values())
         with torch.inference_mode():
             expected = network.module(*positional)
         for one, other in zip(actual, expected, strict=True):
@@ -106,14 +99,12 @@ def test_engine_computes_with_the_mapped_weights(
     "component, tensor",
     [("unet", "conv_out.bias"), ("unet", "conv_in.bias"), ("unet_time", "time_embedding.linear_1.bias")],
 )
-def test_every_tensor_changes_the_output(
-    component: str, tensor: str, toy_store: WritableStore, toy_folder: Path
-) -> None:
+def test_engine_reads_every_bias(component: str, tensor: str, toy_store: WritableStore, toy_folder: Path) -> None:
     network = load_network(Checkpoint(toy_folder), component, FP32)
     inputs = example_inputs(network.signature, 1, 64, 64, "cpu")
-    [before] = [out.clone() for out in open_with(toy_store, network).run(inputs).values()]
+    [before] = [out.clone() for out in open_engine(toy_store, network).run(inputs).values()]
     network.tensors()[tensor].add_(1.0)
-    [after] = open_with(toy_store, network).run(inputs).values()
+    [after] = open_engine(toy_store, network).run(inputs).values()
     assert (after - before).abs().max() > 1e-3
 
 
@@ -121,18 +112,22 @@ def test_refuses_weights_that_do_not_fit(toy_store: WritableStore, toy_folder: P
     record, package, constants = read_engine(toy_store, "unet")
     tensors = load_network(Checkpoint(toy_folder), "unet", FP32).tensors()
 
-    def opened(weights: dict[str, torch.Tensor]) -> None:
-        data = package.read_bytes()
-        AotInductorEngine("unet", data, record.signature, record.bucket, constants, weights, torch.device("cpu"))
-
-    lacking = {name: tensor for name, tensor in tensors.items() if name != "conv_out.bias"}
+    del tensors["conv_out.bias"]
     for weights in (
-        lacking,
+        tensors,
         tensors | {"conv_out.bias": torch.zeros(5)},
         tensors | {"conv_out.bias": torch.zeros(4, dtype=torch.float16)},
     ):
         with pytest.raises(EngineError, match=r"conv_out\.bias"):
-            opened(weights)
+            AotInductorEngine(
+                "unet",
+                package.read_bytes(),
+                record.signature,
+                record.bucket,
+                constants,
+                weights,
+                torch.device("cpu"),
+            )
 
 
 @pytest.mark.parametrize("batch, height, width", [(1, 64, 64), (5, 76, 128), (16, 64, 68)])
@@ -143,7 +138,7 @@ def test_one_engine_serves_every_size(
     inputs = example_inputs(network.signature, batch, height, width, "cpu")
     with torch.inference_mode():
         expected = network.module(*(inputs[spec.name] for spec in network.signature.inputs))[0]
-    torch.testing.assert_close(open_with(toy_store, network).run(inputs)["noise"], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(open_engine(toy_store, network).run(inputs)["noise"], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("batch, height, width", [(17, 64, 64), (1, 60, 64), (1, 64, 66), (1, 64, 1028)])
@@ -152,25 +147,24 @@ def test_refuses_sizes_outside_the_bucket(
 ) -> None:
     network = load_network(Checkpoint(toy_folder), "unet", FP32)
     with pytest.raises(EngineError, match="no bucket for"):
-        open_with(toy_store, network).run(example_inputs(network.signature, batch, height, width, "cpu"))
+        open_engine(toy_store, network).run(example_inputs(network.signature, batch, height, width, "cpu"))
 
 
-def test_code_is_independent_of_the_builders_threads(toy_folder: Path, tmp_path: Path) -> None:
-    """An engine uses the threads of the machine that runs it, also if the builder had fewer."""
+def test_code_is_independent_of_the_builders_threads(
+    toy_store: WritableStore, toy_folder: Path, tmp_path: Path
+) -> None:
+    """An engine uses the threads of the machine that runs it, even if the builder had fewer."""
     network = load_network(Checkpoint(toy_folder), "text_encoder", FP32)
     bucket = compiler.dynamic_bucket(network.multiple)
     threads = torch.get_num_threads()
-    codes = []
+    torch.set_num_threads(threads + 2)
     try:
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            package = tmp_path / f"{number}.pt2"
-            compiler.compile_network(network, compiler.build_target(), bucket, package)
-            codes.append(kernels(package))
+        compiled = compiler.compile_network(network, compiler.build_target(), bucket, tmp_path / "engine.pt2")
     finally:
         torch.set_num_threads(threads)
-    assert codes[0] == codes[1]
-    assert "#pragma omp parallel" in codes[0]
+    lines = kernel_lines(compiled.package)
+    assert lines == kernel_lines(read_engine(toy_store, "text_encoder")[1])
+    assert "#pragma omp parallel" in lines
 
 
 def test_tolerance_of_fp32_convolutions_on_gpu_is_tf32s(toy_folder: Path) -> None:
@@ -184,7 +178,7 @@ def test_tolerance_of_fp32_convolutions_on_gpu_is_tf32s(toy_folder: Path) -> Non
 
 
 def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's generated code does since 2.13. For older versions the workspace is enlarged."""
+    """The code that torch 2.13 generates does so by itself. For older versions the workspace is enlarged."""
     from torch._inductor.codegen.common import TritonScratchWorkspace
     from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
 
@@ -193,17 +187,17 @@ def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch
         return CUDADeviceOpOverrides().cpp_scratch(0, workspace)[0][0]
 
     complete = allocation(384)
-    with compiler._descriptor_memory():
+    with compiler.descriptor_memory():
         assert allocation(384) == complete and "grid_0" in complete
-    one = CUDADeviceOpOverrides.cpp_scratch
+    unchanged = CUDADeviceOpOverrides.cpp_scratch
 
     def as_in_2_11(self: Any, index: int, workspace: Any, prefix: Any = None) -> Any:
         return [f"int64_t size[] = {{{workspace.size}}};"], "scratch"
 
     monkeypatch.setattr(CUDADeviceOpOverrides, "cpp_scratch", as_in_2_11)
-    with compiler._descriptor_memory():
-        assert allocation(384) == f"int64_t size[] = {{{384 * compiler._MAX_PROGRAMS}}};"
+    with compiler.descriptor_memory():
+        assert allocation(384) == f"int64_t size[] = {{{384 * compiler.MAX_PROGRAMS}}};"
         assert allocation(0) == "int64_t size[] = {0};"
     assert CUDADeviceOpOverrides.cpp_scratch is as_in_2_11
     monkeypatch.undo()
-    assert CUDADeviceOpOverrides.cpp_scratch is one
+    assert CUDADeviceOpOverrides.cpp_scratch is unchanged

@@ -1,11 +1,12 @@
-"""Compiling in several processes: same results as in one, readable errors, no process left behind."""
+"""Compilation in several processes: same results as in one, readable errors, no process left behind."""
 
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,18 +19,18 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.stores.store import WritableStore
 from model.store.precision import FP32
-from tests.builder.test_build import engines_of, forget_drafts, forget_engine
+from tests.builder.helpers import engine_keys, forget_drafts, forget_engine
 from tests.conftest import REPOSITORY
 
-TEXTS = ("text_encoder", "text_encoder_2")
+SMALL = ("unet_text", "unet_time")  # the components that compile fastest
 
 
 @pytest.fixture
 def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[CompileJob]:
-    """Two jobs; tests end before they do."""
+    """Two compile jobs. No test waits until they are done."""
     return [
         CompileJob(name, toy_plan.base, name, FP32, toy_plan.target, dynamic_bucket(None), tmp_path / f"{name}.pt2")
-        for name in TEXTS
+        for name in SMALL
     ]
 
 
@@ -40,30 +41,28 @@ def no_processes() -> bool:
 def test_two_processes_compile_the_same_engines(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     before = build(toy_plan, store_copy).draft
     forget_drafts(store_copy)
-    for component in TEXTS:
+    for component in SMALL:
         forget_engine(store_copy, before, component)
     reports: list[tuple[str, str, int, int]] = []
-    at_once: list[int] = []
+    process_counts: list[int] = []
 
     def report(*progress: object) -> None:
         reports.append(progress)  # type: ignore[arg-type]
-        at_once.append(len(multiprocessing.active_children()))
+        process_counts.append(len(multiprocessing.active_children()))
 
     result = build(toy_plan, store_copy, report, processes=2)
-    assert sorted(result.compiled) == sorted(TEXTS)
-    assert {name: key for name, (key, *_) in engines_of(result.draft).items()} == {
-        name: key for name, (key, *_) in engines_of(before).items()
-    }
-    assert [component for component, doing, *_ in reports if doing == "compiling"] == list(TEXTS)
+    assert sorted(result.compiled) == sorted(SMALL)
+    assert engine_keys(result.draft) == engine_keys(before)
+    assert [component for component, doing, *_ in reports if doing == "compiling"] == list(SMALL)
     done = [number for *_, number, _ in reports]
-    assert done == sorted(done) and max(at_once) == 2
+    assert done == sorted(done) and max(process_counts) == 2
     assert no_processes()
 
 
-def test_load_error_passes_through_the_process(jobs: list[CompileJob], tmp_path: Path) -> None:
-    lost = [replace(job, checkpoint=Checkpoint(tmp_path / "nowhere")) for job in jobs]
-    with pytest.raises(CheckpointError, match="nowhere has no text_encoder(_2)?/config.json"):
-        list(compile_jobs(lost, {}, 2, lambda job: None))
+def test_load_error_of_a_process_is_raised(jobs: list[CompileJob], tmp_path: Path) -> None:
+    missing = [replace(job, checkpoint=Checkpoint(tmp_path / "nowhere")) for job in jobs]
+    with pytest.raises(CheckpointError, match="nowhere has no unet/config.json"):
+        list(compile_jobs(missing, {}, 2, lambda job: None))
     assert no_processes()
 
 
@@ -95,7 +94,7 @@ def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
     assert no_processes()
 
 
-KILLED = """
+BUILD = """
 import multiprocessing, sys
 from pathlib import Path
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket
@@ -108,25 +107,23 @@ def on_start(job):
 
 if __name__ == "__main__":
     checkpoint, target = Checkpoint(Path(sys.argv[1])), build_target()
-    names = ("text_encoder", "text_encoder_2")
+    names = ("unet_text", "unet_time")
     jobs = [CompileJob(name, checkpoint, name, FP32, target, dynamic_bucket(None), Path(name)) for name in names]
     list(compile_jobs(jobs, {}, 2, on_start))
 """
 
 
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+def has_ended(process: int, seconds: float = 0) -> bool:
+    """Return True if the process of a file descriptor ends within `seconds`."""
+    return bool(select.select([process], [], [], seconds)[0])
 
 
 def test_processes_end_with_a_killed_build(tmp_path: Path) -> None:
-    """Otherwise they wait forever: the first file they read is a pipe without a writer."""
+    """They would wait forever: the first file that they read is a pipe without a writer."""
     (tmp_path / "unet").mkdir()
     os.mkfifo(tmp_path / "unet" / "config.json")
     script = tmp_path / "build.py"
-    script.write_text(KILLED)
+    script.write_text(BUILD)
     building = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -135,16 +132,13 @@ def test_processes_end_with_a_killed_build(tmp_path: Path) -> None:
     )
     with building:
         assert building.stdout is not None
-        pids = [int(building.stdout.readline()) for _ in range(2)]
-        assert not any(has_ended(pid) for pid in pids)
+        processes = [os.pidfd_open(int(building.stdout.readline())) for _ in range(2)]
+        assert not any(has_ended(process) for process in processes)
         building.kill()
     try:
-        for _ in range(600):
-            if all(has_ended(pid) for pid in pids):
-                return
-            time.sleep(0.1)
-        pytest.fail(f"{pids} still run a minute after the build was killed")
+        assert all(has_ended(process, seconds=60) for process in processes)
     finally:
-        for pid in pids:
-            if not has_ended(pid):
-                os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)

@@ -1,43 +1,37 @@
-"""The check of a model folder at the start of a build and of an export: before weights are read."""
+"""The check of a model's folder at the start of a build or an export, before weights are read."""
 
 import json
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.stores.store import open_writable_store
+from tests.builder.helpers import PlanOf, drop_json_key, edit_json, edit_weights
 from tests.conftest import MODEL_FOLDER
 
-PlanOf = Callable[[Path, str], BuildPlan]
 Change = Callable[[Path], object]
 
 UNET_WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
+FIRST_OF_TWO_SHARDS = "diffusion_pytorch_model-00001-of-00002.safetensors"
 INDEX = "model_index.json"
 TOKENIZER_CONFIG = "tokenizer/tokenizer_config.json"
 
 
 def edit(file: str, **entries: Any) -> Change:
-    """Set entries of a JSON file."""
-
-    def change(folder: Path) -> None:
-        path = folder / file
-        path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-    return change
+    return lambda folder: edit_json(folder / file, **entries)
 
 
 def write(file: str, data: bytes) -> Change:
@@ -48,25 +42,59 @@ def rename(file: str, name: str) -> Change:
     return lambda folder: (folder / file).rename((folder / file).with_name(name))
 
 
-def reshape(folder: Path) -> None:
-    tensors = load_file(folder / UNET_WEIGHTS)
-    tensors["conv_in.bias"] = torch.zeros(9)
-    save_file(tensors, folder / UNET_WEIGHTS, metadata={"format": "pt"})
+def remove(subfolder: str) -> Change:
+    return lambda folder: shutil.rmtree(folder / subfolder)
 
 
-def grow(size: int) -> Change:
-    return lambda folder: os.truncate(folder / "unet" / "config.json", size)
+def resize(file: str, size: int) -> Change:
+    return lambda folder: os.truncate(folder / file, size)
+
+
+def reshape_bias(folder: Path) -> None:
+    edit_weights(folder / "unet", lambda tensors: tensors.update({"conv_in.bias": torch.zeros(9)}))
 
 
 def add_token(folder: Path) -> None:
-    path = folder / "tokenizer" / "vocab.json"
-    vocabulary = json.loads(path.read_text())
-    path.write_text(json.dumps(vocabulary | {"surplus": max(vocabulary.values()) + 100}))
+    file = folder / "tokenizer" / "vocab.json"
+    edit_json(file, surplus=max(json.loads(file.read_text()).values()) + 100)
 
 
-DEEP = b"[" * 200_000
+def drop_scaling(folder: Path) -> None:
+    drop_json_key(folder / "vae" / "config.json", "scaling_factor")
+
+
+def drop_class_names(folder: Path) -> None:
+    for subfolder, key in (("unet", "_class_name"), ("vae", "_class_name"), ("text_encoder", "architectures")):
+        drop_json_key(folder / subfolder / "config.json", key)
+
+
+def add_incomplete_fp32_weights(folder: Path) -> None:
+    shutil.copy(folder / UNET_WEIGHTS, folder / "unet" / "diffusion_pytorch_model.fp16.safetensors")
+    (folder / UNET_WEIGHTS).rename(folder / "unet" / FIRST_OF_TWO_SHARDS)
+
+
+def link_unet(folder: Path) -> None:
+    (folder / "unet").rename(folder.parent / "unet")
+    (folder / "unet").symlink_to(folder.parent / "unet", target_is_directory=True)
+
+
+NESTED_JSON = b"[" * 200_000
+NO_TEXT_TIME = {"addition_embed_type": None, "projection_class_embeddings_input_dim": None}
 REFUSED: dict[str, tuple[Change, str, str]] = {
     # name: (change, file or folder in the error, words of the error)
+    "no unet": (remove("unet"), "", "no unet/config.json"),
+    "no first text encoder": (remove("text_encoder"), "", "no text_encoder/config.json"),
+    "no second text encoder": (remove("text_encoder_2"), "", "no text_encoder_2/config.json"),
+    "no scheduler": (remove("scheduler"), "", "no scheduler/scheduler_config.json"),
+    "no vae scaling key": (drop_scaling, "vae", "no scaling_factor"),
+    "vae scaling is null": (edit("vae/config.json", scaling_factor=None), "vae/config.json", "scaling_factor is None"),
+    "vae scaling is zero": (edit("vae/config.json", scaling_factor=0), "vae/config.json", "scaling_factor is 0"),
+    "two native sides": (edit("unet/config.json", sample_size=[32, 32]), "defaults.json", "sample_size is [32, 32]"),
+    "unet of SD 1 or 2": (edit("unet/config.json", **NO_TEXT_TIME), "unet", "its addition_embed_type is None"),
+    "unet for inpainting": (edit("unet/config.json", in_channels=9), "unet", "takes 9 channels and the VAE returns 4"),
+    "pickled weights": (
+        rename("vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"), "vae", "no .safetensors file",
+    ),
     "index of SD 1": (edit(INDEX, _class_name="StableDiffusionPipeline"), INDEX, "'StableDiffusionPipeline'"),
     "index without a class": (edit(INDEX, _class_name=None), INDEX, "_class_name is None"),
     "index with a class 3": (edit(INDEX, _class_name=3), INDEX, "_class_name is 3"),
@@ -83,26 +111,24 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
         edit("scheduler/scheduler_config.json", _class_name="PNDMScheduler"), "scheduler", "'PNDMScheduler'",
     ),
     **{
-        f"nested {file}": (write(file, DEEP), file, "is not JSON")
+        f"nested {file}": (write(file, NESTED_JSON), file, "is not JSON")
         for file in (INDEX, "unet/config.json", "defaults.json", "tokenizer/vocab.json", TOKENIZER_CONFIG,
                      "text_encoder/generation_config.json", "scheduler/scheduler_config.json")
     },
     "not text": (write("unet/config.json", b"\xff\xfe"), "unet/config.json", "is not JSON"),
     "not an object": (write("unet/config.json", b"[]"), "unet/config.json", "not a JSON object"),
-    "large config": (grow(100 << 20), "unet/config.json", "has 104,857,600 bytes, more than"),
+    "large config": (resize("unet/config.json", 100 << 20), "unet/config.json", "has 104,857,600 bytes, more than"),
     "sizes are text": (edit("text_encoder_2/config.json", hidden_size="x"), "text_encoder_2/config.json", "'x'"),
     "no levels": (edit("vae/config.json", block_out_channels=[]), "vae/config.json", "block_out_channels is []"),
     "groups are text": (edit("unet/config.json", norm_num_groups="x"), "unet/config.json", "does not describe a UNet"),
     "endless layers": (edit("unet/config.json", layers_per_block=10**9), "unet/config.json", "layers_per_block"),
     "other widths": (edit("vae/config.json", block_out_channels=[16, 16]), "vae", "config.json describes"),
-    "other tensors": (reshape, "unet", "the shape of conv_in.bias is [9]"),
-    "half of the weights": (lambda f: os.truncate(f / UNET_WEIGHTS, 5000), UNET_WEIGHTS, "complete safetensors"),
+    "other tensors": (reshape_bias, "unet", "the shape of conv_in.bias is [9]"),
+    "half of the weights": (resize(UNET_WEIGHTS, 5000), UNET_WEIGHTS, "complete safetensors"),
     "a pointer to weights": (write(UNET_WEIGHTS, b"version https://git-lfs.github.com"), UNET_WEIGHTS, "complete"),
-    "huge weights": (lambda f: os.truncate(f / UNET_WEIGHTS, 2**36), UNET_WEIGHTS, "bytes, more than"),
+    "huge weights": (resize(UNET_WEIGHTS, 2**36), UNET_WEIGHTS, "bytes, more than"),
     "weights of another name": (rename(UNET_WEIGHTS, "model.safetensors"), "unet", "has no diffusion_pytorch_model"),
-    "one shard of two": (
-        rename(UNET_WEIGHTS, "diffusion_pytorch_model-00001-of-00002.safetensors"), "unet", "lacks some of the files",
-    ),
+    "one shard of two": (rename(UNET_WEIGHTS, FIRST_OF_TWO_SHARDS), "unet", "lacks some of the files"),
     "tokenizer without merges": (lambda f: (f / "tokenizer/merges.txt").unlink(), "tokenizer", "lacks merges.txt"),
     "tokenizer with odd merges": (write("tokenizer/merges.txt", b"#version: 0.2\na b c d\n"), "tokenizer", "Merges"),
     "tokenizer with a list": (write("tokenizer/vocab.json", b"[1]"), "tokenizer", "tokenizer"),
@@ -116,34 +142,26 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
 def test_refuses_before_weights_are_read(case: str, folder_copy: Path, plan_of: PlanOf, tmp_path: Path) -> None:
     change, file, words = REFUSED[case]
     change(folder_copy)
-    refuses(folder_copy, plan_of, tmp_path, file, words)
+    assert_refused(folder_copy, plan_of, tmp_path, file, words)
 
 
-def refuses(folder: Path, plan_of: PlanOf, tmp_path: Path, file: str, words: str) -> None:
+def assert_refused(folder: Path, plan_of: PlanOf, tmp_path: Path, file: str, words: str) -> None:
+    """Assert that a build names the file, states the words and a remedy, and writes nothing."""
     with pytest.raises(CheckpointError) as refusal:
         build(plan_of(folder, "refused"), open_writable_store(tmp_path / "store"))
     message = str(refusal.value)
-    assert f"{folder}/{file}" in message and words in message
+    assert str(folder / file) in message and words in message
     assert refusal.value.remedy and message.endswith(".")
     assert not list((tmp_path / "store").rglob("*"))
 
 
-def make_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path has at most 108 characters
-        try:
-            one.bind(path.name)
-        finally:
-            os.chdir(here)
+    with socket.socket(socket.AF_UNIX) as unix_socket, chdir(path.parent):  # its path has at most 108 characters
+        unix_socket.bind(path.name)
 
 
 KINDS: dict[str, Callable[[Path], object]] = {
-    "pipe": make_pipe,
+    "pipe": os.mkfifo,
     "socket": make_socket,
     "folder": Path.mkdir,
     "device": lambda path: path.symlink_to("/dev/zero"),
@@ -161,12 +179,14 @@ def test_refuses_what_is_not_a_regular_file(
 ) -> None:
     (folder_copy / file).unlink(missing_ok=True)
     KINDS[kind](folder_copy / file)
-    refuses(folder_copy, plan_of, tmp_path, file, "missing file" if kind == "broken link" and "json" in file else "")
+    words = "missing file" if kind == "broken link" and "json" in file else ""
+    assert_refused(folder_copy, plan_of, tmp_path, file, words)
 
 
 @pytest.fixture
-def with_refiner(tmp_path: Path) -> Iterator[Path]:
-    yield Path(shutil.copytree(MODEL_FOLDER, tmp_path / "model"))
+def tiny_copy(tmp_path: Path) -> Path:
+    """A copy of data/tiny-sdxl, which has a refiner."""
+    return Path(shutil.copytree(MODEL_FOLDER, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -174,24 +194,24 @@ def with_refiner(tmp_path: Path) -> Iterator[Path]:
     [
         (edit("refiner/model_index.json", _class_name="FluxPipeline"), "refiner/model_index.json"),
         (edit("refiner/unet/config.json", _class_name="UNet2DModel"), "refiner/unet/config.json"),
-        (write("refiner/vae/config.json", DEEP), "refiner/vae/config.json"),
-        (lambda folder: os.truncate(folder / "refiner" / UNET_WEIGHTS, 100), f"refiner/{UNET_WEIGHTS}"),
+        (write("refiner/vae/config.json", NESTED_JSON), "refiner/vae/config.json"),
+        (resize(f"refiner/{UNET_WEIGHTS}", 100), f"refiner/{UNET_WEIGHTS}"),
         (edit("refiner/text_encoder_2/config.json", vocab_size=3), "refiner/text_encoder_2"),
     ],
 )
-def test_refuses_a_wrong_refiner(change: Change, file: str, with_refiner: Path) -> None:
-    change(with_refiner)
+def test_refuses_a_wrong_refiner(change: Change, file: str, tiny_copy: Path) -> None:
+    change(tiny_copy)
     with pytest.raises(CheckpointError) as refusal:
-        check_model(*find_checkpoints(str(with_refiner), None))
-    assert f"{with_refiner}/{file}" in str(refusal.value)
+        check_model(*find_checkpoints(str(tiny_copy), None))
+    assert f"{tiny_copy}/{file}" in str(refusal.value)
 
 
-def test_a_pipe_for_the_refiners_index_is_not_skipped(with_refiner: Path) -> None:
-    index = with_refiner / "refiner" / "model_index.json"
+def test_refuses_a_pipe_for_the_refiners_index(tiny_copy: Path) -> None:
+    index = tiny_copy / "refiner" / "model_index.json"
     index.unlink()
     os.mkfifo(index)
     with pytest.raises(CheckpointError, match="refiner/model_index.json cannot be read: it is not a regular file"):
-        check_model(*find_checkpoints(str(with_refiner), None))
+        check_model(*find_checkpoints(str(tiny_copy), None))
 
 
 @pytest.mark.parametrize("command", [["build", "--precision", "fp32"], ["export-onnx"]], ids=["build", "export-onnx"])
@@ -218,22 +238,11 @@ def test_accepts_sdxl_pipelines(name: Any, folder_copy: Path) -> None:
 
 
 ACCEPTED: dict[str, Change] = {
-    "old config without a class": lambda folder: [
-        (folder / sub / "config.json").write_text(
-            json.dumps({k: v for k, v in json.loads((folder / sub / "config.json").read_text()).items() if k != key})
-        )
-        for sub, key in (("unet", "_class_name"), ("vae", "_class_name"), ("text_encoder", "architectures"))
-    ],
+    "old configs without a class": drop_class_names,
     "fast tokenizer": edit(INDEX, tokenizer=["transformers", "CLIPTokenizerFast"]),
-    "half of the weights beside fp16": lambda folder: (
-        shutil.copy(folder / UNET_WEIGHTS, folder / "unet" / "diffusion_pytorch_model.fp16.safetensors"),
-        rename(UNET_WEIGHTS, "diffusion_pytorch_model-00001-of-00002.safetensors")(folder),
-    ),
+    "incomplete fp32 weights beside fp16": add_incomplete_fp32_weights,
     "a pipe of another name": lambda folder: os.mkfifo(folder / "unet" / "README.md"),
-    "links to files": lambda folder: (
-        (folder / "unet").rename(folder.parent / "unet"),
-        (folder / "unet").symlink_to(folder.parent / "unet", target_is_directory=True),
-    ),
+    "links to folders": link_unet,
 }
 
 

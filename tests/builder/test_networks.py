@@ -1,12 +1,8 @@
 """Networks: checkpoints in all of their forms, wrappers against diffusers, fast forms against PyTorch, engine keys."""
 
 import copy
-import importlib.metadata
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +21,6 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
 from engine_builder.networks import blocks, winograd
-from engine_builder.networks import network as network_module
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
 from engine_builder.networks.network import ModuleReader, load_network
 from engine_builder.networks.winograd import WinogradConv, replace_wide_convs, transform_weight
@@ -33,6 +28,7 @@ from engine_builder.stores.store import WritableStore
 from model.loading.target import Target
 from model.pipeline import spec
 from model.store.precision import BF16, FP16, FP32, Precision
+from tests.builder.helpers import edit_json, edit_weights, install_metadata
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS
 
 TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
@@ -47,13 +43,7 @@ CLASSES = {
 
 
 def edit_config(subfolder: Path, **entries: object) -> None:
-    file = subfolder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
-
-
-def drop_key(subfolder: Path, key: str) -> None:
-    file = subfolder / "config.json"
-    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
+    edit_json(subfolder / "config.json", **entries)
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
@@ -136,26 +126,20 @@ def stored_as(name: str) -> str:
     )
 
 
-def test_reads_weights_once_for_all_components(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = {name: load_network(Checkpoint(toy_folder), name, FP32).tensors() for name in BASE_COMPONENTS}
-    read: list[str] = []
-    load = network_module._load
-
-    def counted(library: str, name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> torch.nn.Module:
-        read.append(f"{subfolder} {dtype}")
-        return load(library, name, checkpoint, subfolder, dtype)
-
-    monkeypatch.setattr(network_module, "_load", counted)
+def test_reads_weights_once_for_all_components(folder_copy: Path) -> None:
+    """The weights of each subfolder are deleted after the first of its components is loaded."""
+    checkpoint = Checkpoint(folder_copy)
+    alone = {name: load_network(checkpoint, name, FP32).tensors() for name in BASE_COMPONENTS}
     reader = ModuleReader()
-    together = {name: load_network(Checkpoint(toy_folder), name, FP32, reader=reader) for name in BASE_COMPONENTS}
-    parts = ("text_encoder", "text_encoder_2", "unet", "vae")
-    assert read == [f"{subfolder} torch.float32" for subfolder in parts]
-    for name, tensors in alone.items():
-        again = together[name].tensors()
-        assert again.keys() == tensors.keys()
-        assert all(torch.equal(again[key], tensor) for key, tensor in tensors.items())
-    load_network(Checkpoint(toy_folder), "vae_decoder", BF16, reader=reader)
-    assert read[4:] == ["vae torch.bfloat16"]
+    for name, expected in alone.items():
+        actual = load_network(checkpoint, name, FP32, reader=reader).tensors()
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
+        for file in (folder_copy / CLASSES[name][1]).glob("*.safetensors"):
+            file.unlink()
+    load_network(checkpoint, "vae_decoder", FP32, reader=reader)
+    with pytest.raises(CheckpointError, match="vae has no .safetensors file"):
+        load_network(checkpoint, "vae_decoder", BF16, reader=reader)
 
 
 @pytest.mark.parametrize("refiner", [False, True])
@@ -221,8 +205,7 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
     assert not {spec.UNET_UNCONDITIONAL} & {*pair.components}
     assert pair.buckets_of(guided) == [bucket]
 
-    index = folder_copy / "model_index.json"
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"force_zeros_for_empty_prompt": False}))
+    edit_json(folder_copy / "model_index.json", force_zeros_for_empty_prompt=False)
     for other in (
         replace(plan, target=target),  # its loop cannot use them
         replace(plan, sizes=((1, 512, 512), (5, 512, 512))),
@@ -321,27 +304,52 @@ def test_winograd_conv_call_equals_pytorch() -> None:
     assert (halves - conv.double()(hidden)).norm() < 1e-3 * halves.norm()
 
 
-def test_validation_runs_pytorchs_own_operations(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a wrong kernel would be compared with itself. Without a GPU it cannot be called."""
+@pytest.fixture
+def winograd_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use Winograd's form for convolutions of any width, and keep modules for a GPU on the CPU."""
     for name in ("_MIN_WIDER_SIDE", "_MIN_NARROWER_SIDE", "_CHANNEL_BLOCK"):
         monkeypatch.setattr(winograd, name, 1)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # without such a device
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)
+
+
+@pytest.mark.usefixtures("winograd_without_gpu")
+def test_validation_runs_pytorchs_own_operations(toy_folder: Path) -> None:
+    """Otherwise a wrong kernel would be compared with itself. Without a GPU it cannot be called."""
     folder = Checkpoint(toy_folder)
-    tiled, plain = (load_network(folder, "unet", FP16, "cuda", plain=plain) for plain in (False, True))
-    assert any(isinstance(module, WinogradConv) for module in tiled.module.modules())
+    fast, plain = (load_network(folder, "unet", FP16, "cuda", plain=plain) for plain in (False, True))
+    assert any(isinstance(module, WinogradConv) for module in fast.module.modules())
     names = [spec.name for spec in plain.signature.inputs]
 
     def run(case: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"noise": plain.module(*(case[name] for name in names))[0]}
 
-    accuracy = validate(tiled, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
+    accuracy = validate(fast, SimpleNamespace(bucket=static_bucket(1, 64, 64), run=run), [])  # type: ignore[arg-type]
     assert 0 < accuracy.relative < 5e-3
 
-    tensor: Any = SimpleNamespace(is_cuda=True)
-    assert blocks._has_kernels(tensor)
-    with blocks.plain_operations():
-        assert not blocks._has_kernels(tensor)
-    assert blocks._has_kernels(tensor)
+
+class GpuTensor(torch.Tensor):
+    """A CPU tensor that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+def test_plain_operations_are_used_on_a_gpu_on_request() -> None:
+    norm, calls = torch.nn.GroupNorm(2, 8), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    norm.register_forward_hook(count)
+    hidden = torch.randn(1, 8, 4, 4).as_subclass(GpuTensor)
+    with torch.no_grad():
+        blocks.group_norm(norm, hidden)
+        assert calls == 0
+        with blocks.plain_operations():
+            blocks.group_norm(norm, hidden)
+            assert calls == 1
+        blocks.group_norm(norm, hidden)
+        assert calls == 1
 
 
 @pytest.mark.parametrize("channels_in, channels_out, uses_winograd", [
@@ -358,18 +366,11 @@ def test_only_wide_convolutions_use_winograd(channels_in: int, channels_out: int
 @pytest.mark.parametrize("precision, device, uses_winograd", [
     (FP16, "cuda", True), (BF16, "cuda", True), (FP32, "cuda", False), (FP16, "cpu", False),
 ])  # fmt: skip
+@pytest.mark.usefixtures("winograd_without_gpu")
 def test_unet_uses_winograd_on_gpus_in_half_precision(
-    component: str,
-    precision: Precision,
-    device: str,
-    uses_winograd: bool,
-    toy_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    component: str, precision: Precision, device: str, uses_winograd: bool, toy_folder: Path
 ) -> None:
     """Only Triton kernels can. A release stores a GPU's weights separately."""
-    for name in ("_MIN_WIDER_SIDE", "_MIN_NARROWER_SIDE", "_CHANNEL_BLOCK"):
-        monkeypatch.setattr(winograd, name, 1)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *_, **__: module)  # without such a device
     names = load_network(Checkpoint(toy_folder), component, precision, device).tensors()
     shape = names["mid_block.resnets.0.conv1.weight"].shape
     assert (len(shape) == 3 and shape[0] == 16) == uses_winograd and "mid_block.resnets.0.conv1.bias" in names
@@ -377,61 +378,8 @@ def test_unet_uses_winograd_on_gpus_in_half_precision(
     assert plain.layout == "plain" and plain.tensors()["mid_block.resnets.0.conv1.weight"].ndim == 4
 
 
-REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no unet": (lambda folder: shutil.rmtree(folder / "unet"), "no unet/config.json"),
-    "no second text encoder": (
-        lambda folder: shutil.rmtree(folder / "text_encoder_2"),
-        "no text_encoder_2/config.json",
-    ),
-    "no first text encoder": (lambda folder: shutil.rmtree(folder / "text_encoder"), "no text_encoder/config.json"),
-    "no scheduler": (lambda folder: shutil.rmtree(folder / "scheduler"), "no scheduler/scheduler_config.json"),
-    "a config that is not JSON": (lambda folder: (folder / "unet" / "config.json").write_text("{"), "is not JSON"),
-    "an index that is a list": (lambda folder: (folder / "model_index.json").write_text("[]"), "is not a JSON object"),
-    "a config without a key": (lambda folder: drop_key(folder / "vae", "scaling_factor"), "no scaling_factor"),
-    "no scaling": (lambda folder: edit_config(folder / "vae", scaling_factor=None), "scaling_factor is None"),
-    "scaling by zero": (lambda folder: edit_config(folder / "vae", scaling_factor=0), "scaling_factor is 0"),
-    "a size for each side": (lambda folder: edit_config(folder / "unet", sample_size=[32, 32]), r"\[32, 32\]. Give a"),
-    "a file cut short": (
-        lambda folder: os.truncate(folder / "unet" / "diffusion_pytorch_model.safetensors", 5000),
-        "unet/diffusion_pytorch_model.safetensors is not a complete safetensors file",
-    ),
-    "a pointer to a file": (
-        lambda folder: (folder / "text_encoder" / "model.safetensors").write_text("version https://git-lfs.github.com"),
-        "text_encoder/model.safetensors is not a complete safetensors file",
-    ),
-    "pickled weights": (
-        lambda folder: (folder / "vae" / "diffusion_pytorch_model.safetensors").rename(
-            folder / "vae" / "diffusion_pytorch_model.bin"
-        ),
-        "vae has no .safetensors file",
-    ),
-    "a UNet of Stable Diffusion 1 or 2": (
-        lambda folder: edit_config(
-            folder / "unet", addition_embed_type=None, projection_class_embeddings_input_dim=None
-        ),
-        "unet is not SDXL.s: its addition_embed_type is None",
-    ),
-    "a UNet for inpainting": (
-        lambda folder: edit_config(folder / "unet", in_channels=9),
-        "takes 9 channels and the VAE returns 4",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refuses_folders_that_are_not_sdxl(
-    case: str, folder_copy: Path, store_copy: WritableStore, plan_of: Callable[[Path, str], BuildPlan]
-) -> None:
-    change, message = REFUSED[case]
-    change(folder_copy)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        build(plan_of(folder_copy, "refused"), store_copy)
-    assert str(folder_copy) in str(refusal.value)
-    assert not [name for name in store_copy.records("drafts") if name.startswith("refused.")]
-
-
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_refuses_missing_weights(component: str, folder_copy: Path, edit_weights: Callable[..., None]) -> None:
+def test_refuses_missing_weights(component: str, folder_copy: Path) -> None:
     subfolder = folder_copy / CLASSES[component][1]
     lost: list[str] = []
 
@@ -448,8 +396,7 @@ def test_refuses_missing_weights(component: str, folder_copy: Path, edit_weights
 def test_refuses_refiner_with_another_noise_schedule(
     folder_copy: Path, toy_folder: Path, store_copy: WritableStore, toy_plan: BuildPlan
 ) -> None:
-    file = folder_copy / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_end": 0.02}))
+    edit_json(folder_copy / "scheduler" / "scheduler_config.json", beta_end=0.02)
     with pytest.raises(CheckpointError, match="another noise schedule"):
         build(replace(toy_plan, refiner=Checkpoint(folder_copy), model="refused"), store_copy)
 
@@ -461,7 +408,7 @@ def key_of(folder: Path, component: str, target: Target) -> str:
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
 def test_key_is_independent_of_provenance_and_weights(
-    component: str, folder_copy: Path, toy_folder: Path, target: Target, edit_weights: Callable[..., None]
+    component: str, folder_copy: Path, toy_folder: Path, target: Target
 ) -> None:
     subfolder = folder_copy / CLASSES[component][1]
     edit_weights(subfolder, lambda tensors: [tensor.add_(1) for tensor in tensors.values()])
@@ -510,9 +457,9 @@ def test_key_depends_on_target_bucket_precision_and_layout(toy_folder: Path, tar
 
 @pytest.mark.parametrize("library", ["diffusers", "transformers"])
 def test_key_depends_on_library_versions(
-    library: str, toy_folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+    library: str, toy_folder: Path, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    installed = importlib.metadata.version
     before = key_of(toy_folder, "unet", target)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9" if name == library else installed(name))
+    install_metadata(tmp_path, library, "9")
+    monkeypatch.syspath_prepend(tmp_path)
     assert key_of(toy_folder, "unet", target) != before

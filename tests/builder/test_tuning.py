@@ -1,4 +1,4 @@
-"""The compiler's measurements are reused by the next build for the same target only."""
+"""The compiler's measurements: the next build for the same target reuses them."""
 
 import os
 from collections.abc import Sequence
@@ -24,25 +24,28 @@ class Candidate:
 CANDIDATES = [Candidate("triton"), Candidate("cublas")]
 
 
-def measured(folder: Path) -> tuple[dict[str, float], int]:
-    """Look up the candidates in Inductor's cache, as its autotuner does. Returns times and number of measurements."""
-    runs = 0
+def time_candidates(folder: Path) -> tuple[dict[str, float], int]:
+    """Look up the candidates in Inductor's cache, as its autotuner does.
+
+    Returns the time of each candidate, and the number of measurements.
+    """
+    measurements = 0
 
     def benchmark(candidates: Sequence[Candidate]) -> dict[Candidate, float]:
-        nonlocal runs
-        runs += 1
+        nonlocal measurements
+        measurements += 1
         return {candidate: 0.5 + index for index, candidate in enumerate(candidates)}
 
     with use_tuning_cache(folder):
         times = PersistentCache().lookup(CANDIDATES, "mm", "2048x1280x1280 float16", benchmark)
-    return {candidate.name: time for candidate, time in times.items()}, runs
+    return {candidate.name: time for candidate, time in times.items()}, measurements
 
 
 def test_measures_once_per_target(tmp_path: Path) -> None:
     times = {"triton": 0.5, "cublas": 1.5}
-    assert measured(tmp_path / "h200") == (times, 1)
-    assert measured(tmp_path / "h200") == (times, 0)
-    assert measured(tmp_path / "a10g") == (times, 1)
+    assert time_candidates(tmp_path / "h200") == (times, 1)
+    assert time_candidates(tmp_path / "h200") == (times, 0)
+    assert time_candidates(tmp_path / "a10g") == (times, 1)
 
 
 def test_restores_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,5 +63,5 @@ def test_restores_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_uses_an_explicit_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "chosen"))
-    assert measured(tmp_path / "h200")[1] == 1
+    assert time_candidates(tmp_path / "h200")[1] == 1
     assert not (tmp_path / "h200").exists() and any((tmp_path / "chosen" / "cache").iterdir())

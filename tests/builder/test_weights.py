@@ -1,4 +1,4 @@
-"""Weights in blobs of any size are read back unchanged."""
+"""Weights: stored once, in blobs of limited size, and read back unchanged."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from model.store.precision import FP32
 from model.weights.cache import WeightsCache
 
 
-@pytest.mark.parametrize("limit, several", [(2**20, False), (20_000, True)])
+@pytest.mark.parametrize("limit, several", [(2**20, False), (20_000, True)], ids=["one blob", "several blobs"])
 def test_reads_back_equal_weights(limit: int, several: bool, toy_folder: Path, tmp_path: Path) -> None:
     network = load_network(Checkpoint(toy_folder), "unet", FP32)
     store = open_writable_store(tmp_path)

@@ -1,4 +1,4 @@
-"""Models by name: of a Hub repository only the files that a build reads are downloaded."""
+"""Finding a model by its Hub id: only the files that a build reads are downloaded."""
 
 import os
 import shutil
@@ -11,14 +11,14 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.support.hub import hub
 
-HALF, PLAIN = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"
+FP16_WEIGHTS, WEIGHTS = "diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors"
 
 
 def find(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
     """Find a model in a process that uses the Hub at `url`. The Hub's client reads the address when it is imported."""
     code = f"from engine_builder.checkpoints.find import find_model; print(find_model({name!r}))"
-    here = {"HF_ENDPOINT": url, "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    environment = os.environ | here | {"HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    hub_settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment = os.environ | hub_settings | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
         environment.pop(variable, None)
     return subprocess.run(
@@ -32,29 +32,30 @@ def repository(toy_folder: Path, tmp_path: Path) -> Path:
     folder = Path(shutil.copytree(toy_folder, tmp_path / "repository"))
     (folder / "toy_1.0.safetensors").write_bytes(b"all networks in one file")
     (folder / "vae_1_0").mkdir()
-    (folder / "vae_1_0" / HALF).write_bytes(b"another VAE")
+    (folder / "vae_1_0" / FP16_WEIGHTS).write_bytes(b"another VAE")
     return folder
 
 
-def weights(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*.safetensors"))
 
 
 def test_downloads_fp16_weights_where_they_exist(repository: Path, tmp_path: Path) -> None:
-    shutil.copy(repository / "unet" / PLAIN, repository / "unet" / HALF)
-    (repository / "vae" / PLAIN).rename(repository / "vae" / "diffusion_pytorch_model.fp16-00001-of-00001.safetensors")
+    shutil.copy(repository / "unet" / WEIGHTS, repository / "unet" / FP16_WEIGHTS)
+    shard = "diffusion_pytorch_model.fp16-00001-of-00001.safetensors"
+    (repository / "vae" / WEIGHTS).rename(repository / "vae" / shard)
     with hub("owner/model", repository) as running:
         result = find(running.url, tmp_path / "home")
         assert result.returncode == 0, result.stderr
-        here = Path(result.stdout.strip())
-        assert weights(here) == [
+        found = Path(result.stdout.strip())
+        assert weight_files(found) == [
             "text_encoder/model.safetensors",
             "text_encoder_2/model.safetensors",
-            f"unet/{HALF}",
-            "vae/diffusion_pytorch_model.fp16-00001-of-00001.safetensors",
+            f"unet/{FP16_WEIGHTS}",
+            f"vae/{shard}",
         ]
-        assert (here / "model_index.json").is_file() and (here / "tokenizer" / "merges.txt").is_file()
-        assert sorted(path for path in running.downloaded if path.endswith(".safetensors")) == weights(here)
+        assert (found / "model_index.json").is_file() and (found / "tokenizer" / "merges.txt").is_file()
+        assert sorted(path for path in running.downloaded if path.endswith(".safetensors")) == weight_files(found)
     again = find(running.url, tmp_path / "home")  # the Hub is offline
     assert again.stdout == result.stdout, again.stderr
 
@@ -62,7 +63,7 @@ def test_downloads_fp16_weights_where_they_exist(repository: Path, tmp_path: Pat
 @pytest.mark.parametrize("form", ["", ".fp16"])
 def test_continues_an_interrupted_download(repository: Path, tmp_path: Path, form: str) -> None:
     names = [f"diffusion_pytorch_model{form}-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    (repository / "unet" / PLAIN).rename(repository / "unet" / names[0])
+    (repository / "unet" / WEIGHTS).rename(repository / "unet" / names[0])
     (repository / "unet" / names[1]).write_bytes(b"the other half")
     with hub("owner/model", repository) as running:
         running.interrupted.add(f"unet/{names[1]}")
@@ -72,7 +73,7 @@ def test_continues_an_interrupted_download(repository: Path, tmp_path: Path, for
         running.interrupted.clear()
         result = find(running.url, tmp_path / "home")
         assert result.returncode == 0, result.stderr
-        assert {f"unet/{name}" for name in names} <= {*weights(Path(result.stdout.strip()))}
+        assert {f"unet/{name}" for name in names} <= {*weight_files(Path(result.stdout.strip()))}
         assert running.downloaded.count(f"unet/{names[0]}") == 1
 
 

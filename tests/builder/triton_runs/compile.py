@@ -1,0 +1,50 @@
+"""Compiles every kernel for a GPU with tensor memory accelerators, in SDXL's shapes. Needs no GPU.
+
+Prints JSON: the most bytes of shared memory that each kernel takes.
+"""
+
+import json
+from types import SimpleNamespace
+
+import torch
+import triton
+from torch import Tensor, library
+from triton.backends.compiler import GPUTarget
+
+from engine_builder.networks import kernels, winograd_kernels
+from tests.builder.triton_runs.launches import Launch, intercept
+
+TYPES = {torch.float16: "*fp16", torch.float32: "*fp32"}
+shared_bytes: dict[str, int] = {}
+
+
+def compile_kernel(launch: Launch) -> None:
+    """Compile the kernel for the arguments of its launch."""
+    constants = {name: value for name, value in launch.arguments.items() if name in launch.constants or value is None}
+    types = {
+        name: "constexpr" if name in constants else TYPES[value.dtype] if torch.is_tensor(value) else "i32"
+        for name, value in launch.arguments.items()
+    }
+    source = triton.compiler.ASTSource(launch.kernel, types, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+    assert compiled.asm["cubin"]
+    shared_bytes[launch.name] = max(compiled.metadata.shared, shared_bytes.get(launch.name, 0))
+
+
+def fp16(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+if __name__ == "__main__":
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
+    library.wrap_triton = intercept(compile_kernel)
+    for height, width in ((32, 32), (38, 26)):  # the UNet's lowest level for 1024x1024 and 832x1216
+        tokens, tiles = height * width, 2 * height * width // 4
+        kernels.attend_to_text(fp16(2, tokens, 1280), fp16(2, 77, 1280), fp16(2, 77, 1280), 20)
+        kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240))
+        hidden, groups, products = fp16(2, height, width, 1280), torch.zeros(2, 32), fp16(16, tiles, 1280)
+        winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
+        winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)
+        winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
+    kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20)
+    print(json.dumps(shared_bytes))

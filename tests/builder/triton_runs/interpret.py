@@ -1,0 +1,108 @@
+"""Runs every kernel in Triton's interpreter (TRITON_INTERPRET=1) and compares the results with PyTorch's.
+
+Prints JSON: `errors`, relative errors by norm of each case, and `types` of the arguments that each kernel takes at run
+time.
+"""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, library, nn
+from triton.runtime import interpreter
+
+from engine_builder.networks import blocks, kernels, winograd
+from tests.builder.triton_runs.launches import Launch, intercept
+
+errors: dict[str, float] = {}
+types: dict[str, set[str]] = {}
+wrap_triton = library.wrap_triton
+patch_tensor = interpreter._patch_lang_tensor
+
+
+def exact_tanh(x: Any) -> Any:
+    """Replaces a GPU instruction, which the interpreter cannot run."""
+    return 1 - 2 / (1 + kernels.tl.exp(2 * x))
+
+
+def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+    """Triton's own patch converts an array of one number to a number, which numpy 2.4 refuses."""
+    patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def record_types(launch: Launch) -> object:
+    values = [value for name, value in launch.arguments.items() if name not in launch.constants]
+    types.setdefault(launch.name, set()).update("tensor" if torch.is_tensor(v) else type(v).__name__ for v in values)
+    return wrap_triton(launch.kernel)[launch.grid](**launch.arguments, **launch.options)
+
+
+def compare(case: str, actual: Tensor, expected: Tensor) -> None:
+    errors[case] = float((actual - expected).norm() / expected.norm())
+
+
+def run_cross_attention() -> None:
+    kernels._TEXT_PROGRAMS = 8
+    for tokens, text_tokens in ((96, 77), (128, 128), (300, 77), (320, 40)):  # one block and several, some incomplete
+        queries = torch.randn(2, tokens, 128)
+        keys, values = torch.randn(2, text_tokens, 128), torch.randn(2, text_tokens, 128)
+        actual = kernels.attend_to_text(queries, keys, values, 2)
+        compare(f"text, {tokens}", actual, blocks.attend(queries, keys, values, 2))
+    keys, values = torch.randn(2, 77, 256).chunk(2, -1)  # as in the UNet: slices of one tensor for all layers
+    compare("text, slices", kernels.attend_to_text(queries, keys, values, 2), blocks.attend(queries, keys, values, 2))
+
+
+def run_self_attention() -> None:
+    for tokens in (128, 256):
+        fused = 3 * torch.randn(2, tokens, 3 * 128)
+        compare(f"self, {tokens}", kernels.attend_to_itself(fused, 2), blocks.attend(*fused.chunk(3, -1), 2))
+
+
+def run_geglu() -> None:
+    # Fewer tiles than programs and several per program, complete tiles and partial ones.
+    for batch, count, width in ((1, 128, 128), (2, 128, 256), (9, 128, 128), (2, 76, 128), (3, 130, 256)):
+        tokens, projection = torch.randn(batch, count, 128), nn.Linear(128, 2 * width)
+        projection.weight *= 8  # so that some gates are large
+        actual = kernels.geglu(tokens, projection.weight, projection.bias)
+        compare(f"geglu, {batch} x {count} x {width}", actual, blocks.geglu(projection, tokens))
+
+
+def run_winograd() -> None:
+    winograd._MIN_WIDER_SIDE = winograd._MIN_NARROWER_SIDE = 64
+    # Sizes that are not multiples of a tile, tiles that are not multiples of a program, both widths of a program.
+    sizes = ((2, 64, 64, 8, 6), (3, 128, 64, 5, 7), (1, 64, 192, 2, 2), (2, 128, 128, 13, 1))
+    for batch, before, after, height, width in sizes:
+        norms = [nn.GroupNorm(8, channels) for channels in (before, after)]
+        for norm in norms:
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+        convolutions = [nn.Conv2d(channels, after, 3, padding=1) for channels in (before, after)]
+        shortcut = nn.Conv2d(before, after, 1) if before != after else None
+        block = SimpleNamespace(
+            norm1=norms[0], conv1=convolutions[0], norm2=norms[1], conv2=convolutions[1], conv_shortcut=shortcut
+        )
+        hidden = torch.randn(batch, before, height, width).to(memory_format=torch.channels_last)
+        bias = torch.randn(batch, 3 * after).split(after, -1)[1]  # as in the UNet: a slice of all blocks' biases
+        expected = blocks.resnet(block, hidden, bias)
+        winograd.replace_wide_convs(block)
+        case = f"winograd, {batch} x {before} x {height} x {width}"
+        compare(case, blocks.resnet(block, hidden, bias), expected)
+        if batch == 1:  # as both halves of guidance begin
+            plain = SimpleNamespace(**vars(block) | {"conv1": convolutions[0], "conv2": convolutions[1]})
+            biases = torch.randn(2, after)
+            compare("winograd, repeated", blocks.resnet(block, hidden, biases), blocks.resnet(plain, hidden, biases))
+
+
+if __name__ == "__main__":
+    kernels._tanh = exact_tanh
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
+    library.wrap_triton = intercept(record_types)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        run_cross_attention()
+        run_self_attention()
+        run_geglu()
+        run_winograd()
+    print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))
