@@ -10,7 +10,7 @@ from diffusers import DDIMScheduler
 
 from model.denoising.noise_schedule import REQUIRED, SUPPORTED, NoiseSchedule
 from model.errors import ManifestError
-from tests.support.schedulers import REFERENCES
+from tests.support.schedulers import DIFFUSERS_SCHEDULERS
 from training.architecture import SCHEDULER as SDXL
 
 
@@ -86,7 +86,7 @@ def test_knows_every_setting_of_the_schedulers_of_diffusers() -> None:
     }  # fmt: skip
     fields = set(NoiseSchedule.__dataclass_fields__)
     defaults: dict[str, set[Any]] = {}
-    for kind, _ in REFERENCES.values():
+    for kind, _ in DIFFUSERS_SCHEDULERS.values():
         for key, parameter in inspect.signature(kind.__init__).parameters.items():
             if key not in ("self", *without_effect):
                 defaults.setdefault(key, set()).add(parameter.default)

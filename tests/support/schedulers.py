@@ -11,7 +11,7 @@ from diffusers import (
 )
 
 # Sampler -> class, and the settings that differ from the checkpoint's.
-REFERENCES: dict[str, tuple[type, dict[str, Any]]] = {
+DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
     "Euler": (EulerDiscreteScheduler, {}),
     "Euler a": (EulerAncestralDiscreteScheduler, {}),
     "DDIM": (DDIMScheduler, {}),
