@@ -1,8 +1,7 @@
-"""Fixtures for attacks by someone who can write to a store, or to a node's cache.
+"""Fixtures for attacks by someone who can write to a store, or to the cache folder of a server.
 
-Each attack is loaded by `load_release` as in a server: from a folder, and, for blobs, from a real bucket through a
-cache (`in_folder_and_bucket`). It must be refused with its own error, change no file outside, and leave only complete,
-correct files in the cache.
+`load_release` loads each attacked release as in a server: from a folder, or from a real bucket through a cache. The
+load must raise the expected error, change no file outside, and leave only complete and correct files in the cache.
 """
 
 import hashlib
@@ -20,59 +19,63 @@ from model.errors import PreheatError
 from model.loading.load import Loaded, load_release
 from model.store.local import LocalStore
 from model.store.manifest import Manifest
+from model.store.options import StoreOptions
 from model.store.s3 import S3Store
 from model.store.signature import PublicKey
 from model.store.store import Store
+from tests.support import object_store as ceph
 from tests.support import releases
+from tests.support.object_store import ObjectStore
 from tests.support.releases import NAME, cpu_target
 
 
 @dataclass
-class Victim:
-    """A valid release to tamper with, and the servers that load it."""
+class AttackedRelease:
+    """A valid release to attack, and the server that loads it."""
 
     store: WritableLocalStore
     manifest: Manifest
     cache: Path
-    """The cache folder of the server that loads from a bucket."""
-    bucket: Callable[[Path], S3Store] | None
-    """Copies a folder to a bucket and opens it; None if servers load from the folder itself."""
+    """The cache folder of a server that loads from a bucket."""
+    open_store: Callable[[], Store]
+    """Opens `store`, or a bucket with the same files, as a server does."""
     entries: dict[str, Any] = field(default_factory=dict)
-    """The manifest as JSON, which `refused` and `served` write first, unless `raw` is given."""
-    raw: bytes | None = None
+    """The manifest as JSON. Each load writes it first, unless there are `manifest_bytes`."""
+    manifest_bytes: bytes | None = None
     keys: list[PublicKey] = field(default_factory=list)
     """The keys that the deployment trusts."""
 
-    def keep(self, data: bytes) -> dict[str, Any]:
-        """Store bytes under their own digest, as a publisher does."""
+    def put(self, data: bytes) -> dict[str, Any]:
+        """Store bytes under their own digest, as a publisher does. Returns their entry of a manifest."""
         return releases.put_blob(self.store, data).model_dump()
 
-    def blob(self, digest: str) -> Path:
-        """Return the file of a blob, to be overwritten."""
+    def blob_path(self, digest: str) -> Path:
+        """Return the file of a blob in the store, which a test may overwrite."""
         return self.store.root / "blobs" / "sha256" / digest
 
-    def served(self, name: str = NAME) -> Loaded:
+    def load(self, name: str = NAME) -> Loaded:
         """Load the release as a server does."""
-        releases.write_manifest(self.store.root, self.raw if self.raw is not None else self.entries)
-        store: Store = LocalStore(self.store.root) if self.bucket is None else self.bucket(self.store.root)
+        manifest = self.entries if self.manifest_bytes is None else self.manifest_bytes
+        releases.write_manifest(self.store.root, manifest)
+        store = self.open_store()
         try:
             return load_release(store, name, [cpu_target()], [], ColdStart(), self.keys)
         finally:
             if isinstance(store, S3Store):
                 store.close()
 
-    def refused(self, kind: type[PreheatError], words: str, name: str = NAME) -> str:
-        """Load the release, which must raise this error with these words."""
+    def assert_refused(self, kind: type[PreheatError], words: str, name: str = NAME) -> str:
+        """Load the release, which must raise this error with these words. Returns the message."""
         with pytest.raises(PreheatError) as caught:
-            self.served(name)
+            self.load(name)
         message = str(caught.value)
         assert type(caught.value) is kind, repr(caught.value)
         assert words in message
-        assert message.isprintable() and len(message) < 900, "it would fill a log, or forge a line"
+        assert message.isprintable() and len(message) < 900, "the message could fill a log or forge a line"
         return message
 
-    def check_cache(self) -> None:
-        """Check that the cache has only complete, correct blobs."""
+    def assert_cache_is_correct(self) -> None:
+        """Check that the cache has only complete and correct blobs."""
         folder = self.cache / "blobs" / "sha256"
         for path in folder.iterdir() if folder.exists() else ():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name, path
@@ -80,56 +83,89 @@ class Victim:
         assert not partial.exists() or not list(partial.iterdir())
 
 
+class MirrorBucket:
+    """A bucket with the same files as a folder. It uploads only what has changed since the last upload."""
+
+    def __init__(self, s3: Any, endpoint: str) -> None:
+        self.s3, self.endpoint = s3, endpoint
+        self.name = "attacked"
+        self.uploaded: dict[str, bytes] = {}
+        s3.create_bucket(Bucket=self.name)
+
+    def upload(self, root: Path) -> None:
+        files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+        for key, data in files.items():
+            if self.uploaded.get(key) != data:
+                self.s3.put_object(Bucket=self.name, Key=key, Body=data)
+                self.uploaded[key] = data
+        for key in self.uploaded.keys() - files.keys():
+            self.s3.delete_object(Bucket=self.name, Key=key)
+            del self.uploaded[key]
+
+    def open(self, cache: Path) -> S3Store:
+        """Open the bucket as a server does, with this cache folder."""
+        options = StoreOptions(
+            cache_dir=cache,
+            endpoint=self.endpoint,
+            access_key_id=ceph.ACCESS_KEY,
+            secret_access_key=ceph.SECRET_KEY,
+            attempts=2,
+            timeout=20.0,
+        )
+        return S3Store(f"s3://{self.name}", options)
+
+
 @pytest.fixture(scope="session")
-def sound_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mirror_bucket(s3: Any, object_store: ObjectStore) -> MirrorBucket:
+    return MirrorBucket(s3, object_store.url)
+
+
+@pytest.fixture(scope="session")
+def valid_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one valid release. Do not write to it."""
     store = WritableLocalStore(tmp_path_factory.mktemp("attacked") / "store")
     store.write_release(releases.draft(store, releases.compiled_toy()))
     return store.root
 
 
-in_folder_and_bucket = pytest.mark.parametrize("victim", ["folder", "bucket"], indirect=True)
-in_bucket = pytest.mark.parametrize("victim", ["bucket"], indirect=True)
+from_folder_and_bucket = pytest.mark.parametrize("attacked", ["folder", "bucket"], indirect=True)
+from_bucket = pytest.mark.parametrize("attacked", ["bucket"], indirect=True)
 
 
 @pytest.fixture
-def victim(request: pytest.FixtureRequest, sound_release: Path, tmp_path: Path) -> Iterator[Victim]:
+def attacked(request: pytest.FixtureRequest, valid_release: Path, tmp_path: Path) -> Iterator[AttackedRelease]:
     """A copy of the release for one test. No file around it may change."""
     inside = tmp_path / "inside"
     store = WritableLocalStore(inside / "store")
-    for path in sound_release.rglob("*"):
+    for path in valid_release.rglob("*"):
         if path.is_file():
-            target = store.root / path.relative_to(sound_release)
+            target = store.root / path.relative_to(valid_release)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious")
-    bucket = None
+    cache = inside / "cache"
+
+    bucket: MirrorBucket | None = None
     if getattr(request, "param", "folder") == "bucket":
-        client, name = request.getfixturevalue("s3"), request.getfixturevalue("bucket")
-        open_bucket = request.getfixturevalue("open_bucket")
+        bucket = request.getfixturevalue("mirror_bucket")
 
-        put: dict[str, bytes] = {}
-
-        def bucket(root: Path) -> S3Store:
-            for path in root.rglob("*"):
-                key = str(path.relative_to(root))
-                if path.is_file() and put.get(key) != (data := path.read_bytes()):
-                    client.put_object(Bucket=name, Key=key, Body=data)
-                    put[key] = data
-            opened: S3Store = open_bucket(cache_dir=inside / "cache", attempts=2)
-            return opened
+    def open_store() -> Store:
+        if bucket is None:
+            return LocalStore(store.root)
+        bucket.upload(store.root)
+        return bucket.open(cache)
 
     manifest = store.read_release(NAME)
-    victim = Victim(store, manifest, inside / "cache", bucket, json.loads(manifest.to_json()))
+    attacked = AttackedRelease(store, manifest, cache, open_store, json.loads(manifest.to_json()))
     around = sorted(path.name for path in tmp_path.parent.iterdir())
-    yield victim
-    victim.check_cache()
+    yield attacked
+    attacked.assert_cache_is_correct()
     assert outside.read_bytes() == b"precious" and {path.name for path in tmp_path.iterdir()} == {"inside", "outside"}
     assert sorted(path.name for path in tmp_path.parent.iterdir()) == around
 
 
 @pytest.fixture
-def outside(victim: Victim, tmp_path: Path) -> Path:
+def outside(attacked: AttackedRelease, tmp_path: Path) -> Path:
     """A file outside the store and the cache."""
     return tmp_path / "outside"

@@ -1,6 +1,6 @@
-"""Releases whose engines are mixed up, with consistent digests, as a broken tool or an attacker could publish them.
+"""Releases with swapped engines and consistent digests, as a broken tool or an attacker could publish them.
 
-Native code takes any tensors, so each mix-up is found from the packages and the manifest, or in the warm-up.
+Native code takes any tensors. So each swap must be detected from the packages and the manifest, or in the warm-up.
 """
 
 import copy
@@ -10,6 +10,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,218 +27,212 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.store.manifest import Bucket, Signature
-from tests.conftest import KEPT_STORE
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 NAME = "toy-sdxl/1"
 Entries = dict[str, Any]
 PAIRS = list(itertools.combinations(BASE_COMPONENTS, 2))
-OTHERS = list(itertools.permutations(BASE_COMPONENTS, 2))
-REBUILD = "(`preheat build`, `preheat publish`)"
+ORDERED_PAIRS = list(itertools.permutations(BASE_COMPONENTS, 2))
+FIX = "(`preheat build`, `preheat publish`)"
+
+
+@dataclass
+class Release:
+    """A store, and a manifest as JSON that a test changes."""
+
+    store: WritableLocalStore
+    entries: Entries
+    name: str = NAME
+
+    def engine(self, component: str) -> Entries:
+        """Return the first engine of a component."""
+        return dict(next(engine for engine in self.entries["engines"] if engine["component"] == component))
+
+    def update_engines(self, component: str, changes: Entries) -> None:
+        """Change entries of all engines of a component."""
+        for engine in self.entries["engines"]:
+            if engine["component"] == component:
+                engine.update(copy.deepcopy(changes))
+
+    def exchange_names(self, one: str, two: str) -> None:
+        """Exchange the names of two components, with their weights. Each of them stays consistent."""
+        new_names = {one: two, two: one}
+        for record in self.entries["engines"] + self.entries["weights"]:
+            record["component"] = new_names.get(record["component"], record["component"])
+
+    def package(self, engine: Entries) -> bytes:
+        return self.store.get(engine["blob"]["sha256"], engine["blob"]["bytes"]).read_bytes()
+
+    def load(self) -> Loaded:
+        releases.write_manifest(self.store.root, self.entries, self.name)
+        return load_release(self.store, self.name, detect_targets(), [], ColdStart())
 
 
 @pytest.fixture(scope="module")
-def copied(toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> WritableLocalStore:
-    """A store whose release each test rewrites; its blobs are not changed."""
+def toy_copy(toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The toy in a store of this module."""
     store = WritableLocalStore(tmp_path_factory.mktemp("swapped") / "store")
     manifest = toy_store.read_release(NAME)
     for digest, blob in manifest.blobs().items():
         store.put(toy_store.get(digest, blob.bytes))
-    releases.write_manifest(store.root, manifest.to_json(), NAME)
-    return store
+    return Release(store, json.loads(manifest.to_json()))
+
+
+def without_component_name(package: bytes) -> bytes:
+    """Return a package whose top folder does not name its component."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(package)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for name in old.namelist():
+            new.writestr(f"package/{name.partition('/')[2]}", old.read(name))
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def nameless_copy(toy_copy: Release, tmp_path_factory: pytest.TempPathFactory) -> Release:
+    """The toy in a store of this module, with packages that do not name their component."""
+    store = WritableLocalStore(shutil.copytree(toy_copy.store.root, tmp_path_factory.mktemp("nameless") / "store"))
+    entries = copy.deepcopy(toy_copy.entries)
+    for engine in entries["engines"]:
+        engine["blob"] = releases.put_blob(store, without_component_name(toy_copy.package(engine))).model_dump()
+    return Release(store, entries)
 
 
 @pytest.fixture
-def entries(copied: WritableLocalStore, toy_store: WritableStore) -> Entries:
-    """The valid manifest as JSON, to be changed."""
-    return dict(json.loads(toy_store.read_release(NAME).to_json()))
+def toy(toy_copy: Release) -> Release:
+    return Release(toy_copy.store, copy.deepcopy(toy_copy.entries))
 
 
-def engine_of(entries: Entries, component: str) -> Entries:
-    return dict(next(engine for engine in entries["engines"] if engine["component"] == component))
+@pytest.fixture
+def nameless(nameless_copy: Release) -> Release:
+    return Release(nameless_copy.store, copy.deepcopy(nameless_copy.entries))
 
 
-def replace_engine(entries: Entries, component: str, change: Entries) -> None:
-    for engine in entries["engines"]:
-        if engine["component"] == component:
-            engine.update(copy.deepcopy(change))
-
-
-def load(store: WritableLocalStore, entries: Entries, name: str = NAME) -> Loaded:
-    releases.write_manifest(store.root, entries, name)
-    return load_release(store, name, detect_targets(), [], ColdStart())
-
-
-TAKEN: dict[str, tuple[str, ...]] = {
+# What an engine of one component gets from an engine of another.
+SWAPPED_ENTRIES: dict[str, tuple[str, ...]] = {
     "code": ("blob",),
     "code and map": ("blob", "constants"),
     "code and interface": ("blob", "constants", "signature", "bucket"),
     "record": ("blob", "constants", "signature", "bucket", "key"),
 }
+each_swap = pytest.mark.parametrize("swapped", SWAPPED_ENTRIES.values(), ids=SWAPPED_ENTRIES)
 
 
-@pytest.mark.parametrize("taken", TAKEN.values(), ids=TAKEN)
-@pytest.mark.parametrize("component, other", OTHERS)
+@each_swap
+@pytest.mark.parametrize("component, other", ORDERED_PAIRS)
 def test_refuses_engine_of_another_component(
-    component: str, other: str, taken: tuple[str, ...], copied: WritableLocalStore, entries: Entries
+    component: str, other: str, swapped: tuple[str, ...], toy: Release
 ) -> None:
-    given = engine_of(entries, other)
-    replace_engine(entries, component, {name: given[name] for name in taken})
+    source = toy.engine(other)
+    toy.update_engines(component, {name: source[name] for name in swapped})
     with pytest.raises(EngineError) as caught:
-        load(copied, entries)
+        toy.load()
     message = str(caught.value)
     assert f"The {component} engine " in message and f"was compiled for the {other} engine" in message
-    assert REBUILD in message
-
-
-def exchange_names(entries: Entries, one: str, two: str) -> None:
-    """Exchange two components with their weights. All of each is consistent."""
-    names = {one: two, two: one}
-    for record in entries["engines"] + entries["weights"]:
-        record["component"] = names.get(record["component"], record["component"])
+    assert FIX in message
 
 
 @pytest.mark.parametrize("one, two", PAIRS)
-def test_refuses_components_under_exchanged_names(
-    one: str, two: str, copied: WritableLocalStore, entries: Entries
-) -> None:
-    exchange_names(entries, one, two)
+def test_refuses_components_under_exchanged_names(one: str, two: str, toy: Release) -> None:
+    toy.exchange_names(one, two)
     with pytest.raises(EngineError, match="was compiled for the") as caught:
-        load(copied, entries)
-    assert (one in str(caught.value) or two in str(caught.value)) and REBUILD in str(caught.value)
+        toy.load()
+    assert (one in str(caught.value) or two in str(caught.value)) and FIX in str(caught.value)
 
 
-def renamed(package: bytes, folder: str) -> bytes:
-    """Return a package with another top folder, as one that says nothing about itself."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(package)) as old, zipfile.ZipFile(buffer, "w") as new:
-        for name in old.namelist():
-            new.writestr(f"{folder}/{name.partition('/')[2]}", old.read(name))
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def nameless(
-    copied: WritableLocalStore, toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[WritableLocalStore, Entries]:
-    """A store and a manifest whose packages do not name their component."""
-    store = WritableLocalStore(shutil.copytree(copied.root, tmp_path_factory.mktemp("nameless") / "store"))
-    entries = json.loads(toy_store.read_release(NAME).to_json())
-    for engine in entries["engines"]:
-        package = renamed(store.get(engine["blob"]["sha256"], engine["blob"]["bytes"]).read_bytes(), "package")
-        engine["blob"] = releases.put_blob(store, package).model_dump()
-    return store, entries
-
-
-@pytest.fixture
-def nameless_entries(nameless: tuple[WritableLocalStore, Entries]) -> Entries:
-    return copy.deepcopy(nameless[1])
-
-
-def test_loads_packages_that_name_no_component(
-    nameless: tuple[WritableLocalStore, Entries], nameless_entries: Entries
-) -> None:
+def test_loads_packages_that_name_no_component(nameless: Release) -> None:
     with torch.inference_mode():
-        warm_up(load(nameless[0], nameless_entries))
+        warm_up(nameless.load())
 
 
-@pytest.mark.parametrize("taken", TAKEN.values(), ids=TAKEN)
-@pytest.mark.parametrize("component, other", OTHERS)
+@each_swap
+@pytest.mark.parametrize("component, other", ORDERED_PAIRS)
 def test_refuses_nameless_engine_of_another_component(
-    component: str,
-    other: str,
-    taken: tuple[str, ...],
-    nameless: tuple[WritableLocalStore, Entries],
-    nameless_entries: Entries,
+    component: str, other: str, swapped: tuple[str, ...], nameless: Release
 ) -> None:
-    given = engine_of(nameless_entries, other)
-    replace_engine(nameless_entries, component, {name: given[name] for name in taken})
+    source = nameless.engine(other)
+    nameless.update_engines(component, {name: source[name] for name in swapped})
     with pytest.raises(EngineError, match=component) as caught:
-        load(nameless[0], nameless_entries)
-    assert REBUILD in str(caught.value)
+        nameless.load()
+    assert FIX in str(caught.value)
 
 
 @pytest.mark.parametrize("one, two", PAIRS)
-def test_warm_up_refuses_exchanged_nameless_engines(
-    one: str, two: str, nameless: tuple[WritableLocalStore, Entries], nameless_entries: Entries
-) -> None:
-    exchange_names(nameless_entries, one, two)
+def test_warm_up_refuses_exchanged_nameless_engines(one: str, two: str, nameless: Release) -> None:
+    nameless.exchange_names(one, two)
     with pytest.raises(EngineError) as caught, torch.inference_mode():
-        warm_up(load(nameless[0], nameless_entries))
-    assert (one in str(caught.value) or two in str(caught.value)) and REBUILD in str(caught.value)
+        warm_up(nameless.load())
+    assert (one in str(caught.value) or two in str(caught.value)) and FIX in str(caught.value)
 
 
-@pytest.mark.parametrize("taken", TAKEN.values(), ids=TAKEN)
+@each_swap
 @pytest.mark.parametrize("component", [name for name in REFINER_COMPONENTS if name != "refiner_text_encoder_2"])
 def test_refuses_exchange_of_base_and_refiner(
-    component: str, taken: tuple[str, ...], store: WritableStore, release: str, tmp_path: Path
+    component: str, swapped: tuple[str, ...], store: WritableStore, release: str, tmp_path: Path
 ) -> None:
-    """Both are of one kind, and differ in their weights and sizes."""
-    linked = WritableLocalStore(tmp_path)
-    (tmp_path / "blobs").symlink_to(KEPT_STORE / "blobs")
-    entries = json.loads(store.read_release(release).to_json())
+    """Both have the same kind of network, with other weights and sizes."""
+    assert isinstance(store, WritableLocalStore)
+    (tmp_path / "blobs").symlink_to(store.root / "blobs")
+    tiny = Release(WritableLocalStore(tmp_path), json.loads(store.read_release(release).to_json()), release)
     base = component.removeprefix("refiner_")
-    records = engine_of(entries, base), engine_of(entries, component)
-    for name, given in zip((component, base), records, strict=True):
-        replace_engine(entries, name, {key: given[key] for key in taken})
+    engines = tiny.engine(base), tiny.engine(component)
+    for target, source in zip((component, base), engines, strict=True):
+        tiny.update_engines(target, {name: source[name] for name in swapped})
     with pytest.raises(EngineError, match=base) as caught:
-        load(linked, entries, release)
-    assert REBUILD in str(caught.value)
+        tiny.load()
+    assert FIX in str(caught.value)
 
 
-def changed_bucket(identity: Identity) -> Identity:
-    return identity.model_copy(update={"bucket": Bucket(batch=identity.bucket.batch)})
+# -- the identity in a package: the bucket and the signature that it was compiled for ---------------------------------
 
 
-def changed_signature(identity: Identity) -> Identity:
-    outputs = tuple(spec.model_copy(update={"dtype": "float16"}) for spec in identity.signature.outputs)
-    return Identity(bucket=identity.bucket, signature=Signature(inputs=identity.signature.inputs, outputs=outputs))
+def identity_of_unet(release: Release) -> Identity:
+    engine = release.engine("unet")
+    return Identity.model_validate({"bucket": engine["bucket"], "signature": engine["signature"]})
 
 
-IDENTITIES: dict[str, tuple[Callable[[Identity], Identity], str]] = {
-    "bucket": (changed_bucket, "compiled for another bucket"),
-    "signature": (changed_signature, "compiled for other inputs or outputs"),
-}
-
-
-def with_identity(store: WritableLocalStore, entries: Entries, identity: Identity, folder: Path) -> None:
-    """Give the UNet of a manifest a package that states this identity, as a build writes it."""
-    engine = engine_of(entries, "unet")
+def set_identity_of_unet(release: Release, identity: Identity, folder: Path) -> None:
+    """Replace the UNet's package with one that has this identity, as a build writes it."""
+    engine = release.engine("unet")
     package = folder / f"unet-{engine['key'][:12]}.pt2"
-    given = store.get(engine["blob"]["sha256"], engine["blob"]["bytes"]).read_bytes()
-    with zipfile.ZipFile(io.BytesIO(given)) as old, zipfile.ZipFile(package, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(release.package(engine))) as old, zipfile.ZipFile(package, "w") as new:
         for name in old.namelist():
             if not name.endswith(f"/{IDENTITY}"):
                 new.writestr(name, old.read(name))
     write_identity(package, identity)
-    replace_engine(entries, "unet", {"blob": releases.put_blob(store, package.read_bytes()).model_dump()})
+    release.update_engines("unet", {"blob": releases.put_blob(release.store, package.read_bytes()).model_dump()})
 
 
-def identity_of(entries: Entries) -> Identity:
-    engine = engine_of(entries, "unet")
-    return Identity.model_validate({"bucket": engine["bucket"], "signature": engine["signature"]})
+def with_other_bucket(identity: Identity) -> Identity:
+    return identity.model_copy(update={"bucket": Bucket(batch=identity.bucket.batch)})
 
 
-def test_loads_package_with_the_identity_of_its_record(
-    copied: WritableLocalStore, entries: Entries, tmp_path: Path
-) -> None:
-    with_identity(copied, entries, identity_of(entries), tmp_path)
-    assert load(copied, entries).release == NAME
+def with_other_signature(identity: Identity) -> Identity:
+    outputs = tuple(spec.model_copy(update={"dtype": "float16"}) for spec in identity.signature.outputs)
+    return Identity(bucket=identity.bucket, signature=Signature(inputs=identity.signature.inputs, outputs=outputs))
 
 
-@pytest.mark.parametrize("change, words", IDENTITIES.values(), ids=IDENTITIES)
-def test_refuses_record_that_changes_what_was_compiled(
-    change: Callable[[Identity], Identity], words: str, copied: WritableLocalStore, entries: Entries, tmp_path: Path
+def without_signature(identity: Identity) -> Identity:
+    return identity.model_construct(bucket=identity.bucket)
+
+
+CHANGED_IDENTITIES: dict[str, tuple[Callable[[Identity], Identity], str]] = {
+    "bucket": (with_other_bucket, "The unet engine .*compiled for another bucket.*`preheat build`"),
+    "signature": (with_other_signature, "The unet engine .*compiled for other inputs or outputs.*`preheat build`"),
+    "damaged": (without_signature, f"unet engine cannot be opened .its {IDENTITY} is damaged"),
+}
+
+
+def test_loads_package_with_its_identity(toy: Release, tmp_path: Path) -> None:
+    set_identity_of_unet(toy, identity_of_unet(toy), tmp_path)
+    assert toy.load().release == NAME
+
+
+@pytest.mark.parametrize("change, words", CHANGED_IDENTITIES.values(), ids=CHANGED_IDENTITIES)
+def test_refuses_package_with_another_identity(
+    change: Callable[[Identity], Identity], words: str, toy: Release, tmp_path: Path
 ) -> None:
     """Native code checks no size: an engine of another bucket would read beyond its inputs."""
-    with_identity(copied, entries, change(identity_of(entries)), tmp_path)
-    with pytest.raises(EngineError, match=f"The unet engine .*{words}.*`preheat build`"):
-        load(copied, entries)
-
-
-def test_refuses_damaged_identity(copied: WritableLocalStore, entries: Entries, tmp_path: Path) -> None:
-    identity = identity_of(entries)
-    with_identity(copied, entries, identity.model_construct(bucket=identity.bucket), tmp_path)
-    with pytest.raises(EngineError, match=f"unet engine cannot be opened .its {IDENTITY} is damaged"):
-        load(copied, entries)
+    set_identity_of_unet(toy, change(identity_of_unet(toy)), tmp_path)
+    with pytest.raises(EngineError, match=words):
+        toy.load()

@@ -24,12 +24,14 @@ from model.store.local import LocalStore
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
-from tests.attacks.conftest import Victim
+from tests.attacks.conftest import AttackedRelease
 from tests.support import releases
 from tests.support.releases import NAME, cpu_target
 
 Entries = dict[str, Any]
-THOUSAND = 1000
+EntryPath = tuple[Any, ...]
+MUTATIONS = 1000
+MAX_MESSAGE_LENGTH = 1500
 
 JUNK: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 7, 2**31, 2**63, 2**70, 10**400, 0.5, -1e308, "", "1", "\0", "../../x", "é\u202e",
@@ -37,23 +39,28 @@ JUNK: tuple[Any, ...] = (
 )  # fmt: skip
 
 
-def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def iterate_leaves(node: Any, path: EntryPath = ()) -> Iterator[tuple[EntryPath, Any]]:
     """Yield (path, value) of all leaves of a tree, including empty objects and lists."""
     items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
     if not items:
         yield path, node
     for key, child in items:
-        yield from leaves(child, (*path, key))
+        yield from iterate_leaves(child, (*path, key))
 
 
-def containers(node: Any) -> list[Any]:
+def leaf_types(tree: Any) -> dict[EntryPath, type]:
+    return {path: type(value) for path, value in iterate_leaves(tree)}
+
+
+def objects_and_lists(node: Any) -> list[Any]:
+    """Return all objects and lists of a tree, the root included."""
     if not isinstance(node, dict | list):
         return []
     children = node.values() if isinstance(node, dict) else node
-    return [node] + [found for child in children for found in containers(child)]
+    return [node] + [descendant for child in children for descendant in objects_and_lists(child)]
 
 
-def another(value: Any, rng: random.Random) -> Any:
+def similar_value(value: Any, rng: random.Random) -> Any:
     """Return another value that is usually as valid."""
     if type(value) is int:
         return value + rng.choice([-1, 1, 7])
@@ -65,14 +72,14 @@ def another(value: Any, rng: random.Random) -> Any:
     return not value if isinstance(value, bool) else value
 
 
-def mutate_tree(entries: Entries, rng: random.Random) -> bytes:
+def mutate_entries(entries: Entries, rng: random.Random) -> bytes:
     """Apply one to three changes that keep valid JSON."""
     for _ in range(rng.choice([1, 1, 2, 3])):
-        node = rng.choice([found for found in containers(entries) if found])
+        node = rng.choice([node for node in objects_and_lists(entries) if node])
         key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
         match rng.randrange(9):
             case 6 | 7 | 8:
-                node[key] = another(node[key], rng)
+                node[key] = similar_value(node[key], rng)
             case 0:
                 del node[key]
             case 1 | 2:
@@ -110,41 +117,28 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
     return data
 
 
-def kinds(tree: Any) -> dict[tuple[Any, ...], type]:
-    return {path: type(value) for path, value in leaves(tree)}
-
-
-def rewrite(path: Path, data: bytes | None) -> None:
-    """Replace a file, at least one tick of the file system's clock later. No data deletes it."""
-    before = path.stat().st_ctime_ns if path.exists() else 0
-    path.unlink(missing_ok=True)
-    if data is not None:
-        path.write_bytes(data)
-        while path.stat().st_ctime_ns == before:
-            path.write_bytes(data)
-
-
 def load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded:
     return load_release(store, NAME, [cpu_target()], [], ColdStart(), keys or [])
 
 
-def refusal(store: LocalStore, keys: list[PublicKey]) -> str:
-    """Load the release, which must fail, and return the name of the error."""
-    with pytest.raises(PreheatError) as caught:
-        load(store, keys)
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 1500, message
-    return type(caught.value).__name__
+def try_to_load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded | str:
+    """Load the release, or return the name of the error, whose message must be short and printable."""
+    try:
+        return load(store, keys)
+    except PreheatError as error:
+        message = str(error)
+        assert message.isprintable() and len(message) < MAX_MESSAGE_LENGTH, message
+        return type(error).__name__
 
 
-def meaning(data: bytes) -> Manifest | None:
+def parse_or_none(data: bytes) -> Manifest | None:
     try:
         return parse_manifest(data, NAME)
     except PreheatError:
         return None
 
 
-def test_a_thousand_mutated_manifests(victim: Victim) -> None:
+def test_a_thousand_mutated_manifests(attacked: AttackedRelease) -> None:
     """A signed release: every manifest with another meaning is refused.
 
     Without a configured key, a valid manifest with another number (of steps, of a date) looks like a published one. It
@@ -153,112 +147,126 @@ def test_a_thousand_mutated_manifests(victim: Victim) -> None:
     rng = random.Random(20260101)
     key = Ed25519PrivateKey.generate()
     trusted = [signing.public_key(key)]
-    original = signing.sign(victim.manifest, key)
-    data = original.to_json()
-    true = {digest: blob.bytes for digest, blob in original.blobs().items()}
-    blobs = sorted(victim.store.root.rglob("blobs/sha256/*"))
-    refused: Counter[str] = Counter()
-    unsigned: Counter[str] = Counter()
-    same = 0
-    while refused.total() < THOUSAND:
-        mutant = mutate_tree(json.loads(data), rng) if rng.random() < 0.5 else mutate_bytes(data, rng)
-        accepted = meaning(mutant)
-        if accepted == original:
-            same += 1  # whitespace, for example
+    original = signing.sign(attacked.manifest, key)
+    original_bytes = original.to_json()
+    original_blobs = {digest: blob.bytes for digest, blob in original.blobs().items()}
+    original_types = leaf_types(original.model_dump(mode="json"))
+    blob_files = sorted(attacked.store.root.rglob("blobs/sha256/*"))
+    with_key: Counter[str] = Counter()
+    without_key: Counter[str] = Counter()
+    unchanged = 0
+    while with_key.total() < MUTATIONS:
+        if rng.random() < 0.5:
+            mutant = mutate_entries(json.loads(original_bytes), rng)
+        else:
+            mutant = mutate_bytes(original_bytes, rng)
+        manifest = parse_or_none(mutant)
+        if manifest == original:
+            unchanged += 1  # whitespace, for example
             continue
-        releases.write_manifest(victim.store.root, mutant)
-        refused[refusal(victim.store, trusted)] += 1
-        if accepted is None:
+        releases.write_manifest(attacked.store.root, mutant)
+        outcome = try_to_load(attacked.store, trusted)
+        assert isinstance(outcome, str), "loaded a manifest that the key did not sign"
+        with_key[outcome] += 1
+        if manifest is None:
             continue
-        try:
-            loaded = load(victim.store)
-        except PreheatError as error:
-            assert str(error).isprintable() and len(str(error)) < 1500, str(error)
-            unsigned[type(error).__name__] += 1
+        outcome = try_to_load(attacked.store)
+        if isinstance(outcome, str):
+            without_key[outcome] += 1
             continue
-        unsigned["served"] += 1
-        assert loaded.release == NAME
-        assert {digest: blob.bytes for digest, blob in accepted.blobs().items()}.items() <= true.items()
-        dumped = kinds(accepted.model_dump(mode="json"))
-        shared = dumped.keys() & kinds(original.model_dump(mode="json")).keys()
-        assert len(shared) > 0.9 * len(dumped), "a large change was accepted"
-    assert refused.keys() == {"ManifestError", "UntrustedRelease"} and min(refused.values()) > 50, refused
-    assert same > 10 and unsigned["served"] > 20, (same, unsigned)
-    assert {"CorruptBlob", "NoEngineForTarget", "MissingComponent"} <= unsigned.keys(), unsigned
-    assert sorted(victim.store.root.rglob("blobs/sha256/*")) == blobs
+        without_key["loaded"] += 1
+        assert outcome.release == NAME
+        assert {digest: blob.bytes for digest, blob in manifest.blobs().items()}.items() <= original_blobs.items()
+        types = leaf_types(manifest.model_dump(mode="json"))
+        assert len(types.keys() & original_types.keys()) > 0.9 * len(types), "a large change was accepted"
+    assert with_key.keys() == {"ManifestError", "UntrustedRelease"} and min(with_key.values()) > 50, with_key
+    assert unchanged > 10 and without_key["loaded"] > 20, (unchanged, without_key)
+    assert {"CorruptBlob", "NoEngineForTarget", "MissingComponent"} <= without_key.keys(), without_key
+    assert sorted(attacked.store.root.rglob("blobs/sha256/*")) == blob_files
 
 
-def changed(data: bytes, alike: list[bytes], rng: random.Random) -> bytes | None:
+Blobs = dict[Path, bytes]
+
+
+def read_blobs(attacked: AttackedRelease) -> Blobs:
+    return {path: path.read_bytes() for path in sorted((attacked.store.root / "blobs" / "sha256").iterdir())}
+
+
+def damage_blob(blobs: Blobs, path: Path, rng: random.Random) -> bytes | None:
     """Return changed bytes, or None for a deleted blob: a bit, cut, longer, another blob, noise, rotated."""
+    data = blobs[path]
     at = rng.randrange(len(data))
     match rng.randrange(8):
         case 0 | 1:
-            bad = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+            damaged = data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
         case 2:
-            bad = data[:at]
+            damaged = data[:at]
         case 3:
-            bad = data + rng.randbytes(rng.choice([1, 100]))
+            damaged = data + rng.randbytes(rng.choice([1, 100]))
         case 4:
-            bad = rng.choice(alike) if alike else bytes(len(data))
+            same_size = [other for key, other in blobs.items() if key != path and len(other) == len(data)]
+            damaged = rng.choice(same_size) if same_size else bytes(len(data))
         case 5:
-            bad = rng.randbytes(len(data))
+            damaged = rng.randbytes(len(data))
         case 6:
             cut = rng.randrange(1, len(data) + 1)
-            bad = data[cut:] + data[:cut]
+            damaged = data[cut:] + data[:cut]
         case _:
             return None
-    return b"" if bad == data else bad
+    return b"" if damaged == data else damaged
 
 
-def contents(victim: Victim) -> tuple[dict[Path, bytes], Callable[[Path], list[bytes]]]:
-    """Return all blobs of the release, and a function for the others of the same size."""
-    whole = {path: path.read_bytes() for path in sorted((victim.store.root / "blobs" / "sha256").iterdir())}
-    return whole, lambda path: [
-        data for other, data in whole.items() if other != path and len(data) == len(whole[path])
-    ]
+def replace_file(path: Path, data: bytes | None) -> None:
+    """Replace a file, at least one tick of the file system's clock later. None deletes it."""
+    before = path.stat().st_ctime_ns if path.exists() else 0
+    path.unlink(missing_ok=True)
+    if data is not None:
+        path.write_bytes(data)
+        while path.stat().st_ctime_ns == before:
+            path.write_bytes(data)
 
 
-def test_a_thousand_changed_blobs_in_a_folder(victim: Victim) -> None:
+def test_a_thousand_changed_blobs_in_a_folder(attacked: AttackedRelease) -> None:
     """The store has verified them before. Each change is refused, and each restored blob loads."""
     rng = random.Random(20260102)
-    whole, alike = contents(victim)
-    load(victim.store)
-    for number in range(THOUSAND):
-        path = rng.choice(list(whole))
-        rewrite(path, changed(whole[path], alike(path), rng))
+    blobs = read_blobs(attacked)
+    load(attacked.store)
+    for number in range(MUTATIONS):
+        path = rng.choice(list(blobs))
+        replace_file(path, damage_blob(blobs, path, rng))
         # A new store, or one that has verified the blob before.
         with pytest.raises(CorruptBlob, match=path.name[:12]):
-            load(LocalStore(victim.store.root) if number % 2 else victim.store)
-        rewrite(path, whole[path])
-    assert load(victim.store).release == NAME
+            load(LocalStore(attacked.store.root) if number % 2 else attacked.store)
+        replace_file(path, blobs[path])
+    assert load(attacked.store).release == NAME
 
 
 def test_a_thousand_changed_blobs_in_a_bucket(
-    victim: Victim, s3: Any, bucket: str, open_bucket: Callable[..., WritableS3Store]
+    attacked: AttackedRelease, s3: Any, bucket: str, open_bucket: Callable[..., WritableS3Store]
 ) -> None:
     """Each is fetched with an empty cache, refused, and not cached."""
     rng = random.Random(20260103)
-    whole, alike = contents(victim)
-    engine = max(whole, key=lambda path: len(whole[path]))
-    store = open_bucket(cache_dir=victim.cache)
+    blobs = read_blobs(attacked)
+    engine = max(blobs, key=lambda path: len(blobs[path]))
+    store = open_bucket(cache_dir=attacked.cache)
     # The engine is a thousand times larger than the others, so it is changed less often.
-    paths = [rng.choice([path for path in whole if path != engine]) for _ in range(THOUSAND - 20)] + [engine] * 20
-    # Sequential for each blob, with several blobs in parallel.
-    turns = {path: paths.count(path) for path in whole}
-    seeds = {path: rng.randrange(2**32) for path in whole}
+    paths = [rng.choice([path for path in blobs if path != engine]) for _ in range(MUTATIONS - 20)] + [engine] * 20
+    counts = Counter(paths)
+    seeds = {path: rng.randrange(2**32) for path in blobs}
 
     def attack(path: Path) -> int:
-        own = random.Random(seeds[path])
-        for _ in range(turns[path]):
-            bad = changed(whole[path], alike(path), own)
-            if bad is None:
+        """Change one blob several times. Several blobs are attacked in parallel."""
+        own_rng = random.Random(seeds[path])
+        for _ in range(counts[path]):
+            damaged = damage_blob(blobs, path, own_rng)
+            if damaged is None:
                 s3.delete_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}")
             else:
-                s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}", Body=bad)
+                s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{path.name}", Body=damaged)
             with pytest.raises(CorruptBlob, match=path.name[:12]):
-                store.get(path.name, len(whole[path]))
-        return turns[path]
+                store.get(path.name, len(blobs[path]))
+        return counts[path]
 
-    with ThreadPoolExecutor(4) as pool:
-        assert sum(pool.map(attack, whole)) == THOUSAND
-    assert not [*(victim.cache / "blobs" / "sha256").iterdir(), *(victim.cache / "partial").iterdir()]
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(attack, blobs)) == MUTATIONS
+    assert not [*(attacked.cache / "blobs" / "sha256").iterdir(), *(attacked.cache / "partial").iterdir()]

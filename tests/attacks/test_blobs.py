@@ -1,0 +1,276 @@
+"""Blobs that an attacker changed: in a store, in a shared cache folder, or after the load."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from engine_builder.stores.local import WritableLocalStore
+from engine_builder.stores.store import WritableStore
+from model.api.request import GenerationRequest, resolve
+from model.cold_start import ColdStart
+from model.errors import CorruptBlob, StoreError
+from model.loading.load import load_release
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
+from model.store.keys import blob_key
+from model.store.local import LocalStore
+from model.store.manifest import Blob, Manifest
+from model.store.sink import Sink
+from model.store.store import Store
+from tests.attacks.conftest import AttackedRelease, from_bucket, from_folder_and_bucket
+from tests.support import stub_truss
+
+DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "longer": (lambda data: data + b"\0", "bytes instead of"),
+    "much longer": (lambda data: data + bytes(2**21), "bytes instead of"),
+    "shorter": (lambda data: data[:-1], "bytes instead of"),
+    "empty": (lambda data: b"", "is damaged: it has "),
+    "one bit": (lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:], "its bytes have changed"),
+    "zeros": (lambda data: bytes(len(data)), "its bytes have changed"),
+}
+BLOBS: dict[str, Callable[[Manifest], Blob]] = {
+    "engine": lambda manifest: manifest.engines[2].blob,
+    "weights": lambda manifest: manifest.weights[1].blobs[0],
+    "tokenizer": lambda manifest: manifest.tokenizers["tokenizer"].blob,
+}
+
+
+@from_folder_and_bucket
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("choose", BLOBS.values(), ids=BLOBS)
+def test_refuses_changed_blob(
+    attacked: AttackedRelease, choose: Callable[[Manifest], Blob], damage: Callable[[bytes], bytes], words: str
+) -> None:
+    digest = choose(attacked.manifest).sha256
+    path = attacked.blob_path(digest)
+    data = path.read_bytes()
+    path.write_bytes(damage(data))
+    assert digest[:12] in attacked.assert_refused(CorruptBlob, words)
+    path.write_bytes(data)
+    assert attacked.load().release == attacked.manifest.name
+
+
+@from_folder_and_bucket
+def test_refuses_swapped_blobs(attacked: AttackedRelease) -> None:
+    """Two blobs of weights with the same size and format, each under the other's digest."""
+    paths = [attacked.blob_path(attacked.manifest.weights[index].blobs[0].sha256) for index in (0, 2)]
+    first, second = (path.read_bytes() for path in paths)
+    assert len(first) == len(second) and first != second
+    for path, data in zip(paths, (second, first), strict=True):
+        path.write_bytes(data)
+    attacked.assert_refused(CorruptBlob, "its bytes have changed")
+
+
+def make_sparse_terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+SUBSTITUTES: dict[str, tuple[Callable[[Path], object], type[StoreError], str]] = {
+    "pipe": (os.mkfifo, StoreError, "it is not a regular file"),
+    "folder": (Path.mkdir, StoreError, "it is not a regular file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), StoreError, "it is not a regular file"),
+    "link to itself": (lambda path: path.symlink_to(path), StoreError, "Too many levels of symbolic links"),
+    "terabyte": (make_sparse_terabyte, CorruptBlob, "1099511627776"),
+}
+
+
+@pytest.mark.parametrize("make, kind, words", SUBSTITUTES.values(), ids=SUBSTITUTES)
+@pytest.mark.parametrize("choose", BLOBS.values(), ids=BLOBS)
+def test_refuses_substitute_for_a_file(
+    attacked: AttackedRelease,
+    choose: Callable[[Manifest], Blob],
+    make: Callable[[Path], object],
+    kind: type[StoreError],
+    words: str,
+) -> None:
+    """None of them may block the load or fill the memory."""
+    path = attacked.blob_path(choose(attacked.manifest).sha256)
+    path.unlink()
+    make(path)
+    assert path.name[:12] in attacked.assert_refused(kind, words)
+
+
+@from_folder_and_bucket
+def test_untrue_size_takes_no_space(attacked: AttackedRelease) -> None:
+    """The service's own size is compared before the cache allocates any space."""
+    for engine in attacked.entries["engines"]:
+        engine["blob"]["bytes"] = 2**27
+    actual = attacked.manifest.engines[0].blob.bytes
+    attacked.assert_refused(CorruptBlob, f"it has {actual} bytes instead of {2**27}")
+
+
+# -- links and pipes in a shared cache folder, under the names that a server will use ---------------------------------
+
+
+@pytest.fixture
+def digest(attacked: AttackedRelease) -> str:
+    """The digest of a blob that is not in the cache yet. The folders of the cache exist."""
+    for folder in ("blobs/sha256", "partial", "users"):
+        (attacked.cache / folder).mkdir(parents=True)
+    return attacked.manifest.weights[0].blobs[0].sha256
+
+
+@from_bucket
+def test_writes_through_no_link_to_a_partial_blob(attacked: AttackedRelease, digest: str, outside: Path) -> None:
+    link = attacked.cache / "partial" / digest
+    link.symlink_to(outside)
+    attacked.assert_refused(StoreError, f"{digest} in it: Too many levels of symbolic links")
+    assert outside.read_bytes() == b"precious"
+    link.unlink()
+
+
+@from_bucket
+def test_writes_through_no_link_to_the_lock(attacked: AttackedRelease, digest: str, tmp_path: Path) -> None:
+    (attacked.cache / "lock").symlink_to(tmp_path / "created")
+    attacked.assert_refused(StoreError, "lock in it: Too many levels of symbolic links")
+    assert not (tmp_path / "created").exists()
+
+
+@from_bucket
+def test_refuses_pipe_in_place_of_the_lock(attacked: AttackedRelease, digest: str) -> None:
+    os.mkfifo(attacked.cache / "lock")
+    attacked.assert_refused(StoreError, "lock in it: Not a regular file")
+
+
+@from_bucket
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_replaces_substitute_for_a_blob(attacked: AttackedRelease, digest: str, outside: Path, kind: str) -> None:
+    path = attacked.cache / "blobs" / "sha256" / digest
+    if kind == "link":
+        path.symlink_to(outside)
+    else:
+        os.mkfifo(path)
+    assert attacked.load().release == "toy/1"
+    assert path.is_file() and not path.is_symlink() and outside.read_bytes() == b"precious"
+
+
+@from_bucket
+@pytest.mark.parametrize("folder", ["blobs/sha256", "partial"])
+def test_refuses_folder_in_place_of_a_blob(attacked: AttackedRelease, digest: str, folder: str) -> None:
+    path = attacked.cache / folder / digest
+    path.mkdir()
+    attacked.assert_refused(StoreError, "in it: Is a directory")
+    path.rmdir()
+    for partial in (attacked.cache / "partial").iterdir():
+        partial.unlink()
+
+
+@from_bucket
+def test_other_users_cannot_hold_a_lock(attacked: AttackedRelease, digest: str) -> None:
+    """flock(2) needs no right to write: a user who may open the file could block every load."""
+    lock = attacked.cache / "lock"
+    lock.touch(mode=0o644)
+    modes = []
+    open_store = attacked.open_store
+
+    def open_and_record_modes() -> Store:
+        store = open_store()
+        modes.extend(path.stat().st_mode & 0o777 for path in (lock, *(attacked.cache / "users").iterdir()))
+        return store
+
+    attacked.open_store = open_and_record_modes
+    assert attacked.load().release == "toy/1"
+    assert modes == [0o600, 0o600]
+    assert {path.stat().st_mode & 0o777 for path in (attacked.cache / "blobs" / "sha256").iterdir()} == {0o644}
+
+
+@from_bucket
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user: run as root")
+def test_refuses_cache_of_another_user(attacked: AttackedRelease, digest: str) -> None:
+    """Root reads all files, and their owner could change one between its check and its use."""
+    os.chown(attacked.cache, 12345, 12345)
+    attacked.assert_refused(StoreError, "it belongs to user 12345")
+    os.chown(attacked.cache, 0, 0)
+
+
+# -- files of a store that change after they were verified -------------------------------------------------------------
+
+GENERATE_BEFORE_AND_AFTER_CHANGES = """
+import hashlib, os, sys
+from pathlib import Path
+from model.api.request import GenerationRequest, resolve
+from model.cold_start import ColdStart
+from model.loading.load import load_release
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
+from model.store.store import open_store
+
+CHANGES = {
+    "truncate": lambda path: os.truncate(path, 0),
+    "overwrite": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "delete": Path.unlink,
+}
+for name in sys.argv[1:]:
+    store = Path(name)
+    loaded = load_release(open_store(store), "toy-sdxl/1", detect_targets(), [], ColdStart())
+    params = resolve(GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2), loaded.served)
+
+    def image():
+        [pixels], _, _ = generate(loaded.model, [params])
+        return hashlib.sha256(pixels.tobytes()).hexdigest()
+
+    before = image()
+    for path in (store / "blobs" / "sha256").iterdir():
+        CHANGES[store.name](path)
+    print(store.name, before == image(), flush=True)
+"""
+
+
+def copy_toy(toy_store: WritableStore, folder: Path) -> WritableLocalStore:
+    copy = WritableLocalStore(folder)
+    manifest = toy_store.read_release("toy-sdxl/1")
+    for digest, blob in manifest.blobs().items():
+        copy.put(toy_store.get(digest, blob.bytes))
+    copy.write_release(manifest)
+    return copy
+
+
+def test_changes_after_the_load_have_no_effect(toy_store: WritableStore, tmp_path: Path) -> None:
+    """A mapped file that is truncated would end the process with SIGBUS."""
+    changes = ["truncate", "overwrite", "delete"]
+    for change in changes:
+        copy_toy(toy_store, tmp_path / change)
+    finished = subprocess.run(
+        [sys.executable, "-c", GENERATE_BEFORE_AND_AFTER_CHANGES, *(str(tmp_path / change) for change in changes)],
+        cwd=stub_truss.REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.stdout.splitlines() == [f"{change} True" for change in changes], finished.stderr
+    assert finished.returncode == 0, finished.stderr
+
+
+class StoreThatEmptiesBlobs(LocalStore):
+    """Empties each blob's file as soon as it is verified, as another process could."""
+
+    def get(self, digest: str, size: int) -> Path:
+        path = super().get(digest, size)
+        os.truncate(path, 0)
+        return path
+
+    def read(self, digest: str, into: memoryview) -> None:
+        super().read(digest, into)
+        os.truncate(self.root / blob_key(digest), 0)
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        super().stream(digest, size, sink)
+        os.truncate(self.root / blob_key(digest), 0)
+
+
+def test_uses_only_bytes_that_were_verified(toy_store: WritableStore, tmp_path: Path) -> None:
+    copy_toy(toy_store, tmp_path)
+
+    def generate_image(store: Store) -> bytes:
+        loaded = load_release(store, "toy-sdxl/1", detect_targets(), [], ColdStart())
+        params = resolve(GenerationRequest(prompt="a circle", seed=1, num_inference_steps=2), loaded.served)
+        [pixels], _, _ = generate(loaded.model, [params])
+        return bytes(pixels.tobytes())
+
+    assert generate_image(toy_store) == generate_image(StoreThatEmptiesBlobs(tmp_path))
+    emptied = [path for path in (tmp_path / "blobs" / "sha256").iterdir() if not path.stat().st_size]
+    assert len(emptied) == len(toy_store.read_release("toy-sdxl/1").blobs())
