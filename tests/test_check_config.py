@@ -212,7 +212,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "unreachable": ({"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9"}, r"s3://somewhere/models"),
     "missing secrets": (
         {"store": "s3://somewhere/models", "endpoint": "http://127.0.0.1:9", "secrets": {}},
-        r"does not declare the secret aws_access_key_id and aws_secret_access_key",
+        r"does not declare aws_access_key_id and aws_secret_access_key under secrets",
     ),
     "secret in the file": ({"secrets": {"aws_access_key_id": "AKIA"}}, r"holds a value for the secret aws_access"),
 }

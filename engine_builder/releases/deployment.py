@@ -116,9 +116,9 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
     if settings.store.startswith("s3:") and missing and not has_keys:
         check.refusals.append(
             InvalidConfig(
-                f"The config does not declare the secret {' and '.join(missing)}, so the server cannot read "
+                f"The config does not declare {' and '.join(missing)} under secrets, so the server cannot read "
                 f"{settings.store}.",
-                "Add it under secrets with the value null, and keep its value in the workspace's secrets.",
+                "Add each under secrets with the value null, and keep its value in the workspace's secrets.",
             )
         )
     for name, value in (config.secrets or {}).items():
