@@ -12,6 +12,7 @@ SEED ?= 7
 OUT ?= demo.png
 RELEASE ?= tiny-sdxl/1
 PORT ?= 8080
+TEST_PROCESSES ?= 2
 # Spinning threads slow each other down on a machine with other work; see truss/configs/cpu-demo.yaml.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -19,7 +20,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test slow soak load check docs
+.PHONY: setup demo serve test test-full slow soak test-load load check docs
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -46,8 +47,12 @@ demo: $(READY)
 serve: $(READY)
 	$(BIN)/preheat serve $(RELEASE) --port $(PORT)
 
+# The tests of a file run in one process, so that they share its fixtures.
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+
+# All tests, also those that are too slow for CI.
+test-full: test slow soak test-load
 
 # Tests that are too slow for CI: SDXL's ONNX graphs at full size, and all of the tiny model's in both precisions.
 slow: export PREHEAT_SLOW := 1
@@ -62,12 +67,15 @@ soak: $(READY)
 
 # About ten minutes on two cores: the real server under closed and open loops, with 64 clients of which some disconnect,
 # during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies.
-load: export PREHEAT_LOAD_SECONDS ?= 120
-load: export PREHEAT_SOAK_IMAGES ?= 1000
-load: export PREHEAT_FUZZ_BODIES ?= 5000
-load: $(READY)
-	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
+test-load: export PREHEAT_LOAD_SECONDS ?= 120
+test-load: export PREHEAT_SOAK_IMAGES ?= 1000
+test-load: export PREHEAT_FUZZ_BODIES ?= 5000
+test-load: $(READY)
 	$(BIN)/pytest tests/load
+
+# The curve of docs/operations.md, measured again, and the load tests.
+load: test-load
+	$(BIN)/preheat load $(RELEASE) --out docs/benchmarks/cpu-load.json --plot docs/pictures/cpu-load.png
 
 # The site, in site/. A broken link is an error.
 docs: $(READY)

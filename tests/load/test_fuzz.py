@@ -1,6 +1,6 @@
 """Request bodies generated from the published schema, valid and almost valid: each gets images or a clear refusal.
 
-PREHEAT_FUZZ_BODIES is their number: 300 by default, 5,000 in `make load`. Accepted sizes and counts are small.
+PREHEAT_FUZZ_BODIES is their number: 300 by default, 5,000 in `make test-load`. Accepted sizes and counts are small.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Many clients at once, some of which disconnect: all others get their own images, and health checks are answered.
 
 Both tests take minutes, so they are skipped without their variable. PREHEAT_LOAD_SECONDS is the duration of the load
-(120 in `make load`). PREHEAT_SOAK_IMAGES is the number of images that are generated while the server's memory is
-watched (1,000 in `make load`).
+(120 in `make test-load`). PREHEAT_SOAK_IMAGES is the number of images that are generated while the server's memory is
+watched (1,000 in `make test-load`).
 """
 
 import asyncio
@@ -112,7 +112,7 @@ def body_of_stream(answer: httpx.Response) -> dict[str, Any]:
     return {"images": sorted(images, key=lambda image: image["index"])}
 
 
-@pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make load`")
+@pytest.mark.skipif(not LOAD_SECONDS, reason="takes minutes: set PREHEAT_LOAD_SECONDS=120, or run `make test-load`")
 def test_each_client_gets_its_own_images(server: Server, show_progress: Callable[[str], None]) -> None:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=TIMEOUT_SECONDS) as client:
         expected = [decoded_images(client.post(PREDICT, json=request).json()) for request in REQUESTS]
@@ -168,7 +168,7 @@ def test_each_client_gets_its_own_images(server: Server, show_progress: Callable
     assert probe.failed == 0
 
 
-@pytest.mark.skipif(not SOAK_IMAGES, reason="takes minutes: set PREHEAT_SOAK_IMAGES=1000, or run `make load`")
+@pytest.mark.skipif(not SOAK_IMAGES, reason="takes minutes: set PREHEAT_SOAK_IMAGES=1000, or run `make test-load`")
 def test_memory_does_not_grow(server: Server, show_progress: Callable[[str], None]) -> None:
     """The limit is 2 % more than after the first hundred images."""
     process = psutil.Process(server.pid)
