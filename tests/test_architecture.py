@@ -1,5 +1,6 @@
 """docs/architecture.md has the walks of the current code. Its tracer counts functions as the page states."""
 
+import ast
 import importlib
 import importlib.util
 import subprocess
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from engine_builder.architecture.promises import CAPABILITIES, CHECKS
 from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps, without
 from engine_builder.stores.store import WritableStore
 
@@ -138,3 +140,22 @@ def test_difference_keeps_the_callers_of_a_new_function() -> None:
 
 def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:
     assert record(tmp_path, outer.enter, thread="other") == {}
+
+
+def readme_section(title: str) -> str:
+    return (REPOSITORY / "README.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_every_promise_of_the_readme_has_tests() -> None:
+    table = [line.split("|")[1].strip() for line in readme_section("What it can do").splitlines() if "|" in line]
+    assert table[2:] == [*CAPABILITIES]  # after the header and the rule
+    points = [line[2:] for line in readme_section("What is checked").splitlines() if line.startswith("- ")]
+    assert len(points) == len(CHECKS)
+    assert all(point.startswith(check) for point, check in zip(points, CHECKS, strict=True))
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in (CAPABILITIES | CHECKS).values() for test in tests}))
+def test_test_of_a_promise_exists(test: str) -> None:
+    path, _, name = test.partition("::")
+    functions = ast.walk(ast.parse((REPOSITORY / path).read_text()))
+    assert any(isinstance(function, ast.FunctionDef) and function.name == name for function in functions)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from engine_builder.architecture.promises import CAPABILITIES, CHECKS, list_promises
 from engine_builder.architecture.trace import Function, Key, Tracer, Walk, callers_in_module, mark_steps, without
 from model.api.request import GenerationRequest
 from model.model import Model
@@ -56,6 +57,11 @@ _LOAD = """## A load
 
 The release is in a local store. The warm-up generates an image. So a function of the request is repeated only if it
 calls further functions. Threads that read ahead and hash files are not traced, because their order varies.
+"""
+_PROMISES = """## Promises and their tests
+
+Each promise of the [README](../README.md) has tests that fail when it is broken: first what Preheat can do, then what
+is checked. [engine_builder/architecture/promises.py](../engine_builder/architecture/promises.py) has the lists.
 """
 
 
@@ -102,6 +108,7 @@ def document(load: Walk, request: Walk, refined: Walk) -> str:
     parts = [
         _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
         _REFINED, *listing(added, refined), _LOAD, diagram(loading), "", *listing(loading, load),
+        _PROMISES, *list_promises(CAPABILITIES), "", *list_promises(CHECKS),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
 

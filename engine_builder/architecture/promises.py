@@ -1,0 +1,99 @@
+"""The promises of the README, and the tests that fail when one of them is broken.
+
+`tests/test_architecture.py` compares the promises with the README, and looks for the tests.
+"""
+
+from collections.abc import Iterable
+
+Tests = dict[str, tuple[str, ...]]
+"""Promise -> tests, as pytest names them."""
+
+CAPABILITIES: Tests = {
+    "text to image": (
+        "tests/test_serving.py::test_returns_the_image_of_generate",
+        "tests/test_request.py::test_accepts_the_limits_of_every_field",
+        "tests/test_serving.py::test_images_of_a_request_have_successive_seeds",
+    ),
+    "refiner": ("tests/test_pipeline_parity.py::test_batch_may_use_the_refiner_in_part",),
+    "few-step models": (
+        "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",
+        "tests/test_few_steps.py::test_distilled_model_generates_the_image_of_diffusers",
+        "tests/test_few_steps.py::test_serves_the_defaults_of_the_model",
+    ),
+    "previews while it runs": (
+        "tests/test_service.py::test_stream_has_every_step_and_ends_with_the_images",
+        "tests/test_service.py::test_last_preview_resembles_the_image",
+    ),
+    "many users": (
+        "tests/scheduling/test_joining.py::test_new_request_joins_after_one_step",
+        "tests/scheduling/test_results.py::test_image_does_not_depend_on_the_batch",
+        "tests/test_service.py::test_refuses_requests_beyond_the_queue",
+        "tests/test_service.py::test_deadline_ends_requests_and_streams",
+        "tests/load/test_many_clients.py::test_each_client_gets_its_own_images",
+    ),
+    "your own models": (
+        "tests/builder/test_build.py::test_second_model_of_an_architecture_compiles_nothing",
+        "tests/builder/test_model_check.py::test_refuses_before_weights_are_read",
+        "tests/builder/test_find_model.py::test_downloads_fp16_weights_where_they_exist",
+    ),
+    "several GPUs": (
+        "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",
+        "tests/test_loading.py::test_",
+    ),
+    "trust": (
+        "tests/store/test_signature.py::test_server_with_key_loads_only_signed_releases",
+        "tests/attacks/test_blobs.py::test_uses_only_bytes_that_were_verified",
+        "tests/attacks/test_blob_contents.py::test_unpickles_nothing",
+    ),
+    "fast starts": (
+        "tests/test_serving_process.py::test_serving_imports_no_library_of_the_builder",
+        "tests/test_staging.py::test_load_streams_weights_and_verifies_them",
+        "tests/test_serving.py::test_measures_the_cold_start",
+    ),
+    "operations": (
+        "tests/test_dashboard.py::test_shows_every_metric",
+        "tests/test_service.py::test_metrics_count_a_request",
+        "tests/builder/test_replicas.py::test_recommends_the_cheapest_sufficient_setting",
+    ),
+    "TensorRT and ONNX": (
+        "tests/builder/test_onnx_export.py::test_fp16_equals_eager_pytorch_at_three_shapes",
+        "tests/builder/test_onnx_export.py::test_pipeline_generates_aot_inductors_image",
+        "tests/builder/test_tensorrt_way.py::test_plans_generate_aot_inductors_image",
+    ),
+}
+"""By the first column of "What it can do"."""
+
+CHECKS: Tests = {
+    "Every image": (
+        "tests/test_pipeline_parity.py::test_the_picture_is_diffusers_picture",
+        "tests/test_pipeline_parity.py::test_requests_of_one_batch_are_each_as_if_alone",
+    ),
+    "Every engine": (
+        "tests/builder/test_build.py::test_does_not_store_an_engine_that_fails_its_check",
+        "tests/builder/test_networks.py::test_validation_runs_pytorchs_own_operations",
+    ),
+    "Every blob": (
+        "tests/attacks/test_blobs.py::test_refuses_changed_blob",
+        "tests/attacks/test_blobs.py::test_uses_only_bytes_that_were_verified",
+        "tests/store/test_signature.py::test_refuses_every_change_after_signing",
+    ),
+    "Attacks": (
+        "tests/attacks/test_thousand_mutations.py::test_a_thousand_mutated_manifests",
+        "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_folder",
+        "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_bucket",
+        "tests/test_commands_fuzz.py::test_no_generated_command_line_ends_in_a_traceback",
+    ),
+}
+"""By the first two words of each point of "What is checked"."""
+
+
+def list_promises(promises: Tests) -> Iterable[str]:
+    """Yield the lines of a Markdown table: each promise with its tests, linked to their files."""
+    yield "| promise | tests |"
+    yield "|---|---|"
+    for promise, tests in promises.items():
+        links = []
+        for test in tests:
+            path, _, name = test.partition("::")
+            links.append(f"[`{name}`](../{path})")
+        yield f"| {promise} | {', '.join(links)} |"
