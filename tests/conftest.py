@@ -96,16 +96,16 @@ def target() -> Target:
 @pytest.fixture(scope="session")
 def store(target: Target, show_progress: Callable[[str], None]) -> WritableStore:
     """A local store with a release of data/tiny-sdxl and its refiner."""
-    kept = open_writable_store(KEPT_STORE)
+    store = open_writable_store(KEPT_STORE)
     base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
 
     def report(component: str, activity: str, done: int, steps: int) -> None:
         show_progress(f"test store {done}/{steps}: {component}: {activity}")
 
     with file_lock(KEPT_STORE.with_suffix(".lock")):
-        build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), kept, report, processes=default_processes(target))
-        publish(kept, "tiny-sdxl")
-    return kept
+        build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), store, report, processes=default_processes(target))
+        publish(store, "tiny-sdxl")
+    return store
 
 
 @pytest.fixture(scope="session")

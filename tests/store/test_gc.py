@@ -83,7 +83,7 @@ def test_put_refreshes_an_old_blob_in_a_folder(tmp_path: Path) -> None:
     store = open_writable_store(tmp_path / "folder")
     path = store.get(store.put_bytes(b"bytes"), 5)
     for age, refreshed in ((1800, False), (7200, True)):
-        old = path.stat().st_mtime - age
+        old = int(path.stat().st_mtime) - age
         os.utime(path, (old, old))
         store.put_bytes(b"bytes")
         assert (put_time(store) > old) == refreshed

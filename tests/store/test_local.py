@@ -394,7 +394,7 @@ FULL_DISK = """
             attempt()
         except StoreError as error:
             print(error)
-        assert sorted(root.rglob("*")) == before, "a file was left"
+        assert sorted(root.rglob("*")) == before, "a file remains"
     assert store.read_record("engines", "key") == b"before"
     store.get(small, 5)
     assert store.put_bytes(b"small, too") and store.get(small, 5)

@@ -60,7 +60,7 @@ def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can switch to another user: run as root")
 def test_serves_user_without_write_permission(tmp_path: Path) -> None:
-    """As in an image whose user is not the folder's owner."""
+    """The user of an image may differ from the folder's owner."""
     store = WritableLocalStore(tmp_path / "store")
     store.write_release(releases.draft(store))
     for folder in (tmp_path, *tmp_path.parents):

@@ -87,7 +87,7 @@ class KeepingSink:
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
         self.starts = 0
-        """Number of times that the blob began."""
+        """Number of times that the blob was received from its first byte on."""
         self._buffer = memoryview(bytearray(100_003))
 
     def buffer(self) -> memoryview:

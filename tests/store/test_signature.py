@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> WritableLocalStore:
     """A store with a draft of the toy, as after a build, and no release."""
     store = WritableLocalStore(tmp_path / "store")
     draft = releases.draft(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
-    store.write_record("drafts", "toy.here.fp32", draft.to_json())
+    store.write_record("drafts", "toy.cpu.fp32", draft.to_json())
     return store
 
 
@@ -236,7 +236,7 @@ def test_commands_name_the_signer(
 
 
 def test_narrow_terminal_truncates_no_release(store: WritableLocalStore, key_file: Path, public: PublicKey) -> None:
-    name = "toy/a-version-with-a-name-of-its-own"
+    name = "toy/a-version-with-a-very-long-name"
     assert run("publish", name, "--store", store.root, "--sign", key_file)[0] == 0
     script = "from engine_builder.commands.main import main; main()"
     output = finish(python(script, "releases", "--store", store.root, environment={"COLUMNS": "30"}))

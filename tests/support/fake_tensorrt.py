@@ -93,7 +93,7 @@ def _module(fake: Fake) -> ModuleType:
 
     class Refitter:
         def __init__(self, engine: Engine, log: Any) -> None:
-            self.engine, self.given = engine, dict[str, Any]()
+            self.engine, self.weights = engine, dict[str, Any]()
 
         def get_all_weights(self) -> list[str]:
             return list(fake.weights)
@@ -102,16 +102,16 @@ def _module(fake: Fake) -> ModuleType:
             return SimpleNamespace(dtype="FLOAT", size=fake.weights[name])
 
         def set_named_weights(self, name: str, weights: Any, location: str) -> bool:
-            self.given[name] = weights
+            self.weights[name] = weights
             return fake.record("set_weights", name, location)
 
         def get_missing_weights(self) -> list[str]:
             if "missing" in fake.refuse:
                 return ["w"]
-            return [] if "kept in plan" in fake.refuse else [name for name in fake.weights if name not in self.given]
+            return [] if "kept in plan" in fake.refuse else [name for name in fake.weights if name not in self.weights]
 
         def refit_cuda_engine_async(self, stream: int) -> bool:
-            for name, weights in self.given.items():
+            for name, weights in self.weights.items():
                 self.engine.held[name] = floats(weights.ptr, weights.size).copy()
             return fake.record("refit", stream)
 

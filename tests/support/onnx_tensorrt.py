@@ -131,7 +131,7 @@ class _Engine:
 class _Refitter:
     def __init__(self, engine: _Engine, log: Any) -> None:
         self._engine = engine
-        self._given: dict[str, Any] = {}
+        self._weights: dict[str, Any] = {}
 
     def get_all_weights(self) -> list[str]:
         return list(self._engine.weights)
@@ -142,19 +142,19 @@ class _Refitter:
 
     def set_named_weights(self, name: str, weights: Any, location: str) -> bool:
         init = self._engine.weights[name]
-        self._given[name] = _array_at(weights.ptr, _numpy_dtype(init.data_type), tuple(init.dims)).copy()
+        self._weights[name] = _array_at(weights.ptr, _numpy_dtype(init.data_type), tuple(init.dims)).copy()
         return location == "DEVICE"
 
     def get_missing_weights(self) -> list[str]:
-        return [name for name in self._engine.weights if name not in self._given]
+        return [name for name in self._engine.weights if name not in self._weights]
 
     def refit_cuda_engine_async(self, stream: int) -> bool:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         model = onnx.load_from_string(self._engine.data)
         for initializer in model.graph.initializer:
-            if initializer.name in self._given:  # otherwise ONNX Runtime names the missing one
-                initializer.CopyFrom(onnx.numpy_helper.from_array(self._given[initializer.name], initializer.name))
+            if initializer.name in self._weights:  # otherwise ONNX Runtime names the missing one
+                initializer.CopyFrom(onnx.numpy_helper.from_array(self._weights[initializer.name], initializer.name))
         self._engine.session = onnxruntime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
@@ -185,11 +185,11 @@ class _Context:
 
     def execute_async_v3(self, stream: int) -> bool:
         engine = self._engine
-        given = {
+        inputs = {
             name: _array_at(self._addresses[name], _numpy_dtype(kind), self._shapes[name])
             for name, kind in engine.inputs.items()
         }
-        for name, output in zip(engine.outputs, engine.session.run(None, given), strict=True):
+        for name, output in zip(engine.outputs, engine.session.run(None, inputs), strict=True):
             _array_at(self._addresses[name], output.dtype, output.shape)[...] = output
         return True
 
