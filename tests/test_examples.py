@@ -1,4 +1,4 @@
-"""The programs of examples/, each as its own process: against the real server, and against answers it rarely gives."""
+"""The programs of examples/ as processes: against the real server, and against responses that it rarely gives."""
 
 import base64
 import io
@@ -29,8 +29,8 @@ EXAMPLES = REPOSITORY / "examples"
 PREDICT = "/v1/models/model:predict"
 PROMPT = "a red circle"
 SMALL = {"width": 64, "height": 64, "num_inference_steps": 2}
-# Takes a minute on two cores: the server is busy until its client leaves.
-LONG = {"width": 512, "height": 512, "num_inference_steps": 100, "num_images": 8}
+# A request that keeps the server busy until its client disconnects.
+LONG = {"width": 320, "height": 320, "num_inference_steps": 100}
 # Program -> the file of its (first) image. load.py writes none.
 IMAGE = {
     "generate.py": "image.png",
@@ -45,13 +45,13 @@ PYTHON = [name for name in ALL if name.endswith(".py")]
 
 
 def command(program: str, fields: dict[str, Any], *more: str) -> list[str]:
-    """The arguments of a program that generates PROMPT."""
-    path, given = str(EXAMPLES / program), json.dumps(fields)
+    """Return the command that generates PROMPT with a program. `fields`: more fields of the request."""
+    path, fields_json = str(EXAMPLES / program), json.dumps(fields)
     if program == "generate.sh":
-        return [path, PROMPT, "image.png", given, *more]
+        return [path, PROMPT, "image.png", fields_json, *more]
     prompt = ["--prompt", PROMPT, "--rate", "5", "--seconds", "1"] if program == "load.py" else [PROMPT]
     out = ["--out", "images"] if program == "generate_async.py" else []
-    return [sys.executable, path, *prompt, "--fields", given, *out, *more]
+    return [sys.executable, path, *prompt, "--fields", fields_json, *out, *more]
 
 
 def environment(url: str, **more: str) -> dict[str, str]:
@@ -59,7 +59,7 @@ def environment(url: str, **more: str) -> dict[str, str]:
 
 
 def run(arguments: list[str], url: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in `folder`. `more`: variables of its environment."""
+    """Run a command in `folder`. `more`: variables of its environment."""
     done = subprocess.run(
         arguments, cwd=folder, env=environment(url, **more), capture_output=True, text=True, timeout=READY_SECONDS
     )
@@ -71,8 +71,8 @@ def files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def keep_old(program: str, folder: Path) -> dict[str, bytes]:
-    """Write an image of an earlier run. Returns all files of the folder with their content."""
+def write_old_image(program: str, folder: Path) -> dict[str, bytes]:
+    """Write the image of an earlier run. Returns the files of the folder with their content."""
     if (name := IMAGE[program]) is None:
         return {}
     (folder / name).parent.mkdir(exist_ok=True)
@@ -93,7 +93,7 @@ def url(server: Server) -> str:
 
 
 def readme_commands() -> list[list[str]]:
-    """The commands of the README that run an example."""
+    """Return the commands of the README that run an example."""
     lines = re.findall(r"^ {4}(.*examples/.*)$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     return [shlex.split(line) for line in lines]
 
@@ -116,19 +116,18 @@ def test_readme_command_works(words: list[str], url: str, tmp_path: Path) -> Non
     written = done.stdout.split()
     assert written and set(written) == {name for name in files(tmp_path) if "preview" not in name}
     for name in files(tmp_path):
-        with Image.open(tmp_path / name) as picture:
-            picture.load()
-            assert picture.format == {".png": "PNG", ".jpg": "JPEG"}[Path(name).suffix]
+        with Image.open(tmp_path / name) as image:
+            image.load()
+            assert image.format == {".png": "PNG", ".jpg": "JPEG"}[Path(name).suffix]
 
 
-def test_readme_runs_every_file() -> None:
-    """So that test_readme_command_works runs it, too."""
+def test_readme_has_a_command_for_every_program() -> None:
     programs = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert programs == {program_of(words) for words in readme_commands()} == set(ALL)
 
 
 @pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
-def test_image_is_the_server_s(program: str, url: str, tmp_path: Path) -> None:
+def test_writes_the_image_of_the_server(program: str, url: str, tmp_path: Path) -> None:
     request = SMALL | {"prompt": PROMPT, "seed": 5, "output_format": "png"}
     expected = httpx.post(url, json=request, trust_env=False, timeout=READY_SECONDS).json()["data"]
     done = run(command(program, SMALL | {"seed": 5}), url, tmp_path)
@@ -137,7 +136,7 @@ def test_image_is_the_server_s(program: str, url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["generate.py", "stream.py"])
-def test_several_images_have_numbers(program: str, url: str, tmp_path: Path) -> None:
+def test_numbers_the_files_of_several_images(program: str, url: str, tmp_path: Path) -> None:
     done = run(command(program, SMALL | {"num_images": 2}, "--out", "new/red.webp"), url, tmp_path)
     assert done.stdout.split() == files(tmp_path) == ["new/red-1.webp", "new/red-2.webp"], done.stderr
 
@@ -155,8 +154,8 @@ def test_stream_writes_and_shows_previews(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ALL)
-def test_refusal_is_reported(program: str, url: str, tmp_path: Path) -> None:
-    before = keep_old(program, tmp_path)
+def test_reports_a_refusal(program: str, url: str, tmp_path: Path) -> None:
+    before = write_old_image(program, tmp_path)
     done = run(command(program, {"width": 100}), url, tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert "400: width: 100 is not served here; give a multiple of 32 from 64 to 1024." in done.stderr
@@ -164,34 +163,34 @@ def test_refusal_is_reported(program: str, url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ALL)
-def test_invalid_request_is_reported(program: str, url: str, tmp_path: Path) -> None:
-    """Truss itself answers this one, in another form."""
+def test_reports_an_invalid_request(program: str, url: str, tmp_path: Path) -> None:
+    """Truss itself refuses this one, in another form."""
     done = run(command(program, {"scheduler": ""}), url, tmp_path)
     assert done.returncode == 1 and '400: Input Parsing Error: `scheduler`: got ""' in done.stderr, done.stderr
 
 
-def test_refused_field_is_named(url: str, tmp_path: Path) -> None:
+def test_names_the_field_to_change(url: str, tmp_path: Path) -> None:
     assert run(command("generate.py", {"width": 100}), url, tmp_path).stderr.endswith("Change the field width.\n")
 
 
 @pytest.mark.parametrize("prompt", ['say "hi" \\ there', "two\nlines\tand a tab", "größer & größer"])
 def test_shell_escapes_the_prompt(prompt: str, tmp_path: Path) -> None:
-    asked = []
+    requests = []
 
-    def echo(number: int, request: dict[str, Any]) -> Answer:
-        asked.append(request)
-        return image(b"x")
+    def respond(number: int, request: dict[str, Any]) -> Answer:
+        requests.append(request)
+        return one_image(b"x")
 
-    with ScriptedServer(echo) as server:
+    with ScriptedServer(respond) as server:
         done = run([str(EXAMPLES / "generate.sh"), prompt, "x.webp", '{"seed": 3}'], server.url, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert asked == [{"prompt": prompt, "output_format": "webp", "seed": 3}]
+    assert requests == [{"prompt": prompt, "output_format": "webp", "seed": 3}]
 
 
 @pytest.mark.parametrize("program", ALL)
-def test_absent_server_is_reported(program: str, tmp_path: Path) -> None:
-    before = keep_old(program, tmp_path)
-    with socket.socket() as bound:  # to a port on which it does not listen
+def test_reports_an_unreachable_server(program: str, tmp_path: Path) -> None:
+    before = write_old_image(program, tmp_path)
+    with socket.socket() as bound:  # to a port, without listening
         bound.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{bound.getsockname()[1]}{PREDICT}"
         done = run(command(program, {}), url, tmp_path)
@@ -206,28 +205,32 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in samples}
 
 
-def wait_until_idle(url: str) -> None:
-    def busy(found: dict[str, float]) -> float:
-        return found["preheat_queue_images"] + sum(v for k, v in found.items() if k.startswith("preheat_active_images"))
+def images_in_server(url: str) -> float:
+    """Return the number of images that the server generates or queues."""
+    found = metrics(url)
+    active = sum(value for name, value in found.items() if name.startswith("preheat_active_images"))
+    return active + found["preheat_queue_images"]
 
-    end = time.monotonic() + READY_SECONDS
-    while busy(metrics(url)):
-        assert time.monotonic() < end, "the server still generates images that nobody waits for"
+
+def wait_until_idle(url: str) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while images_in_server(url):
+        assert time.monotonic() < deadline, "the server still generates images whose clients have disconnected"
         time.sleep(0.1)
 
 
 @pytest.fixture
 def full_url(url: str) -> Iterator[str]:
-    """The real server with a full queue: images of four sizes take turns, and 64 of a fifth size wait."""
+    """The real server with a full queue: images of four sizes are generated, and 64 of a fifth size wait."""
     requests = [{"width": width, "height": height} for width in (480, 512) for height in (480, 512)]
     requests += [{"num_images": 8, "width": 448, "height": 448}] * 8
-    opened: list[Iterator[str]] = []
-    with httpx.Client(trust_env=False, timeout=READY_SECONDS) as client, ExitStack() as streams:
+    streams: list[Iterator[str]] = []
+    with httpx.Client(trust_env=False, timeout=READY_SECONDS) as client, ExitStack() as stack:
         for request in requests:
             body = {"prompt": PROMPT, "num_inference_steps": 100, "stream": True} | request
-            answer = streams.enter_context(client.stream("POST", url, json=body))
-            assert answer.status_code == 200
-            opened.append(lines := answer.iter_lines())  # kept: without its iterator a stream is closed
+            response = stack.enter_context(client.stream("POST", url, json=body))
+            assert response.status_code == 200
+            streams.append(lines := response.iter_lines())  # a stream without a reference is closed
             assert "accepted" in next(lines)
             while "num_images" not in request and '"event": "step"' not in next(lines):
                 pass
@@ -235,7 +238,7 @@ def full_url(url: str) -> Iterator[str]:
     wait_until_idle(url)
 
 
-def test_full_queue_is_reported(full_url: str, tmp_path: Path) -> None:
+def test_reports_a_full_queue(full_url: str, tmp_path: Path) -> None:
     for program in ("stream.py", "generate.sh", "load.py"):
         done = run(command(program, LONG), full_url, tmp_path)
         assert done.returncode == 1 and files(tmp_path) == []
@@ -243,7 +246,7 @@ def test_full_queue_is_reported(full_url: str, tmp_path: Path) -> None:
 
 
 def test_load_counts_refusals(url: str, tmp_path: Path) -> None:
-    """160 images within a second: more than this server queues (64) and two cores generate."""
+    """160 images arrive within a second. The server queues 64, and two cores generate only a few."""
     fields = {"width": 128, "height": 128, "num_inference_steps": 2, "num_images": 8}
     done = run(command("load.py", fields, "--rate", "20"), url, tmp_path)
     report = json.loads(done.stdout.splitlines()[-1])
@@ -255,23 +258,19 @@ def test_load_counts_refusals(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ALL)
 def test_interrupt_cancels_the_requests(program: str, url: str, tmp_path: Path) -> None:
-    before, old = metrics(url).get('preheat_requests_total{status="499"}', 0), keep_old(program, tmp_path)
-    arguments = command(program, {name: value for name, value in LONG.items() if name != "num_images"})
+    before, old = metrics(url).get('preheat_requests_total{status="499"}', 0), write_old_image(program, tmp_path)
+    arguments = command(program, LONG)
     if program == "generate_async.py":
         arguments[3:3] = ["a blue star", "two green squares", "--concurrency", "2"]
     process = subprocess.Popen(
         arguments, cwd=tmp_path, env=environment(url), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
-    expected, end = 2 if program == "generate_async.py" else 1, time.monotonic() + READY_SECONDS
-    while True:
-        found = metrics(url)
-        running = sum(value for name, value in found.items() if name.startswith("preheat_active_images"))
-        if running + found["preheat_queue_images"] >= expected:
-            break
-        assert time.monotonic() < end and process.poll() is None
+    expected, deadline = 2 if program == "generate_async.py" else 1, time.monotonic() + READY_SECONDS
+    while images_in_server(url) < expected:
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the whole group
+    os.killpg(process.pid, signal.SIGINT)  # to the whole group, as a terminal sends it
     _, errors = process.communicate(timeout=READY_SECONDS)
     assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in errors
@@ -280,11 +279,11 @@ def test_interrupt_cancels_the_requests(program: str, url: str, tmp_path: Path) 
     assert metrics(url)['preheat_requests_total{status="499"}'] == before + expected
 
 
-# -- answers that the real server rarely gives ------------------------------------------------------------------------
+# -- responses that the real server rarely gives ----------------------------------------------------------------------
 
 
-def image(data: bytes) -> Answer:
-    """A response with one image. Its bytes need not be one: a client does not decode them."""
+def one_image(data: bytes) -> Answer:
+    """Return a response with one image. Its bytes may be anything, because clients do not decode them."""
     encoded = base64.b64encode(data).decode()
     body = {"status": "success", "data": encoded, "images": [{"data": encoded}], "warnings": [], "engine": {}}
     return Answer(200, json.dumps(body).encode())
@@ -295,20 +294,20 @@ def overloaded(retry_after: str) -> Answer:
 
 
 @pytest.mark.parametrize("program", REPEATING)
-def test_busy_server_is_asked_again(program: str, tmp_path: Path) -> None:
-    answers = [overloaded("1"), Answer(503, b"loading"), image(b"third")]
-    with ScriptedServer(lambda number, _: answers[number]) as server:
+def test_repeats_the_request_to_a_busy_server(program: str, tmp_path: Path) -> None:
+    responses = [overloaded("0"), Answer(503, b"loading"), one_image(b"third")]
+    with ScriptedServer(lambda number, _: responses[number]) as server:
         done = run(command(program, {}), server.url, tmp_path)
     assert (done.returncode, len(server.headers)) == (0, 3), done.stderr
     assert (tmp_path / str(IMAGE[program])).read_bytes() == b"third"
     if program == "generate.py":
-        assert "429: The queue is full. Waiting 1 s." in done.stderr
+        assert "429: The queue is full. Waiting 0 s." in done.stderr
         assert "503: loading Waiting 2 s." in done.stderr
 
 
 @pytest.mark.parametrize("program", REPEATING)
 @pytest.mark.parametrize("retry_after, requests", [("0", 5), ("61", 1)])
-def test_attempts_and_waits_are_bounded(program: str, retry_after: str, requests: int, tmp_path: Path) -> None:
+def test_limits_attempts_and_waits(program: str, retry_after: str, requests: int, tmp_path: Path) -> None:
     with ScriptedServer(lambda *_: overloaded(retry_after)) as server:
         done = run(command(program, {}), server.url, tmp_path)
     assert (done.returncode, len(server.headers), files(tmp_path)) == (1, requests, [])
@@ -316,12 +315,12 @@ def test_attempts_and_waits_are_bounded(program: str, retry_after: str, requests
 
 
 @pytest.mark.parametrize("program", ALL)
-def test_other_failures_are_not_repeated(program: str, tmp_path: Path) -> None:
-    before = keep_old(program, tmp_path)
-    with ScriptedServer(lambda *_: Answer(500, b'{"error": "It said \\"no\\"."}')) as server:
+def test_does_not_repeat_other_failures(program: str, tmp_path: Path) -> None:
+    before = write_old_image(program, tmp_path)
+    with ScriptedServer(lambda *_: Answer(500, b'{"error": "The name is \\"x\\"."}')) as server:
         done = run(command(program, {}), server.url, tmp_path)
     assert (done.returncode, len(server.headers), contents(tmp_path)) == (1, 1, before)
-    assert '500: It said "no".' in done.stderr
+    assert '500: The name is "x".' in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -345,15 +344,15 @@ INVALID_STREAMS = [
     "program, body",
     [(name, body) for name in ALL for body in WITHOUT_IMAGE] + [("stream.py", body) for body in INVALID_STREAMS],
 )
-def test_answer_without_an_image_is_reported(program: str, body: bytes, tmp_path: Path) -> None:
-    before = keep_old(program, tmp_path)
+def test_reports_a_response_without_an_image(program: str, body: bytes, tmp_path: Path) -> None:
+    before = write_old_image(program, tmp_path)
     with ScriptedServer(lambda *_: Answer(200, body)) as server:
         done = run(command(program, {}), server.url, tmp_path)
     assert (done.returncode, contents(tmp_path)) == (1, before)
     assert "error: " in done.stderr
 
 
-def test_error_in_a_stream_is_reported(tmp_path: Path) -> None:
+def test_reports_an_error_in_a_stream(tmp_path: Path) -> None:
     lines = b'{"event": "accepted", "steps": 2, "ahead": 0}\n{"event": "error", "status": 504, "error": "Too late."}\n'
     with ScriptedServer(lambda *_: Answer(200, lines)) as server:
         done = run(command("stream.py", {}), server.url, tmp_path)
@@ -362,12 +361,12 @@ def test_error_in_a_stream_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", PYTHON)
-def test_silent_server_is_given_up(program: str, tmp_path: Path) -> None:
+def test_stops_waiting_for_a_silent_server(program: str, tmp_path: Path) -> None:
     closing = threading.Event()
 
     def wait(number: int, request: dict[str, Any]) -> Answer:
         closing.wait(READY_SECONDS)
-        return image(b"late")
+        return one_image(b"late")
 
     with ScriptedServer(wait) as server:
         try:
@@ -379,11 +378,11 @@ def test_silent_server_is_given_up(program: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ALL)
-def test_key_is_sent_over_https_only(program: str, tmp_path: Path) -> None:
+def test_sends_the_key_over_https_only(program: str, tmp_path: Path) -> None:
     certificate, folder = write_certificate(tmp_path / "certificate.pem"), tmp_path / "out"
     folder.mkdir()
-    for given, expected in ((None, None), (certificate, "Api-Key secret")):
-        with ScriptedServer(lambda *_: overloaded("61"), given) as server:
+    for server_certificate, expected in ((None, None), (certificate, "Api-Key secret")):
+        with ScriptedServer(lambda *_: overloaded("61"), server_certificate) as server:
             variables = {"BASETEN_API_KEY": "secret", "SSL_CERT_FILE": str(certificate)}
             done = run(command(program, {}), server.url, folder, **variables)
         assert "429: The queue is full." in done.stderr
@@ -392,9 +391,9 @@ def test_key_is_sent_over_https_only(program: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
-def test_reader_sees_the_old_image_or_the_new(program: str, url: str, tmp_path: Path) -> None:
-    """A file that is open stays as it was: the new one takes its name and not its place."""
-    keep_old(program, tmp_path)
+def test_replaces_an_image_at_once(program: str, url: str, tmp_path: Path) -> None:
+    """A reader sees the old image or the new one, never a part of it: an open file keeps its content."""
+    write_old_image(program, tmp_path)
     path = tmp_path / str(IMAGE[program])
     with path.open("rb") as reader:
         done = run(command(program, SMALL), url, tmp_path)
@@ -404,11 +403,11 @@ def test_reader_sees_the_old_image_or_the_new(program: str, url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("program", [name for name in ALL if IMAGE[name]])
-def test_unwritable_file_costs_no_request(program: str, tmp_path: Path) -> None:
+def test_refuses_an_unwritable_file_before_the_request(program: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     arguments = command(program, {}, *([] if program == "generate.sh" else ["--out", "file/image.png"]))
     arguments = ["file/image.png" if word in ("image.png", "images") else word for word in arguments]
-    with ScriptedServer(lambda *_: image(b"x")) as server:
+    with ScriptedServer(lambda *_: one_image(b"x")) as server:
         done = run(arguments, server.url, tmp_path)
     assert (done.returncode, server.headers, files(tmp_path)) == (1, [], ["file"])
     assert done.stderr.startswith("error: ") and "file" in done.stderr
@@ -423,11 +422,12 @@ def test_prompts_run_concurrently_and_keep_their_order(tmp_path: Path) -> None:
             running += 1
             if running > 2:
                 third.set()
-        pairs.wait(READY_SECONDS)  # no request is answered unless a second one is in flight
-        third.wait(0.5)  # enough for a third request, if the client sends one
+        pairs.wait(READY_SECONDS)  # each request waits for a second one in flight
+        third.wait(0.5)  # long enough for a third request, if the client sends one
         with lock:
             running -= 1
-        return Answer(400, b'{"error": "Not that."}') if request["prompt"] == "c" else image(request["prompt"].encode())
+        prompt = request["prompt"]
+        return Answer(400, b'{"error": "Not that."}') if prompt == "c" else one_image(prompt.encode())
 
     with ScriptedServer(answer) as server:
         arguments = [sys.executable, str(EXAMPLES / "generate_async.py"), "d", "c", "b", "a", "--concurrency", "2"]
