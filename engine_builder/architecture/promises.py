@@ -56,9 +56,9 @@ CAPABILITIES: Tests = {
         "tests/builder/test_replicas.py::test_recommends_the_cheapest_sufficient_setting",
     ),
     "TensorRT and ONNX": (
-        "tests/builder/test_onnx_export.py::test_fp16_equals_eager_pytorch_at_three_shapes",
+        "tests/builder/test_onnx_export.py::test_toy_in_fp16_equals_eager_pytorch",
         "tests/builder/test_onnx_export.py::test_pipeline_generates_aot_inductors_image",
-        "tests/builder/test_tensorrt_way.py::test_plans_generate_aot_inductors_image",
+        "tests/builder/test_tensorrt_pipeline.py::test_plans_generate_aot_inductors_image",
     ),
 }
 """By the first column of "What it can do"."""

@@ -1,4 +1,4 @@
-"""ONNX graphs hold no weights but name them, compute as eager PyTorch does, and generate the same image."""
+"""ONNX graphs name their weights without holding them, equal eager PyTorch, and generate the same image."""
 
 import os
 import shutil
@@ -17,8 +17,14 @@ from safetensors.torch import load_file, save_file
 from engine_builder.backends.aot_inductor.compile import CompileError, example_inputs
 from engine_builder.backends.onnx import export as onnx_export
 from engine_builder.backends.onnx.engine import OnnxEngine
-from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, literals, operators
-from engine_builder.backends.onnx.graph_store import BuiltGraph, check_graph_runs, export_model, graph_of, read_graph
+from engine_builder.backends.onnx.export import OnnxGraph, count_operators, export_graph, graph_key, read_literals
+from engine_builder.backends.onnx.graph_store import (
+    BuiltGraph,
+    export_model,
+    load_or_export_graph,
+    read_graph,
+    validate_graph,
+)
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network, load_network
@@ -31,7 +37,8 @@ from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32, Precision
-from tests.conftest import MODEL_FOLDER, REPOSITORY, _alone
+from tests.builder.helpers import edit_weights, folder_of
+from tests.conftest import MODEL_FOLDER, REPOSITORY, file_lock
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
@@ -41,10 +48,10 @@ slow = pytest.mark.skipif(
 TESTED = [pytest.param(name, marks=slow if name in REFINER_COMPONENTS else ()) for name in COMPONENTS]
 KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # reused by their keys, as engines are
 SHAPES = ((1, 128, 64), (2, 64, 96), (5, 96, 192))
-EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
 
 
-def tiny(component: str, precision: Precision = FP32) -> Network:
+def load_tiny(component: str, precision: Precision = FP32) -> Network:
+    """Load a component of data/tiny-sdxl or of its refiner."""
     folder = MODEL_FOLDER / "refiner" if component in REFINER_COMPONENTS else MODEL_FOLDER
     return load_network(Checkpoint(folder), component, precision)
 
@@ -56,18 +63,18 @@ def kept() -> WritableStore:
 
 
 @pytest.fixture(scope="session")
-def graphs(kept: WritableStore, say: Callable[[str], None]) -> dict[str, OnnxGraph]:
+def graphs(kept: WritableStore, show_progress: Callable[[str], None]) -> dict[str, OnnxGraph]:
     """The components of data/tiny-sdxl in fp32, by `export_model`; with the refiner's if slow tests run."""
     refiner = Checkpoint(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
 
     def report(component: str, activity: str, done: int, steps: int) -> None:
-        say(f"graphs {done}/{steps}: {component}: {activity}")
+        show_progress(f"graphs {done}/{steps}: {component}: {activity}")
 
-    with _alone(KEPT_GRAPHS.with_suffix(".lock")):
-        made = export_model(Checkpoint(MODEL_FOLDER), refiner, FP32, kept, report)
-    assert [one.component for one in made] == list(COMPONENTS if refiner else BASE_COMPONENTS)
-    assert all(one.error <= 1e-4 for one in made)
-    return {one.component: read_graph(kept, one.built) for one in made}
+    with file_lock(KEPT_GRAPHS.with_suffix(".lock")):
+        exported = export_model(Checkpoint(MODEL_FOLDER), refiner, FP32, kept, report)
+    assert [graph.component for graph in exported] == list(COMPONENTS if refiner else BASE_COMPONENTS)
+    assert all(graph.error <= 1e-4 for graph in exported)
+    return {graph.component: read_graph(kept, graph.built) for graph in exported}
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +88,7 @@ def toy_unet(toy_folder: Path, exported: tuple[WritableStore, Path]) -> tuple[Ne
 
 def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
     """Return the error of every output at every shape against eager PyTorch."""
-    found = []
+    measured = []
     for seed, (batch, height, width) in enumerate(SHAPES):
         case = example_inputs(network.signature, batch, height, width, "cpu", seed)
         with torch.inference_mode():
@@ -92,32 +99,30 @@ def errors(network: Network, engine: OnnxEngine, relative: bool) -> list[float]:
         ]
         for reference, output in zip(expected, outputs.values(), strict=True):
             difference = (output.double() - reference.double()).abs()
-            found.append(float(difference.norm() / reference.double().norm() if relative else difference.max()))
-    return found
+            measured.append(float(difference.norm() / reference.double().norm() if relative else difference.max()))
+    return measured
 
 
 @pytest.mark.parametrize("component", TESTED)
 def test_fp32_equals_eager_pytorch_at_three_shapes(component: str, graphs: dict[str, OnnxGraph]) -> None:
-    network = tiny(component)
+    network = load_tiny(component)
     engine = OnnxEngine(component, graphs[component], network.signature, network.tensors())
     assert max(errors(network, engine, relative=False)) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    "component",
-    ["text_encoder_2", *(pytest.param(name, marks=slow) for name in ("unet", "vae_decoder", "refiner_unet"))],
-)
+@slow
+@pytest.mark.parametrize("component", ["text_encoder_2", "unet", "vae_decoder", "refiner_unet"])
 def test_fp16_equals_eager_pytorch_at_three_shapes(component: str, kept: WritableStore) -> None:
-    network = tiny(component, FP16)
-    engine = OnnxEngine(component, graph_of(network, kept)[1], network.signature, network.tensors())
+    network = load_tiny(component, FP16)
+    engine = OnnxEngine(component, load_or_export_graph(network, kept)[1], network.signature, network.tensors())
     assert max(errors(network, engine, relative=True)) <= 1e-2
 
 
-@pytest.mark.parametrize("component", ["unet_text", "unet_time", "unet"])
-def test_fp16_of_the_three_unet_networks(
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_toy_in_fp16_equals_eager_pytorch(
     component: str, exported: tuple[WritableStore, Path], toy_folder: Path
 ) -> None:
-    """unet_time concatenates fp16 text and fp32 sizes."""
+    """The time network concatenates fp16 text and fp32 sizes."""
     network = load_network(Checkpoint(toy_folder), component, FP16)
     found = BuiltGraph.find(exported[0], graph_key(network))
     assert found is not None
@@ -125,8 +130,8 @@ def test_fp16_of_the_three_unet_networks(
     engine = OnnxEngine(component, graph, network.signature, network.tensors())
     assert max(errors(network, engine, relative=True)) <= 1e-2
     types = {init.data_type for init in onnx.load_from_string(graph.model).graph.initializer}
-    assert types <= {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64}
-    assert {constant["dtype"] for constant in graph.constants.values()} == {"float16"}
+    assert types <= {TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT32, TensorProto.INT64}
+    assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
 
 
 def test_refuses_bf16(toy_folder: Path) -> None:
@@ -143,8 +148,8 @@ def test_dimensions_have_the_signatures_names(component: str, graphs: dict[str, 
 
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
-def test_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, OnnxGraph]) -> None:
-    graph, network = graphs[component], tiny(component)
+def test_graph_names_its_tensors_and_holds_none_of_them(component: str, graphs: dict[str, OnnxGraph]) -> None:
+    graph, network = graphs[component], load_tiny(component)
     tensors = network.tensors()
     external = [
         init
@@ -155,11 +160,11 @@ def test_graph_names_tensors_and_holds_none(component: str, graphs: dict[str, On
     for init in external:
         assert list(init.dims) == list(tensors[init.name].shape)
         assert not init.raw_data and not init.float_data
-    content = graph.model + b"".join(value.numpy().tobytes() for value in literals(graph.model).values())
+    content = graph.model + b"".join(value.numpy().tobytes() for value in read_literals(graph.model).values())
     for name, tensor in tensors.items():
         varied = tensor.numel() > 1 and tensor.is_floating_point() and tensor.unique().numel() > 1
         assert not varied or tensor.numpy().tobytes() not in content, name
-    assert all(value.numel() <= 77 * 77 for value in literals(graph.model).values())
+    assert all(value.numel() <= 77 * 77 for value in read_literals(graph.model).values())
 
 
 def test_graph_contains_no_paths(graphs: dict[str, OnnxGraph]) -> None:
@@ -168,14 +173,9 @@ def test_graph_contains_no_paths(graphs: dict[str, OnnxGraph]) -> None:
         assert b".py" not in graph.model
 
 
-def test_models_of_one_architecture_have_the_same_graph(
-    toy_folder: Path, folder_copy: Path, edit_weights: EditWeights
-) -> None:
-    def zero(tensors: dict[str, torch.Tensor]) -> None:
-        for tensor in tensors.values():
-            tensor.zero_()  # zeros are the easiest weights to optimize away
-
-    edit_weights(folder_copy / "text_encoder", zero)
+def test_models_of_one_architecture_have_the_same_graph(toy_folder: Path, folder_copy: Path) -> None:
+    """The other model's weights are zeros, which are the easiest to optimize away."""
+    edit_weights(folder_copy / "text_encoder", lambda tensors: [tensor.zero_() for tensor in tensors.values()])
     one, other = (load_network(Checkpoint(folder), "text_encoder", FP32) for folder in (toy_folder, folder_copy))
     assert graph_key(one) == graph_key(other)
     graph = export_graph(one)
@@ -198,7 +198,7 @@ def test_refuses_a_wrapper_with_a_constant_tensor() -> None:
         def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return (latents.repeat_interleave(8, 2).repeat_interleave(8, 3)[:, :3] * self.scale,)
 
-    network = tiny("vae_decoder")
+    network = load_tiny("vae_decoder")
     module = WithConstant()
     module.scale = torch.randn(3, 1, 1)
     with pytest.raises(CompileError, match="could not be exported .*device"):
@@ -224,7 +224,7 @@ def test_refuses_a_graph_with_other_results(toy_unet: tuple[Network, OnnxGraph])
     node = next(node for node in model.graph.node if node.op_type == "Sigmoid")
     node.op_type = "Tanh"
     with pytest.raises(InaccurateEngine, match="The ONNX graph of unet differs by"):
-        check_graph_runs(network, replace(graph, model=model.SerializeToString()))
+        validate_graph(network, replace(graph, model=model.SerializeToString()))
 
 
 # -- in a store and in a folder -----------------------------------------------------------------------------------
@@ -247,17 +247,15 @@ def test_onnx_runtime_opens_the_commands_output(exported: tuple[WritableStore, P
 def test_weights_are_stored_once(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
     store, _ = exported
     tensor = load_network(Checkpoint(toy_folder), "unet", FP16).tensors()["conv_in.weight"]
-    holding = [
-        size for digest, size, _ in store.blobs() if tensor.numpy().tobytes() in store.get(digest, size).read_bytes()
-    ]
-    assert len(holding) == 1
+    data = tensor.numpy().tobytes()
+    assert sum(data in store.get(digest, size).read_bytes() for digest, size, _ in store.blobs()) == 1
 
 
 def test_exporting_again_exports_nothing(exported: tuple[WritableStore, Path], toy_folder: Path) -> None:
     store, _ = exported
     before = {digest for digest, _, _ in store.blobs()}
     again = export_model(Checkpoint(toy_folder), None, FP16, store)
-    assert not any(one.new for one in again)
+    assert not any(graph.is_new for graph in again)
     assert {digest for digest, _, _ in store.blobs()} == before
 
 
@@ -272,15 +270,14 @@ def test_gc_keeps_graphs(exported: tuple[WritableStore, Path]) -> None:
 def test_exports_again_if_the_stored_graph_is_damaged(
     exported: tuple[WritableStore, Path], toy_folder: Path, tmp_path: Path
 ) -> None:
-    root = Path(exported[0].url.removeprefix("file://"))
-    store = open_writable_store(shutil.copytree(root, tmp_path / "store"))
+    store = open_writable_store(shutil.copytree(folder_of(exported[0]), tmp_path / "store"))
     network = load_network(Checkpoint(toy_folder), "text_encoder", FP16)
     found = BuiltGraph.find(store, graph_key(network))
     assert found is not None
-    path = tmp_path / "store" / "blobs" / "sha256" / found.graph.sha256
+    path = store.get(found.graph.sha256, found.graph.bytes)
     path.write_bytes(path.read_bytes()[:-1])
     assert BuiltGraph.find(store, graph_key(network)) is None
-    assert graph_of(network, store)[0].graph == found.graph
+    assert load_or_export_graph(network, store)[0].graph == found.graph
     assert BuiltGraph.find(store, graph_key(network)) is not None
 
 
@@ -288,11 +285,10 @@ def test_write_model_refuses_weights_that_lack_a_tensor(toy_unet: tuple[Network,
     network, graph = toy_unet
     tensors = network.tensors()
     name = next(iter(graph.constants))
-    for number, held in enumerate(
-        ({k: v for k, v in tensors.items() if k != name}, tensors | {name: tensors[name].float()})
-    ):
+    incomplete = {key: tensor for key, tensor in tensors.items() if key != name}
+    for number, saved in enumerate((incomplete, tensors | {name: tensors[name].float()})):
         file = tmp_path / f"weights-{number}"
-        save_file({key: tensor.contiguous() for key, tensor in held.items()}, file)
+        save_file({key: tensor.contiguous() for key, tensor in saved.items()}, file)
         with pytest.raises(CompileError, match=f"lack {name}"):
             onnx_export.write_model(graph, [file], tmp_path / f"{number}.onnx")
 
@@ -302,8 +298,8 @@ def test_write_model_links_or_copies_weights(toy_unet: tuple[Network, OnnxGraph]
     file = tmp_path / "blob"
     save_file({key: tensor.contiguous() for key, tensor in network.tensors().items()}, file)
     onnx_export.write_model(graph, [file], tmp_path / "linked" / "unet.onnx", link=True)
-    [placed] = (tmp_path / "linked" / "weights").iterdir()
-    assert placed.samefile(file)
+    [linked] = (tmp_path / "linked" / "weights").iterdir()
+    assert linked.samefile(file)
     onnx_export.write_model(graph, [file], tmp_path / "copied" / "unet.onnx")
     [copied] = (tmp_path / "copied" / "weights").iterdir()
     assert not copied.samefile(file) and load_file(copied).keys() == load_file(file).keys()
@@ -316,7 +312,7 @@ def test_write_model_links_or_copies_weights(toy_unet: tuple[Network, OnnxGraph]
 def test_pipeline_generates_aot_inductors_image(refiner: bool, graphs: dict[str, OnnxGraph], loaded: Loaded) -> None:
     engines = dict(loaded.model.engines)
     for component, graph in graphs.items():
-        network = tiny(component)
+        network = load_tiny(component)
         engines[component] = EngineSet([OnnxEngine(component, graph, network.signature, network.tensors())])
     through_onnx: LoadedModel = replace(loaded.model, engines=engines)
     request = GenerationRequest(
@@ -328,9 +324,9 @@ def test_pipeline_generates_aot_inductors_image(refiner: bool, graphs: dict[str,
     assert images[0].std() > 10
 
 
-def test_tensorrts_parser_lists_every_operator(graphs: dict[str, OnnxGraph]) -> None:
-    """The list is docs/operators.md of onnx-tensorrt: supported at least for some inputs."""
-    used = {name for graph in graphs.values() for name in operators(graph.model)}
+def test_tensorrts_parser_supports_every_operator(graphs: dict[str, OnnxGraph]) -> None:
+    """The operators are those of docs/operators.md of onnx-tensorrt, which supports them for some inputs at least."""
+    used = {name for graph in graphs.values() for name in count_operators(graph.model)}
     assert used <= set(
         "Add ArgMax Cast Concat Conv Cos Equal Expand Gather GatherND Gelu Gemm InstanceNormalization IsNaN "
         "LayerNormalization MatMul Mul Range Reshape Resize Shape Sigmoid Sin Slice Softmax Split Squeeze Transpose "

@@ -14,7 +14,7 @@ import onnx
 import pytest
 import torch
 
-from engine_builder.backends.onnx.export import export_graph, literals, operators
+from engine_builder.backends.onnx.export import count_operators, export_graph, read_literals
 from engine_builder.checkpoints import random_sdxl
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Checkpoint]:
 
 @pytest.mark.parametrize("component", COMPONENTS)
 def test_sdxl_exports_at_full_size(
-    component: str, folders: dict[bool, Checkpoint], say: Callable[[str], None], tmp_path: Path
+    component: str, folders: dict[bool, Checkpoint], show_progress: Callable[[str], None], tmp_path: Path
 ) -> None:
     started = time.perf_counter()
     network = load_network(folders[component in REFINER_COMPONENTS], component, FP16, device="meta")
@@ -73,11 +73,11 @@ def test_sdxl_exports_at_full_size(
         assert graph.constants.keys() == tensors.keys()
     # Everything is fp16, except positions and the sinusoids of time and size.
     assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
-    assert operators(graph.model).get("Cast", 0) <= 3
-    assert len(graph.model) < 2**20 and sum(value.nbytes for value in literals(graph.model).values()) < 2**14
+    assert count_operators(graph.model).get("Cast", 0) <= 3
+    assert len(graph.model) < 2**20 and sum(value.nbytes for value in read_literals(graph.model).values()) < 2**14
     assert onnx.load_from_string(graph.model).opset_import[0].version == 20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    say(
+    show_progress(
         f"{component}: {seconds:.0f} s, {len(graph.model) / 2**10:.0f} KiB, {len(graph.constants)} tensors, "
         f"{peak:.0f} MiB of memory at most so far"
     )

@@ -1,4 +1,4 @@
-"""The decisions of a TensorRT build and its calls. TensorRT is a fake that records calls; no engine is built."""
+"""The settings of a TensorRT build, and its calls. TensorRT is a fake that records calls; no engine is built."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from engine_builder.backends.tensorrt.options import (
     InvalidOption,
     PlanOptions,
     parse_options,
-    target_of,
+    plan_target,
 )
 from engine_builder.backends.tensorrt.plan_settings import (
     NotEnoughMemory,
-    Range,
+    ShapeRange,
     builder_flags,
     check_build_memory,
     describe_unsupported,
+    optimization_profiles,
     plan_key,
     profile_key,
-    profiles,
     workspace_limit,
 )
 from engine_builder.backends.tensorrt.plan_store import BuiltPlan, read_timing_cache, write_timing_cache
@@ -55,22 +55,22 @@ UNET = Signature(
 )
 
 
-# -- decisions ----------------------------------------------------------------------------------------------------
+# -- settings ----------------------------------------------------------------------------------------------------
 
 
 def test_profile_of_static_bucket_has_one_shape() -> None:
-    [one, other] = profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
+    [one, other] = optimization_profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
     assert one == {
-        "sample": Range((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
-        "time_ids": Range((2, 6), (2, 6), (2, 6)),
+        "sample": ShapeRange((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
+        "time_ids": ShapeRange((2, 6), (2, 6), (2, 6)),
     }
     assert other["sample"].tuned == (8, 4, 64, 64) and other["time_ids"].tuned == (8, 6)
 
 
 def test_profile_of_dynamic_bucket_has_its_range() -> None:
-    [profile] = profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
-    assert profile["sample"] == Range((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
-    assert profile["time_ids"] == Range((1, 6), (16, 6), (16, 6))
+    [profile] = optimization_profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
+    assert profile["sample"] == ShapeRange((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
+    assert profile["time_ids"] == ShapeRange((1, 6), (16, 6), (16, 6))
 
 
 def test_profiles_of_every_signature() -> None:
@@ -82,9 +82,9 @@ def test_profiles_of_every_signature() -> None:
         (pooled_text_signature(widths, "float16"), [static_bucket(1, None, None), static_bucket(2, None, None)]),
         (vae_decoder_signature(widths, "float16"), [static_bucket(1, 1024, 1024)]),
     ):
-        made = profiles(signature, buckets)
-        assert len(made) == len(buckets)
-        for profile in made:
+        profiles = optimization_profiles(signature, buckets)
+        assert len(profiles) == len(buckets)
+        for profile in profiles:
             assert list(profile) == [spec.name for spec in signature.inputs]
             for spec in signature.inputs:
                 for number, size in enumerate(spec.shape):
@@ -127,20 +127,23 @@ def test_parses_options() -> None:
     assert set(REFIT) == {"identical", "any"}
 
 
-def test_target_needs_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
-    if tensorrt_api.installed_version() is None:
-        with pytest.raises(tensorrt_api.TensorRTUnavailable, match="is not installed here"):
-            target_of(H200, PlanOptions())
-    monkeypatch.setattr(tensorrt_api, "require", lambda *_: "10.16.1.11")
-    assert target_of(H200, PlanOptions()).key == "cuda-h200-sm90-trt10.16"
-    assert target_of(H200, PlanOptions(compatibility="ampere_plus")).key == "cuda-ampere_plus-trt10.16"
+@pytest.mark.skipif(tensorrt_api.installed_version() is not None, reason="TensorRT is installed")
+def test_target_needs_tensorrt() -> None:
+    with pytest.raises(tensorrt_api.TensorRTUnavailable, match="is not installed here"):
+        plan_target(H200, PlanOptions())
+
+
+@pytest.mark.usefixtures("fake")
+def test_target_has_tensorrts_version() -> None:
+    assert plan_target(H200, PlanOptions()).key == "cuda-h200-sm90-trt11.4"
+    assert plan_target(H200, PlanOptions(compatibility="ampere_plus")).key == "cuda-ampere_plus-trt11.4"
 
 
 def network(precision: Precision = FP16, **architecture: Any) -> Network:
-    made: Any = SimpleNamespace(
+    fake_network: Any = SimpleNamespace(
         component="unet", module=torch.nn.Identity(), signature=UNET, architecture=architecture, precision=precision
     )
-    return made
+    return fake_network
 
 
 def weights(digit: str = "a") -> WeightsRecord:
@@ -149,7 +152,7 @@ def weights(digit: str = "a") -> WeightsRecord:
 
 
 def key(**changed: Any) -> str:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "network": network(),
         "target": tensorrt_target(H200, "trt11.4", "none"),
         "version": "11.4.0.106",
@@ -157,7 +160,7 @@ def key(**changed: Any) -> str:
         "options": PlanOptions(),
         "weights": weights(),
     }
-    return plan_key(**(given | changed))
+    return plan_key(**(arguments | changed))
 
 
 def test_key_depends_on_everything_that_decides_a_plan() -> None:
@@ -194,8 +197,8 @@ def test_workspace_is_explicit_or_half_of_free_memory() -> None:
 @pytest.mark.parametrize(
     ("gpu", "host", "message"),
     [
-        (10, 64, "takes about 12.0 GiB of GPU memory and 10.0 GiB are free"),
-        (24, 8, "takes about 15.0 GiB of memory and 8.0 GiB are free"),
+        (10, 64, "takes about 12.0 GiB of GPU memory, and 10.0 GiB are free"),
+        (24, 8, "takes about 15.0 GiB of memory, and 8.0 GiB are free"),
     ],
 )
 def test_refuses_builds_that_do_not_fit(gpu: int, host: int, message: str) -> None:
@@ -233,7 +236,7 @@ def test_reports_two_outer_phases_once_per_percent() -> None:
     assert not any("Timing" in line for line in lines)
 
 
-def test_interrupt_stops_the_build_and_is_stored() -> None:
+def test_progress_keeps_the_interrupt_that_stops_a_build() -> None:
     def interrupt(line: str) -> None:
         if "50%" in line:
             raise KeyboardInterrupt
@@ -256,17 +259,17 @@ class FakeBuilder:
         self.unsupported: list[int] = []
         self.parses = self.builds = self.takes_cache = True
         self.config = SimpleNamespace(
-            set_flag=lambda flag: self.note("set", flag),
-            clear_flag=lambda flag: self.note("clear", flag),
-            set_memory_pool_limit=lambda pool, size: self.note("limit", pool, size),
-            add_optimization_profile=lambda profile: self.note("profile", dict(profile.shapes)) or 0,
+            set_flag=lambda flag: self.record("set", flag),
+            clear_flag=lambda flag: self.record("clear", flag),
+            set_memory_pool_limit=lambda pool, size: self.record("limit", pool, size),
+            add_optimization_profile=lambda profile: self.record("profile", dict(profile.shapes)) or 0,
             create_timing_cache=lambda data: SimpleNamespace(data=data, serialize=lambda: b"updated " + data),
             set_timing_cache=lambda cache, loose: (
-                self.note("cache", cache.data, loose) or self.takes_cache or not cache.data
+                self.record("cache", cache.data, loose) or self.takes_cache or not cache.data
             ),
         )
 
-    def note(self, *call: Any) -> None:
+    def record(self, *call: Any) -> None:
         self.calls.append(call)
 
     def calls_of(self, name: str) -> list[tuple[Any, ...]]:
@@ -292,14 +295,14 @@ class FakeBuilder:
                 self.create_optimization_profile = Profile
 
             def create_network(self, flags: int) -> str:
-                fake.note("network", flags)
+                fake.record("network", flags)
                 return "network"
 
             def build_serialized_network(self, network: str, config: Any) -> bytes | None:
                 config.progress_monitor.phase_start("Tactics", None, 4)
                 proceed = config.progress_monitor.step_complete("Tactics", 1)
                 config.progress_monitor.phase_finish("Tactics")
-                fake.note("build")
+                fake.record("build")
                 if not fake.builds:
                     self.log.log("error", "Out of memory")
                 return b"plan" if fake.builds and proceed else None
@@ -309,7 +312,7 @@ class FakeBuilder:
                 self.num_subgraphs, self.num_errors = 2, len(fake.unsupported) or int(not fake.parses)
 
             def supports_model_v2(self, data: bytes, path: str) -> bool:
-                fake.note("supports", path)
+                fake.record("supports", path)
                 return not fake.unsupported
 
             def is_subgraph_supported(self, part: int) -> bool:
@@ -325,7 +328,7 @@ class FakeBuilder:
                 )
 
             def parse_from_file(self, path: str) -> bool:
-                fake.note("parse", path)
+                fake.record("parse", path)
                 return fake.parses
 
         module: Any = ModuleType("tensorrt")
@@ -344,10 +347,10 @@ class FakeBuilder:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBuilder:
-    made = FakeBuilder()
-    monkeypatch.setitem(sys.modules, "tensorrt", made.module())
+    builder = FakeBuilder()
+    monkeypatch.setitem(sys.modules, "tensorrt", builder.module())
     monkeypatch.setattr(tensorrt_api, "require", lambda *_: "11.4.0.106")
-    return made
+    return builder
 
 
 @pytest.fixture
@@ -358,10 +361,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "unet.onnx"
 
 
-def build(model: Path, report: Callable[[str], None] = lambda _: None, **changed: Any) -> Any:
-    made = profiles(UNET, [static_bucket(2, 512, 512), static_bucket(4, 512, 512)])
-    given: dict[str, Any] = {"options": PlanOptions(), "timing_cache": b"old"} | changed
-    return build_plan("unet", model, made, FP32, given["options"], 3 * GIB, given["timing_cache"], report)
+def build(model: Path, report: Callable[[str], None] = lambda _: None, options: PlanOptions | None = None) -> Any:
+    profiles = optimization_profiles(UNET, [static_bucket(2, 512, 512), static_bucket(4, 512, 512)])
+    return build_plan("unet", model, profiles, FP32, options or PlanOptions(), 3 * GIB, b"old", report)
 
 
 def test_build_sets_all_options(fake: FakeBuilder, model: Path) -> None:
@@ -390,7 +392,7 @@ def test_replaces_a_timing_cache_of_another_version(fake: FakeBuilder, model: Pa
 
 def test_refuses_unsupported_nodes_before_building(fake: FakeBuilder, model: Path) -> None:
     fake.unsupported = [1]
-    with pytest.raises(CompileError, match=r"does not take these nodes of unet.*Neg x1 \(first: second\): why\."):
+    with pytest.raises(CompileError, match=r"does not support these nodes of unet.*Neg x1 \(first: second\): why\."):
         build(model)
     assert not fake.calls_of("parse") and not fake.calls_of("build")
 

@@ -1,9 +1,10 @@
 """Build, refit, run and capture with the real TensorRT. Skipped without it or a GPU; docs/tensorrt.md has the commands.
 
-These tests were written against TensorRT's interface, and were not run when they were written.
+The tests were written against TensorRT's interface. They have not been run.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -37,6 +38,7 @@ from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
 from model.store.precision import FP16
 from model.weights.cache import WeightsCache
+from tests.builder.helpers import Tensors, edit_weights
 from tests.conftest import MODEL_FOLDER, REPOSITORY
 from tests.support.reference import Reference
 
@@ -53,19 +55,25 @@ SIZES = ((2, 256, 256), (4, 256, 256))
 
 
 def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanOptions | None = None) -> BuildPlan:
-    chosen = options or PlanOptions()
+    options = options or PlanOptions()
     version = installed_version()
     assert version is not None
-    target = tensorrt_target(build_target(), version_tag(version), chosen.compatibility)
-    return BuildPlan(name, Checkpoint(folder), None, target, FP16, SIZES, tensorrt=chosen)
+    target = tensorrt_target(build_target(), version_tag(version), options.compatibility)
+    return BuildPlan(name, Checkpoint(folder), None, target, FP16, SIZES, tensorrt=options)
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]) -> tuple[WritableStore, Manifest]:
+def built(
+    tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
+) -> tuple[WritableStore, Manifest]:
     """data/tiny-sdxl without its refiner, in fp16, published."""
     store = open_writable_store(tmp_path_factory.mktemp("tensorrt") / "store")
     started = time.perf_counter()
-    build(plan_of(), store, lambda component, activity, done, steps: show_progress(f"{done}/{steps} {component}: {activity}"))
+    build(
+        plan_of(),
+        store,
+        lambda component, activity, done, steps: show_progress(f"{done}/{steps} {component}: {activity}"),
+    )
     manifest, _ = publish(store, "tiny-sdxl")
     show_progress(f"built for {', '.join(manifest.targets)} in {time.perf_counter() - started:.0f} s")
     return store, manifest
@@ -76,7 +84,23 @@ def served(built: tuple[WritableStore, Manifest]) -> Loaded:
     return load_release(built[0], built[1].name, targets_of("tensorrt", detect_targets()), [], ColdStart())
 
 
-def test_every_engine_equals_eager_pytorch(built: tuple[WritableStore, Manifest], show_progress: Callable[[str], None]) -> None:
+@pytest.fixture
+def changed_folder(tmp_path: Path) -> Path:
+    """data/tiny-sdxl with a slightly changed UNet."""
+    folder = Path(shutil.copytree(MODEL_FOLDER, tmp_path / "tiny", ignore=shutil.ignore_patterns("refiner")))
+    generator = torch.Generator().manual_seed(1)
+
+    def add_noise(tensors: Tensors) -> None:
+        for tensor in tensors.values():
+            tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
+
+    edit_weights(folder / "unet", add_noise)
+    return folder
+
+
+def test_every_engine_equals_eager_pytorch(
+    built: tuple[WritableStore, Manifest], show_progress: Callable[[str], None]
+) -> None:
     for engine in built[1].engines:
         assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version()
         assert engine.benchmark is not None and engine.tensorrt is not None
@@ -146,48 +170,33 @@ def test_cuda_graph_captures_and_replays_an_engine(built: tuple[WritableStore, M
 
 
 def test_refit_any_takes_another_models_weights(
-    built: tuple[WritableStore, Manifest], folder_of_tiny: Path, tmp_path: Path
+    built: tuple[WritableStore, Manifest], changed_folder: Path, tmp_path: Path
 ) -> None:
-    """Without a build: the second model's engines are found, refit and compared with its own eager PyTorch."""
+    """The second model's engines are found, refit and compared with its own eager PyTorch, without a build."""
     store = open_writable_store(tmp_path / "store")
     first = build(plan_of(options=PlanOptions(refit="any")), store)
-    second = build(plan_of(folder_of_tiny, "other", PlanOptions(refit="any")), store)
+    second = build(plan_of(changed_folder, "other", PlanOptions(refit="any")), store)
     assert set(first.compiled) == set(plan_of().components) and second.compiled == ()
     assert {e.key for e in first.draft.engines} == {e.key for e in second.draft.engines}
 
 
-@pytest.fixture
-def folder_of_tiny(tmp_path: Path) -> Path:
-    """data/tiny-sdxl with a slightly changed UNet."""
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(shutil.copytree(MODEL_FOLDER, tmp_path / "tiny", ignore=shutil.ignore_patterns("refiner")))
-    [file] = (folder / "unet").glob("*.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    tensors = {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
-
-
-def test_refit_identical_builds_for_another_model(built: tuple[WritableStore, Manifest], folder_of_tiny: Path) -> None:
-    result = build(replace(plan_of(folder_of_tiny, "changed")), built[0])
+def test_refit_identical_builds_for_another_model(built: tuple[WritableStore, Manifest], changed_folder: Path) -> None:
+    result = build(replace(plan_of(changed_folder, "changed")), built[0])
     assert "unet" in result.compiled and "text_encoder" in result.reused
 
 
 @pytest.mark.parametrize("compatibility", ["same_compute_capability", "ampere_plus"])
 def test_compatible_plan_is_found_by_its_target(compatibility: str, tmp_path: Path) -> None:
-    chosen = PlanOptions(compatibility=compatibility)  # type: ignore[arg-type]
+    options = PlanOptions(compatibility=compatibility)  # type: ignore[arg-type]
     store = open_writable_store(tmp_path / "store")
-    build(plan_of(options=chosen), store)
+    build(plan_of(options=options), store)
     publish(store, "tiny-sdxl")
     loaded = load_release(store, "tiny-sdxl/1", targets_of("tensorrt", detect_targets()), [], ColdStart())
-    assert loaded.target == plan_of(options=chosen).target.key
+    assert loaded.target == plan_of(options=options).target.key
 
 
-def test_without_gpu_require_raises_instead_of_crashing(built: tuple[WritableStore, Manifest]) -> None:
-    """Deserializing without a GPU would be a segmentation fault."""
+def test_require_raises_without_a_gpu(built: tuple[WritableStore, Manifest]) -> None:
+    """Otherwise deserializing would be a segmentation fault."""
     script = (
         "from model.engines.tensorrt.api import TensorRTUnavailable, require\n"
         "try:\n    require()\n"

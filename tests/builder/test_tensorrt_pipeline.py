@@ -1,13 +1,13 @@
-"""TensorRT engines from a folder to an image, with a fake TensorRT that runs their ONNX graphs.
+"""TensorRT engines from a model's folder to an image, with a fake TensorRT that runs their ONNX graphs.
 
-The tests cover Preheat's part: a plan without constants gets all of them by name from the release's blobs, profiles
-hold the shapes that run, engines are reused, refused and selected. The fake is tests/support/onnx_tensorrt.py.
+The tests cover Preheat's part. A plan without constants gets all of them by name from the release's blobs, profiles
+hold the shapes that run, and engines are reused, refused and selected. The fake is tests/support/onnx_tensorrt.py.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,25 +31,26 @@ from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
 from model.store.manifest import Manifest
 from model.store.precision import FP16
+from tests.builder.helpers import PlanOf, edit_weights, folder_of
 from tests.support import onnx_tensorrt
 from tests.support.fake_tensorrt import FakeCuda
 
-TARGET = Target("cpu", "stand_in", "", "trt11.4")
-EditWeights = Callable[[Path, Callable[[dict[str, torch.Tensor]], None]], None]
-PlanOf = Callable[[Path, str], BuildPlan]
+TARGET = Target("cpu", "fake_gpu", "", "trt11.4")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fake_tensorrt() -> Iterator[None]:
+def gpu_memory() -> Iterator[dict[str, int]]:
+    """Use the fake of TensorRT on the CPU. Yields the bytes of the GPU's memory, which tests may change."""
+    memory = {"free": 2**33, "total": 2**34}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tensorrt", onnx_tensorrt.module())
         patch.setattr(tensorrt_api, "require", lambda *_: onnx_tensorrt.VERSION)
         patch.setattr(tensorrt_api, "installed_version", lambda: onnx_tensorrt.VERSION)
-        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**33, 2**34))
+        patch.setattr(torch.cuda, "mem_get_info", lambda *_: (memory["free"], memory["total"]))
         cuda = FakeCuda(lambda *_: True)
         for name in ("current_stream", "Event", "is_current_stream_capturing"):
             patch.setattr(torch.cuda, name, getattr(cuda, name))
-        yield
+        yield memory
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,7 @@ def plan(toy_plan: BuildPlan) -> BuildPlan:
 
 @pytest.fixture(scope="module")
 def progress() -> list[str]:
+    """The lines that the build of `built` reports."""
     return []
 
 
@@ -66,9 +68,9 @@ def progress() -> list[str]:
 def built(
     plan: BuildPlan, exported: tuple[WritableStore, Path], tmp_path_factory: pytest.TempPathFactory, progress: list[str]
 ) -> tuple[WritableStore, Manifest]:
-    """The toy's plans, built from graphs that were exported before, published."""
-    folder = Path(exported[0].url.removeprefix("file://"))
-    store = open_writable_store(shutil.copytree(folder, tmp_path_factory.mktemp("way") / "store"))
+    """The toy's plans, built from graphs that were exported before, and published."""
+    folder = tmp_path_factory.mktemp("tensorrt") / "store"
+    store = open_writable_store(shutil.copytree(folder_of(exported[0]), folder))
     result = build(plan, store, lambda component, activity, *_: progress.append(f"{component} {activity}"))
     assert set(result.compiled) == set(plan.components)
     return store, publish(store, plan.model)[0]
@@ -124,8 +126,8 @@ def test_building_again_builds_nothing(built: tuple[WritableStore, Manifest], pl
 def test_rebuilds_a_stored_plan_that_fails_its_check(
     built: tuple[WritableStore, Manifest], plan: BuildPlan, tmp_path: Path
 ) -> None:
-    """Nor can one that does not open block a later build."""
-    store = open_writable_store(shutil.copytree(built[0].url.removeprefix("file://"), tmp_path / "store"))
+    """The record of the UNet's plan names the VAE's."""
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
     records = {key: json.loads(store.read_record("engines", key) or b"") for key in store.records("engines")}
     plans = {engine.component: engine.blob.sha256 for engine in built[1].engines}
     [unet] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["unet"]]
@@ -158,13 +160,8 @@ def test_only_refit_any_takes_another_models_weights(
     plan: BuildPlan,
     folder_copy: Path,
     plan_of: PlanOf,
-    edit_weights: EditWeights,
 ) -> None:
-    def scale(tensors: dict[str, torch.Tensor]) -> None:
-        for tensor in tensors.values():
-            tensor.mul_(1.1)
-
-    edit_weights(folder_copy / "unet", scale)
+    edit_weights(folder_copy / "unet", lambda tensors: [tensor.mul_(1.1) for tensor in tensors.values()])
     other = replace(plan, model="other", base=plan_of(folder_copy, "other").base)
     store = built[0]
     assert set(build(other, store).compiled) == {"unet", "unet_text", "unet_time"}
@@ -184,8 +181,10 @@ def test_refuses_a_release_with_exchanged_weights(built: tuple[WritableStore, Ma
         load_release(store, f"{manifest.model}/exchanged", [TARGET], [], ColdStart())
 
 
-def test_refused_build_stores_no_plan(plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**20, 2**34))
+def test_refused_build_stores_no_plan(
+    plan: BuildPlan, tmp_path: Path, gpu_memory: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gpu_memory, "free", 2**20)
     store = open_writable_store(tmp_path / "store")
     with pytest.raises(NotEnoughMemory, match="Building text_encoder takes about .* GiB of GPU memory"):
         build(plan, store)
