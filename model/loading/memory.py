@@ -12,15 +12,15 @@ from model.pipeline.spec import SDXL, step_components, unets
 from model.store.manifest import EngineRecord
 
 
-def check_memory(device: torch.device, selection: Selection) -> None:
+def check_memory(device: torch.device, selection: Selection, free: int | None = None) -> None:
     """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
 
     Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
-    steps and decoding.
+    steps and decoding. `free`: the bytes of free memory; None: those that the device reports.
     """
     needed = sum(blob.bytes for blob in selection.weight_blobs())
     if device.type != "cuda":
-        free = free_host_memory()
+        free = free_host_memory() if free is None else free
         if free is not None and needed > free:
             raise OutOfDeviceMemory(
                 f"The weights take {needed / 2**30:.1f} GiB, and this machine has {free / 2**30:.1f} GiB free.",
@@ -28,7 +28,7 @@ def check_memory(device: torch.device, selection: Selection) -> None:
             )
         return
     needed += tensorrt_bytes(selection) + loop_bytes(selection.engines)
-    free = torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0] if free is None else free
     if needed > free:
         raise OutOfDeviceMemory(
             f"Weights and loops take {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free."

@@ -7,6 +7,7 @@ shows nothing about TensorRT itself. All memory is the CPU's.
 import ctypes
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -148,6 +149,7 @@ def _module(fake: Fake) -> ModuleType:
 
     module: Any = ModuleType("tensorrt")
     module.__version__ = VERSION
+    module.__spec__ = ModuleSpec("tensorrt", None)  # so that importlib finds it
     module.ILogger, module.Runtime, module.Refitter, module.Weights = Logger, Runtime, Refitter, Weights
     for name, members in {
         "DataType": "BF16 BOOL FLOAT HALF INT32 INT64 UINT8",
