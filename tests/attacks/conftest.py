@@ -6,6 +6,7 @@ load must raise the expected error, change no file outside, and leave only compl
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ class MirrorBucket:
 
     def __init__(self, s3: Any, endpoint: str) -> None:
         self.s3, self.endpoint = s3, endpoint
-        self.name = "attacked"
+        self.name = f"attacked-{uuid.uuid4().hex[:12]}"
         self.uploaded: dict[str, bytes] = {}
         s3.create_bucket(Bucket=self.name)
 
