@@ -101,10 +101,10 @@ def _unet(
 
 
 def unet() -> UNet2DConditionModel:
-    """Its six time_ids: original height and width, crop top and left, target height and width."""
+    """Build the base's UNet. time_ids: original height and width, crop top and left, target height and width."""
     return _unet((64, 96, 128), (2, 3, 4), (1, 1, 1), text_width=TEXT_WIDTH_1 + TEXT_WIDTH_2, time_ids=6)
 
 
 def refiner_unet() -> UNet2DConditionModel:
-    """Its five time_ids: original height and width, crop top and left, aesthetic score."""
+    """Build the refiner's UNet. time_ids: original height and width, crop top and left, aesthetic score."""
     return _unet((64, 96, 8), (2, 3, 1), (1, 1, 1), text_width=TEXT_WIDTH_2, time_ids=5)

@@ -130,7 +130,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help="share of the steps before the refiner; default: denoising_frac of defaults.json",
     )
-    parser.add_argument("--count", type=int, default=200, help="captions of seen, and of held-out triples")
+    parser.add_argument("--count", type=int, default=200, help="captions of each set (seen, held-out)")
     parser.add_argument("--batch", type=int, default=50, help="images generated at once")
     parser.add_argument("--seed", type=int, default=0, help="noise seed of the first image")
     parser.add_argument("--size", type=int, nargs=2, default=(256, 256), metavar=("HEIGHT", "WIDTH"))

@@ -21,7 +21,7 @@ from training.run import TrainingRun
 from training.settings import DiffusionSettings
 
 REFRESH_EVERY_STEPS = 4
-AESTHETIC_SCORES = (2.0, 7.0)  # range of random scores: they mean nothing, because all rendered images are equally good
+AESTHETIC_SCORES = (2.0, 7.0)  # range of random scores, because all rendered images are equally good
 FIRST_CHUNK = {"base": 10_000_000, "refiner": 20_000_000}  # so that no two stages use the same scenes
 
 
