@@ -1,4 +1,4 @@
-"""The prefetch fetches what the load reads, while torch is imported, and nothing that is not trusted."""
+"""The prefetch fetches exactly the blobs that a load reads, nothing of an untrusted release, and imports no torch."""
 
 import json
 import os
@@ -24,6 +24,7 @@ from model.settings import ServedBucket, read_settings
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Manifest
 from model.store.precision import INT8
+from model.store.sink import Sink
 from tests.support import releases
 from tests.support.releases import NAME, cpu_target
 
@@ -38,153 +39,157 @@ def store(tmp_path: Path) -> WritableLocalStore:
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PREHEAT_STORE", "PREHEAT_RELEASE", "PREHEAT_PUBLIC_KEY", "PREHEAT_RUNTIME"):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def brought(monkeypatch: pytest.MonkeyPatch) -> list[Blob]:
-    """What a store is asked to bring is noted here, too."""
-    found: list[Blob] = []
-    fetch = LocalStore.fetch
-
-    def note(self: LocalStore, blobs: Iterable[Blob]) -> None:
-        found.extend(blobs)
-        fetch(self, blobs)
-
-    monkeypatch.setattr(LocalStore, "fetch", note)
-    return found
-
-
-def started(here: WritableLocalStore, /, **settings: Any) -> Prefetch:
-    made = Prefetch(read_settings({"store": here.url, "release": NAME} | settings), {})
-    made.wait()
-    return made
-
-
-class RecordingStore(WritableLocalStore):
-    """Records which blobs are requested."""
+class RecordingStore(LocalStore):
+    """Records the digests of the blobs that it fetches, and of those that it reads."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.requested: set[str] = set()
+        self.fetched: set[str] = set()
+        self.blobs_read: set[str] = set()
 
-    def _blob_path(self, digest: str) -> Path:
-        self.requested.add(digest)
-        return super()._blob_path(digest)
+    def fetch(self, blobs: Iterable[Blob]) -> None:
+        blobs = list(blobs)
+        self.fetched |= {blob.sha256 for blob in blobs}
+        super().fetch(blobs)
+
+    def get(self, digest: str, size: int) -> Path:
+        self.blobs_read.add(digest)
+        return super().get(digest, size)
+
+    def read(self, digest: str, into: memoryview) -> None:
+        self.blobs_read.add(digest)
+        super().read(digest, into)
+
+    def stream(self, digest: str, size: int, sink: Sink) -> None:
+        self.blobs_read.add(digest)
+        super().stream(digest, size, sink)
 
 
-def rich(manifest: Manifest) -> Manifest:
-    """With another target's engines, and a second precision of this one's, whose weights are all blobs of their own."""
+def prefetch_of(store: LocalStore, **settings: Any) -> Prefetch:
+    """Start a prefetch of `store`, and wait for its end."""
+    prefetch = Prefetch(read_settings({"store": store.url, "release": NAME} | settings), {}, lambda *_: store)
+    prefetch.wait()
+    return prefetch
 
-    def other(record: Any, number: int, **changes: Any) -> Any:
+
+def add_unused_records(manifest: Manifest) -> Manifest:
+    """Add the engines of another target, of another precision, and weights of both that no engine here uses."""
+
+    def copy(record: Any, number: int, **changes: Any) -> Any:
         blob = Blob(sha256=f"{number:064d}", bytes=1)
         return record.model_copy(update=changes | ({"blobs": (blob,)} if hasattr(record, "blobs") else {"blob": blob}))
 
     engines = [*manifest.engines]
-    engines += [other(e, 100 + n, target="cuda-h200", key=f"{n:064d}") for n, e in enumerate(manifest.engines)]
-    engines += [other(e, 200 + n, precision=INT8, key=f"{n + 50:064d}") for n, e in enumerate(manifest.engines)]
+    engines += [copy(e, 100 + n, target="cuda-h200", key=f"{n:064d}") for n, e in enumerate(manifest.engines)]
+    engines += [copy(e, 200 + n, precision=INT8, key=f"{n + 50:064d}") for n, e in enumerate(manifest.engines)]
     weights = [*manifest.weights]
-    weights += [other(w, 300 + n, precision=INT8) for n, w in enumerate(manifest.weights)]
-    weights += [other(w, 400 + n, layout="other") for n, w in enumerate(manifest.weights)]
+    weights += [copy(w, 300 + n, precision=INT8) for n, w in enumerate(manifest.weights)]
+    weights += [copy(w, 400 + n, layout="other") for n, w in enumerate(manifest.weights)]
     return manifest.model_copy(update={"engines": tuple(engines), "weights": tuple(weights)})
 
 
 @pytest.mark.parametrize("buckets", [[], [ServedBucket(height=64, width=64, rows=2)]])
 def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, buckets: list[ServedBucket]) -> None:
-    manifest = rich(store.read_release(NAME))
+    manifest = add_unused_records(store.read_release(NAME))
     recording = RecordingStore(store.root)
     releases.write_manifest(store.root, json.loads(manifest.to_json()))
     load_release(recording, NAME, [cpu_target()], buckets, ColdStart())
     unknown = replace(cpu_target(), product="x86_64_v9")
     selection = select(manifest, [unknown, cpu_target()], buckets)
-    assert {blob.sha256 for blob in selection.blobs()} == recording.requested
+    assert {blob.sha256 for blob in selection.blobs()} == recording.blobs_read
     sizes = [blob.bytes for blob in selection.blobs()]
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_what_lies_here_is_asked_of_the_disk_and_left_unopened(
-    store: WritableLocalStore, brought: list[Blob], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    advised: list[int] = []
-    advise = os.posix_fadvise
-
-    def note(file: int, *rest: int) -> None:
-        advised.append(os.fstat(file).st_size)
-        advise(file, *rest)
-
-    monkeypatch.setattr(os, "posix_fadvise", note)
-    opened = started(store).store()
-    blobs = store.read_release(NAME).blobs()
-    assert {blob.sha256 for blob in brought} == blobs.keys()
-    assert sorted(advised) == sorted(blob.bytes for blob in blobs.values())
-    assert isinstance(opened, LocalStore) and not opened._verified
+def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
+    recording = RecordingStore(store.root)
+    opened = prefetch_of(recording).store()
+    assert opened is recording
+    assert recording.fetched == store.read_release(NAME).blobs().keys() and not recording.blobs_read
     assert load_release(opened, NAME, [cpu_target()], [], ColdStart()).release == NAME
 
 
+def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[int] = []
+    advise = os.posix_fadvise
+
+    def record(file: int, *arguments: int) -> None:
+        advised.append(os.fstat(file).st_size)
+        advise(file, *arguments)
+
+    monkeypatch.setattr(os, "posix_fadvise", record)
+    blobs = store.read_release(NAME).blobs().values()
+    store.fetch(blobs)
+    assert advised == [blob.bytes for blob in blobs]
+
+
 @pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt", "fastest"])
-def test_fetches_what_the_configured_runtime_serves(
-    store: WritableLocalStore, brought: list[Blob], runtime: str
-) -> None:
-    """Without a GPU only AOTInductor serves; a request for TensorRT fails, and the load reports it."""
-    started(store, runtime=runtime)
-    assert bool(brought) == (runtime != "tensorrt")
+def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: str) -> None:
+    """Without a GPU, only AOTInductor is served. A load for TensorRT fails, and reports it."""
+    recording = RecordingStore(store.root)
+    prefetch_of(recording, runtime=runtime)
+    assert bool(recording.fetched) == (runtime != "tensorrt")
 
 
-def test_nothing_of_a_release_that_is_not_trusted_is_brought(store: WritableLocalStore, brought: list[Blob]) -> None:
+def test_fetches_nothing_of_an_untrusted_release(store: WritableLocalStore) -> None:
     key = Ed25519PrivateKey.generate()
-    started(store, public_key=str(signing.public_key(key)))
-    assert not brought
     store.write_release(signing.sign(store.read_release(NAME).model_copy(update={"version": "2"}), key))
-    started(store, public_key=str(signing.public_key(key)), release="toy/2")
-    assert brought
+    recording = RecordingStore(store.root)
+    prefetch_of(recording, public_key=str(signing.public_key(key)))
+    assert not recording.fetched
+    prefetch_of(recording, public_key=str(signing.public_key(key)), release="toy/2")
+    assert recording.fetched
 
 
-@pytest.mark.parametrize("settings", [{"release": "toy/9"}, {"release": "../x"}, {"release": ""}])
-def test_leaves_errors_to_the_load(store: WritableLocalStore, settings: dict[str, str], brought: list[Blob]) -> None:
-    opened = started(store, **settings).store()
-    assert not brought
+@pytest.mark.parametrize("release", ["toy/9", "../x", ""])
+def test_leaves_errors_to_the_load(store: WritableLocalStore, release: str) -> None:
+    recording = RecordingStore(store.root)
+    opened = prefetch_of(recording, release=release).store()
+    assert not recording.fetched
     with pytest.raises(ReleaseNotFound):
         opened.read_release("toy/9")
 
 
-def test_names_a_store_that_is_not_configured(store: WritableLocalStore) -> None:
+def test_reports_a_store_that_is_not_configured() -> None:
     with pytest.raises(ConfigError, match="No store is configured"):
-        started(store, store="").store()
+        Prefetch(read_settings({"store": "", "release": NAME}), {}).store()
 
 
-def test_a_damaged_blob_is_left_for_loading_to_refuse(store: WritableLocalStore) -> None:
+def test_leaves_a_damaged_blob_to_the_load(store: WritableLocalStore) -> None:
     blob = store.read_release(NAME).weights[0].blobs[0]
     path = store.root / "blobs" / "sha256" / blob.sha256
     path.write_bytes(path.read_bytes()[:-1])
-    opened = started(store).store()
+    opened = prefetch_of(store).store()
     with pytest.raises(StoreError, match=blob.sha256[:12]):
         load_release(opened, NAME, [cpu_target()], [], ColdStart())
 
 
-def test_a_store_that_cannot_be_opened_says_so_each_time(store: WritableLocalStore) -> None:
-    made = started(store, store="ftp://nowhere")
+def test_reports_a_store_that_cannot_be_opened_each_time() -> None:
+    prefetch = Prefetch(read_settings({"store": "ftp://nowhere", "release": NAME}), {})
     for _ in range(2):
         with pytest.raises(StoreError, match="ftp://nowhere"):
-            made.store()
+            prefetch.store()
 
 
-def test_it_imports_no_torch(store: WritableLocalStore) -> None:
+def test_opens_the_configured_store_without_torch(store: WritableLocalStore) -> None:
     script = """
         import sys
         from model.loading.prefetch import Prefetch
-
         from model.settings import read_settings
 
-        made = Prefetch(read_settings({"store": sys.argv[1], "release": "toy/1"}), {})
-        made.wait()
-        made.store().read_release("toy/1")
+        prefetch = Prefetch(read_settings({"store": sys.argv[1], "release": "toy/1"}), {})
+        prefetch.wait()
+        prefetch.store().read_release("toy/1")
         print(sorted(name for name in ("torch", "numpy", "boto3") if name in sys.modules))
     """
-    done = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), store.url],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "[]"

@@ -1,7 +1,8 @@
-"""A bucket's blobs come in a process of their own: it is trusted with nothing, and may end at any moment."""
+"""The prefetch of a bucket runs in a process, which the load does not trust and which may end at any time."""
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,19 +27,20 @@ from model.settings import read_settings
 from model.store.manifest import Manifest
 from model.store.s3 import S3Store
 from tests.conftest import Opener
-from tests.support.cached_blobs import file_names
 from tests.support import object_store as ceph
 from tests.support import releases
+from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
 from tests.support.releases import NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+WAIT_SECONDS = 60  # enough for any machine
 SECRETS = {"aws_access_key_id": ceph.ACCESS_KEY, "aws_secret_access_key": ceph.SECRET_KEY}
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that says nothing: what is configured must reach the process."""
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove variables that could configure the process instead of the settings."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "PREHEAT_", "XDG_")):
             monkeypatch.delenv(name)
@@ -44,86 +48,121 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def manifest(open_bucket: Opener, tmp_path: Path) -> Manifest:
-    there = open_bucket(cache_dir=tmp_path / "unused")
-    made = releases.draft(there, releases.compiled_toy())
-    there.write_release(made)
-    return made
-
-
-Start = Callable[..., Prefetch]
+    """The manifest of a release in the bucket."""
+    store = open_bucket(cache_dir=tmp_path / "unused")
+    manifest = releases.draft(store, releases.compiled_toy())
+    store.write_release(manifest)
+    return manifest
 
 
 @pytest.fixture
-def settings(manifest: Manifest, proxy: FaultyProxy, bucket: str, tmp_path: Path) -> dict[str, Any]:
-    cache = str(tmp_path / "cache")
-    return {"store": f"s3://{bucket}", "release": NAME, "cache_dir": cache, "endpoint": proxy.url}
+def cache(tmp_path: Path) -> Path:
+    """The cache folder of the prefetch and the load."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def settings(manifest: Manifest, proxy: FaultyProxy, bucket: str, cache: Path) -> dict[str, Any]:
+    return {"store": f"s3://{bucket}", "release": NAME, "cache_dir": str(cache), "endpoint": proxy.url}
+
+
+class Start(Protocol):
+    def __call__(self, python: str = sys.executable, **changes: Any) -> Prefetch:
+        """Start a prefetch. `changes`: settings that differ."""
 
 
 @pytest.fixture
 def start(settings: dict[str, Any]) -> Iterator[Start]:
-    """Starts a prefetch; keywords are settings. Ends it."""
+    """A function that starts a prefetch, which ends with the test."""
     started: list[Prefetch] = []
 
-    def start_it(**changes: Any) -> Prefetch:
-        started.append(Prefetch(read_settings(settings | changes), SECRETS))
+    def start_prefetch(python: str = sys.executable, **changes: Any) -> Prefetch:
+        started.append(Prefetch(read_settings(settings | changes), SECRETS, python=python))
         return started[-1]
 
-    yield start_it
-    for made in started:
-        made.close()
+    yield start_prefetch
+    for prefetch in started:
+        prefetch.close()
+    wait_until(lambda: not worker_pids(os.getpid()))
+
+
+@dataclass
+class Gate:
+    """Holds back the requests for blobs. `requested` is set at the first one."""
+
+    requested: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def hold(self, request: RecordedRequest) -> None:
+        if "/blobs/" in request.path:
+            self.requested.set()
+            self.opened.wait(WAIT_SECONDS)
+
+    def wait_for_request(self) -> None:
+        assert self.requested.wait(WAIT_SECONDS), "no blob was requested"
 
 
 @pytest.fixture
-def gate(proxy: FaultyProxy) -> Iterator[threading.Event]:
-    """No request for a blob is passed on until it is opened."""
-    opened = threading.Event()
-
-    def hold(request: RecordedRequest) -> None:
-        if "/blobs/" in request.path:
-            opened.wait(60)
-
-    proxy.on_request = hold
-    yield opened
-    opened.set()
+def gate(proxy: FaultyProxy) -> Iterator[Gate]:
+    """A gate in the proxy, which opens at the end of the test."""
+    gate = Gate()
+    proxy.on_request = gate.hold
+    yield gate
+    gate.opened.set()
 
 
-def load(made: Prefetch, settings: dict[str, Any]) -> str:
+def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
     keys = read_settings(settings).public_key
-    return load_release(made.store(), NAME, [cpu_target()], [], ColdStart(), keys).release
+    return load_release(prefetch.store(), NAME, [cpu_target()], [], ColdStart(), keys).release
 
 
-def pid_of(made: Prefetch) -> int:
-    assert made._process is not None
-    return made._process._process.pid
+def worker_pids(parent: int) -> list[int]:
+    """Return the ids of the running prefetch processes that a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended meanwhile
+            parent_field = (path / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent_field) == parent and b"prefetch_worker" in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+    return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+def worker_pid(parent: int) -> int:
+    [pid] = worker_pids(parent)
+    return pid
+
+
+@contextmanager
+def awaited_end(pid: int) -> Iterator[None]:
+    """Wait after the block until a process that runs before it has ended."""
+    handle = os.pidfd_open(pid)
+    try:
+        yield
+        assert select.select([handle], [], [], WAIT_SECONDS)[0], f"process {pid} still runs"
+    finally:
+        os.close(handle)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
-        assert time.monotonic() < end, "it never came"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.01)
 
 
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_all_that_loading_reads_is_here_before_it_asks(
-    start: Start, settings: dict[str, Any], manifest: Manifest, proxy: FaultyProxy, tmp_path: Path
+def test_load_finds_everything_in_the_cache(
+    start: Start, settings: dict[str, Any], manifest: Manifest, proxy: FaultyProxy, cache: Path
 ) -> None:
-    made = start()
-    made.wait()
-    assert file_names(tmp_path / "cache") == manifest.blobs().keys() and not file_names(tmp_path / "cache", "partial")
+    prefetch = start()
+    prefetch.wait()
+    assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
     assert len(proxy.requested_ranges(f"/releases/{NAME}.json")) == 1
     proxy.requests.clear()
-    assert load(made, settings) == NAME
-    assert not proxy.requests, "neither the manifest nor a blob was asked for again"
+    assert load(prefetch, settings) == NAME
+    assert not proxy.requests, "the manifest or a blob was requested again"
 
 
-def test_who_loads_imports_no_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
+def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
     script = """
         import json, sys
         from model.loading.prefetch import Prefetch
@@ -133,204 +172,177 @@ def test_who_loads_imports_no_boto3(settings: dict[str, Any], manifest: Manifest
 
         section, secrets = map(json.loads, sys.stdin)
         settings = read_settings(section)
-        made = Prefetch(settings, secrets)
-        made.wait()
-        store = made.store()
+        prefetch = Prefetch(settings, secrets)
+        prefetch.wait()
+        store = prefetch.store()
         blobs = select(store.read_release(settings.release), detect_targets(), []).blobs()
         store.fetch(blobs)
         for blob in blobs:
             store.read(blob.sha256, memoryview(bytearray(blob.bytes)))
-        made.close()
+        prefetch.close()
         print(len(blobs), sorted(name for name in ("torch", "boto3", "botocore", "urllib3") if name in sys.modules))
     """
-    done = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], input=f"{json.dumps(settings)}\n{json.dumps(SECRETS)}",
         cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
+    assert ran.returncode == 0 and ran.stderr == "", ran.stderr
+    assert ran.stdout.split(maxsplit=1) == [str(len(manifest.blobs())), "[]\n"]
 
 
-def test_what_is_on_its_way_is_waited_for_and_comes_once(
-    start: Start,
-    settings: dict[str, Any],
-    manifest: Manifest,
-    proxy: FaultyProxy,
-    gate: threading.Event,
-    tmp_path: Path,
+def test_load_waits_for_blobs_in_flight(
+    start: Start, settings: dict[str, Any], manifest: Manifest, proxy: FaultyProxy, gate: Gate, cache: Path
 ) -> None:
-    made = start()
-    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
+    prefetch = start()
+    gate.wait_for_request()
     loaded: list[str] = []
-    loading = threading.Thread(target=lambda: loaded.append(load(made, settings)))
+    loading = threading.Thread(target=lambda: loaded.append(load(prefetch, settings)))
     loading.start()
-    users = tmp_path / "cache" / "users"
-    until(lambda: sum(path.stat().st_size > 0 for path in users.iterdir()) == 2)  # loading asks for blobs, too
-    assert loading.is_alive() and not file_names(tmp_path / "cache")
-    gate.set()
+    # Both processes have registered their use of blobs.
+    wait_until(lambda: sum(path.stat().st_size > 0 for path in (cache / "users").iterdir()) == 2)
+    assert loading.is_alive() and not file_names(cache)
+    gate.opened.set()
     loading.join()
     assert loaded == [NAME]
     for digest in manifest.blobs():
         assert len(proxy.requested_ranges(digest)) == 1
 
 
-def test_secrets_are_in_no_list_of_processes(
-    start: Start, proxy: FaultyProxy, gate: threading.Event, manifest: Manifest
-) -> None:
-    made = start()
-    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)  # so they have reached it
+def test_process_list_shows_no_secrets(start: Start, gate: Gate) -> None:
+    start()
+    gate.wait_for_request()  # so the process has the secrets
     for name in ("cmdline", "environ"):
-        seen = Path(f"/proc/{pid_of(made)}/{name}").read_bytes()
-        assert seen and not [secret for secret in SECRETS.values() if secret.encode() in seen]
+        content = Path(f"/proc/{worker_pid(os.getpid())}/{name}").read_bytes()
+        assert content and not [secret for secret in SECRETS.values() if secret.encode() in content]
 
 
-def test_it_ends_with_a_parent_that_is_killed_and_the_next_start_succeeds(
-    start: Start,
-    settings: dict[str, Any],
-    manifest: Manifest,
-    proxy: FaultyProxy,
-    gate: threading.Event,
-    tmp_path: Path,
+def test_process_ends_with_a_killed_parent(
+    start: Start, settings: dict[str, Any], manifest: Manifest, gate: Gate, cache: Path
 ) -> None:
+    """The next start succeeds."""
     script = """
         import json, sys, time
         from model.loading.prefetch import Prefetch
         from model.settings import read_settings
 
         section, secrets = map(json.loads, (sys.stdin.readline(), sys.stdin.readline()))
-        made = Prefetch(read_settings(section), secrets)
-        print(made._process._process.pid, flush=True)
+        prefetch = Prefetch(read_settings(section), secrets)
         time.sleep(600)
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as parent:  # fmt: skip
-        assert parent.stdin is not None and parent.stdout is not None
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=REPOSITORY, stdin=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
         parent.stdin.write(f"{json.dumps(settings)}\n{json.dumps(SECRETS)}\n")
         parent.stdin.flush()
-        pid = int(parent.stdout.readline())
-        until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
-        assert runs(pid)
-        parent.kill()
-    until(lambda: not runs(pid))
-    assert not file_names(tmp_path / "cache") and file_names(tmp_path / "cache", "partial")
-    gate.set()
-    made = start()
-    assert load(made, settings) == NAME
-    made.wait()
-    assert file_names(tmp_path / "cache") == manifest.blobs().keys() and not file_names(tmp_path / "cache", "partial")
+        gate.wait_for_request()
+        with awaited_end(worker_pid(parent.pid)):
+            parent.kill()
+    assert not file_names(cache) and file_names(cache, "partial")
+    gate.opened.set()
+    prefetch = start()
+    assert load(prefetch, settings) == NAME
+    prefetch.wait()
+    assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.95])
-def test_loading_goes_on_where_it_was_killed(
+def test_load_continues_after_the_process_is_killed(
     start: Start,
     settings: dict[str, Any],
     manifest: Manifest,
     proxy: FaultyProxy,
-    tmp_path: Path,
+    cache: Path,
     caplog: pytest.LogCaptureFixture,
     share: float,
 ) -> None:
+    """The process is killed after a share of the bytes."""
     total = sum(blob.bytes for blob in manifest.blobs().values()) + len(manifest.to_json())
-    started: list[Prefetch] = []
-    ready = threading.Event()
+    killed = threading.Event()
 
-    def kill(passed: int) -> None:
-        if passed >= share * total and not ready.is_set():
-            until(lambda: bool(started))
-            os.kill(pid_of(started[0]), signal.SIGKILL)
-            ready.set()
+    def kill(forwarded: int) -> None:
+        if forwarded >= share * total and not killed.is_set():
+            os.kill(worker_pid(os.getpid()), signal.SIGKILL)
+            killed.set()
 
     proxy.on_bytes = kill
-    started.append(start())
-    assert load(started[0], settings) == NAME
-    assert ready.is_set()
-    until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
-    assert file_names(tmp_path / "cache") == manifest.blobs().keys()
-    # Killed between opening a partial file and finding its blob here, it leaves an empty one, which the cache sweeps.
-    partials = [path for path in (tmp_path / "cache" / "partial").iterdir() if path.stat().st_size]
-    assert not partials
+    assert load(start(), settings) == NAME
+    assert killed.is_set()
+    wait_until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
+    assert file_names(cache) == manifest.blobs().keys()
+    # If it is killed between opening a partial file and finding the complete blob, it leaves an empty file.
+    assert not [path for path in (cache / "partial").iterdir() if path.stat().st_size]
 
 
-def test_it_ends_once_all_is_loaded_and_what_was_guessed_wrong_comes_no_further(
-    start: Start, proxy: FaultyProxy, manifest: Manifest, gate: threading.Event, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = start()
-    until(lambda: len(proxy.requested_ranges("/blobs/")) > 0)
-    pid = pid_of(made)
-    made.close()
-    until(lambda: not runs(pid))
-    made.wait()
+def test_close_ends_the_process_during_a_fetch(start: Start, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    prefetch = start()
+    gate.wait_for_request()
+    with awaited_end(worker_pid(os.getpid())):
+        prefetch.close()
+    prefetch.wait()
     assert not caplog.records
 
 
-def test_what_it_brought_is_in_use_until_all_is_loaded(start: Start, manifest: Manifest, tmp_path: Path) -> None:
-    made = start()
-    made.wait()
-    noted = {word for path in (tmp_path / "cache" / "users").iterdir() for word in path.read_text().split()}
-    assert noted == manifest.blobs().keys() and runs(pid_of(made))
+def test_fetched_blobs_are_in_use_until_the_load_ends(start: Start, manifest: Manifest, cache: Path) -> None:
+    start().wait()
+    in_use = {digest for path in (cache / "users").iterdir() for digest in path.read_text().split()}
+    assert in_use == manifest.blobs().keys() and worker_pid(os.getpid())
 
 
-def test_nothing_of_a_release_that_is_not_trusted_is_brought(
-    start: Start, settings: dict[str, Any], proxy: FaultyProxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_fetches_nothing_of_an_untrusted_release(
+    start: Start, settings: dict[str, Any], proxy: FaultyProxy, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings["public_key"] = str(signing.public_key(Ed25519PrivateKey.generate()))
-    made = start(public_key=settings["public_key"])
-    made.wait()
-    assert not proxy.requested_ranges("/blobs/") and not file_names(tmp_path / "cache")
+    prefetch = start()
+    prefetch.wait()
+    assert not proxy.requested_ranges("/blobs/") and not file_names(cache)
     with pytest.raises(UntrustedRelease, match="is not signed"):
-        load(made, settings)
-    assert capfd.readouterr().err == "", "the process leaves it to loading to say"
+        load(prefetch, settings)
+    assert capfd.readouterr().err == "", "only the load reports the error"
 
 
 @pytest.mark.parametrize(
-    "changes, error, said",
+    "changes, error, message",
     [
         ({"release": "toy/9"}, ReleaseNotFound, "Release toy/9 was not found"),
         ({"cache_bytes": 1000}, StoreError, "cache_bytes"),
         ({"endpoint": "nonsense"}, StoreError, "endpoint"),
         ({"store": "s3://UPPER"}, StoreError, "is not the URL of a bucket"),
     ],
+    ids=["release", "cache_bytes", "endpoint", "store"],
 )
-def test_what_fails_is_left_for_loading_to_say(
+def test_leaves_errors_to_the_load(
     start: Start,
-    settings: dict[str, Any],
     changes: dict[str, Any],
     error: type[Exception],
-    said: str,
+    message: str,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    made = start(**changes)
-    made.wait()
-    release = changes.get("release", NAME)
+    prefetch = start(**changes)
+    prefetch.wait()
     for _ in range(2):
-        with pytest.raises(error, match=said):
-            load_release(made.store(), release, [cpu_target()], [], ColdStart())
+        with pytest.raises(error, match=message):
+            load_release(prefetch.store(), changes.get("release", NAME), [cpu_target()], [], ColdStart())
     assert not caplog.records and capfd.readouterr().err == ""
 
 
-def test_loading_fetches_by_itself_where_the_process_fails_at_once(
-    start: Start, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_load_fetches_if_the_process_fails(
+    start: Start, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert load(start(), settings) == NAME
-    until(lambda: "prefetch ended with exit code 1" in caplog.text)
+    assert load(start(python="/bin/false"), settings) == NAME
+    wait_until(lambda: "prefetch ended with exit code 1" in caplog.text)
 
 
-def test_without_a_process_a_thread_brings_the_blobs(
-    start: Start, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_thread_fetches_if_no_process_can_be_started(
+    start: Start, manifest: Manifest, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
-    start().wait()
-    assert file_names(tmp_path / "cache") == manifest.blobs().keys()
+    start(python="/missing").wait()
+    assert file_names(cache) == manifest.blobs().keys()
     assert "prefetch runs in the server's process" in caplog.text
 
 
-def test_a_manifest_that_was_handed_over_is_read_as_strictly_and_once(
-    open_bucket: Opener, manifest: Manifest, settings: dict[str, Any]
-) -> None:
+def test_preset_manifest_is_parsed_strictly_and_used_once(open_bucket: Opener, manifest: Manifest) -> None:
     store: S3Store = open_bucket()
     store.preset_manifest(NAME, manifest.to_json()[:-1])
     with pytest.raises(ManifestError, match="is not JSON"):

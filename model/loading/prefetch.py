@@ -9,13 +9,15 @@ interpreter lock, and is quick once they are done. A bucket's blobs are fetched 
 """
 
 import logging
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from model.errors import PreheatError
 from model.loading.prefetch_worker import PrefetchProcess, fetch_selected
 from model.loading.runtimes import targets_here
 from model.settings import Settings
+from model.store.options import StoreOptions
 from model.store.s3 import S3Store
 from model.store.store import Store, open_store
 
@@ -23,19 +25,24 @@ logger = logging.getLogger("preheat")
 
 
 class Prefetch:
-    """Fetches a release in the background from construction on: from a bucket in a process, otherwise in a thread.
+    """Fetches a release in the background from construction on: from a bucket in a process, otherwise in a thread."""
 
-    `secrets`: those of Truss.
-    """
-
-    def __init__(self, settings: Settings, secrets: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        secrets: Mapping[str, str],
+        open_store: Callable[[str, StoreOptions], Store] = open_store,
+        python: str = sys.executable,
+    ) -> None:
+        """`secrets`: those of Truss. `open_store`: takes a URL and options. `python`: the process's interpreter."""
         self._settings = settings
         self._secrets = secrets
+        self._open_store = open_store
         self._store: Store | None = None
         self._opened = threading.Event()
         self._finished = threading.Event()
         in_bucket = settings.release and settings.store.lower().startswith("s3://")
-        self._process = _start_process() if in_bucket else None
+        self._process = _start_process(python) if in_bucket else None
         threading.Thread(target=self._run, name="preheat-prefetch", daemon=True).start()
 
     def store(self) -> Store:
@@ -45,7 +52,8 @@ class Prefetch:
         """
         self._opened.wait()
         if self._store is None:
-            self._store = open_store(self._settings.required("store"), self._settings.store_options(self._secrets))
+            options = self._settings.store_options(self._secrets)
+            self._store = self._open_store(self._settings.required("store"), options)
         return self._store
 
     def close(self) -> None:
@@ -75,7 +83,7 @@ class Prefetch:
 
     def _fetch(self) -> None:
         settings, options = self._settings, self._settings.store_options(self._secrets)
-        self._store = store = open_store(settings.store, options)
+        self._store = store = self._open_store(settings.store, options)
         targets = targets_here(settings.runtime)
         if self._process is None:
             self._opened.set()
@@ -93,9 +101,9 @@ class Prefetch:
             self._process.end()
 
 
-def _start_process() -> PrefetchProcess | None:
+def _start_process(python: str) -> PrefetchProcess | None:
     try:
-        return PrefetchProcess()
+        return PrefetchProcess(python)
     except OSError as error:
         logger.warning("prefetch runs in the server's process, because no other process can be started (%s)", error)
         return None

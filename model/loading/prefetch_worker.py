@@ -39,11 +39,11 @@ _NICENESS = 10  # the import has priority where cores are few; at 19 the import 
 class PrefetchProcess:
     """The parent's side. The constructor starts the process, and raises OSError if that fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             # -S: no .pth files, which take time; what they add is already in `path`. -P: not the current folder.
-            [sys.executable, "-S", "-P", "-c", "from model.loading.prefetch_worker import main; main()"],
+            [python, "-S", "-P", "-c", "from model.loading.prefetch_worker import main; main()"],
             env=os.environ | {"PYTHONPATH": path, "PYDANTIC_DISABLE_PLUGINS": "__all__"},  # it searches the disk
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
