@@ -10,7 +10,7 @@ Apart from engine_builder, it imports only packages of the server image.
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -102,14 +102,19 @@ def bench_offline(loaded: Loaded, request: GenerationRequest, warm_ups: int, run
 
 
 def generate_offline(
-    loaded: Loaded, batch: Sequence[GenerationParams], seconds: float, min_runs: int = 1
+    loaded: Loaded,
+    batch: Sequence[GenerationParams],
+    seconds: float,
+    min_runs: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Generate `batch` repeatedly for about `seconds`, at least `min_runs` times. Returns the milliseconds of each.
 
     As in the server, other threads decode and encode images while the next batch is generated. The last batch's time
-    includes the end of all encoding.
+    includes the end of all encoding. Raises the error of any encoding.
     """
     totals: list[float] = []
+    encoding: list[Future[None]] = []
     requests = [params for params in batch for _ in range(params.num_images)]
     runner = Runner(loaded.model)
 
@@ -121,16 +126,16 @@ def generate_offline(
         encode_all([pixels], params)
 
     with ThreadPoolExecutor(THREADS) as encoders, torch.inference_mode():
-        began = finished = time.perf_counter()
+        began = finished = clock()
         while len(totals) < min_runs or finished - began < seconds:
             images = run_stages(runner, [runner.plan(params) for params in batch])
-            encoding = [encoders.submit(encode, image, params) for image, params in zip(images, requests, strict=True)]
-            now = time.perf_counter()
+            encoding += [encoders.submit(encode, image, params) for image, params in zip(images, requests, strict=True)]
+            now = clock()
             totals.append((now - finished) * 1000)
             finished = now
         for task in encoding:
             task.result()
-        totals[-1] += (time.perf_counter() - finished) * 1000
+        totals[-1] += (clock() - finished) * 1000
     return totals
 
 

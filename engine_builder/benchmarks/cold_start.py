@@ -79,6 +79,9 @@ def complete_start(phases: dict[str, float], response: dict[str, Any], ready: fl
     return Start(first_image, phases, ready, response["timings"], size)
 
 
+StartServer = Callable[[Layout, NamedStore, str, dict[str, Any], Path], Start]
+
+
 def bench_cold_starts(
     layout: Layout,
     origins: Sequence[NamedStore],
@@ -87,6 +90,7 @@ def bench_cold_starts(
     runs: int,
     work: Path,
     report: Callable[[NamedStore, int, Start], None],
+    start_server: StartServer = start_once,
 ) -> list[list[Start]]:
     """Start `runs` times from each store, after one start that is not counted. Returns the counted starts by store.
 
@@ -96,7 +100,7 @@ def bench_cold_starts(
     starts: list[list[Start]] = [[] for _ in origins]
     for number in range(runs + 1):
         for origin, counted in zip(origins, starts, strict=True):
-            start = start_once(layout, origin, release, request, work)
+            start = start_server(layout, origin, release, request, work)
             report(origin, number, start)
             if number:
                 counted.append(start)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pynvml  # type: ignore[import-untyped]
-import torch
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,13 @@ class Utilization:
 class GpuCounters:
     """The counters of one GPU. Thread-safe."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, handle: Any, nvml: Any) -> None:
+        self._handle, self._nvml = handle, nvml
 
     def sample(self) -> Any:
         """Return the state of the counters."""
-        sample = pynvml.nvmlGpmSampleAlloc()
-        pynvml.nvmlGpmSampleGet(self._handle, sample)
+        sample = self._nvml.nvmlGpmSampleAlloc()
+        self._nvml.nvmlGpmSampleGet(self._handle, sample)
         return sample
 
     def utilization(self, earlier: Any, later: Any) -> Utilization:
@@ -44,24 +43,27 @@ class GpuCounters:
         for index, kind in enumerate(kinds):
             query.metrics[index].metricId = kind
         try:
-            pynvml.nvmlGpmMetricsGet(query)
+            self._nvml.nvmlGpmMetricsGet(query)
             return Utilization(query.metrics[0].value, query.metrics[1].value)
         finally:
             for sample in (earlier, later):
-                pynvml.nvmlGpmSampleFree(sample)
+                self._nvml.nvmlGpmSampleFree(sample)
 
 
 @contextmanager
-def gpu_counters(device: torch.device) -> Iterator[GpuCounters | None]:
-    """Yield the counters of a CUDA device, or None if it lacks them or does not permit reading them."""
+def gpu_counters(uuid: str, nvml: Any = pynvml) -> Iterator[GpuCounters | None]:
+    """Yield the counters of a GPU, or None if it lacks them or does not permit reading them.
+
+    `nvml`: the functions of the driver's library.
+    """
     counters = None
     with suppress(pynvml.NVMLError):
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-            counters = GpuCounters(handle)
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        if nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            counters = GpuCounters(handle, nvml)
     try:
         yield counters
     finally:
         with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
+            nvml.nvmlShutdown()

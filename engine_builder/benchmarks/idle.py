@@ -129,7 +129,7 @@ def measure(loaded: Loaded, request: GenerationRequest, runs: int) -> list[Row]:
     params = resolve(request, loaded.served)
     profile(loaded, params)  # captures the graphs, and starts the profiler
     profiles, unprofiled = [], []
-    with gpu_counters(loaded.model.device) as counters:
+    with gpu_counters(str(torch.cuda.get_device_properties(loaded.model.device).uuid)) as counters:
         for _ in range(runs):
             profiles.append(profile(loaded, params))
             unprofiled.append(run_unprofiled(loaded, params, counters))

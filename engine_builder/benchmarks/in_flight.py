@@ -97,7 +97,13 @@ def numbered_requests(params: GenerationParams, mix: Sequence[int], seed: int = 
     )
 
 
-def measure_saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: int, seconds: float) -> float:
+def measure_saturated(
+    scheduler: Scheduler,
+    request_of: RequestOf,
+    outstanding: int,
+    seconds: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     """Return the steps/s of all images together while `outstanding` requests are always in flight.
 
     Measured from the first answer on. Steps are counted because a minute has too few images for an exact rate. Raises
@@ -108,7 +114,7 @@ def measure_saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: 
 
     def record(event: StepEvent | ImageEvent) -> None:
         if isinstance(event, StepEvent):
-            step_times.append(time.perf_counter())
+            step_times.append(clock())
 
     def submit(number: int) -> None:
         scheduler.submit(request_of(number), record).result.add_done_callback(answers.put)
@@ -116,10 +122,10 @@ def measure_saturated(scheduler: Scheduler, request_of: RequestOf, outstanding: 
     for number in range(outstanding):
         submit(number)
     answers.get().result()
-    began = time.perf_counter()
+    began = clock()
     number = outstanding
     submit(number)
-    while time.perf_counter() < began + seconds:
+    while clock() < began + seconds:
         answers.get().result()
         number += 1
         submit(number)

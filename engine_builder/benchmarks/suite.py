@@ -9,7 +9,7 @@ descent had not ended after 500 s. The search for matrix products takes minutes 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from engine_builder.benchmarks.bench import bench_offline, bench_release, load_in_process, release_parser
@@ -68,15 +68,17 @@ CASES = (
 )
 
 
-def run(loaded: Loaded, peer: str | None, report: Callable[[str], None]) -> Iterator[Row]:
-    """Yield the row of each case as soon as it is measured, then the rows of the peers.
+def run(
+    loaded: Loaded, peer: str | None, report: Callable[[str], None], cases: Sequence[Case] = CASES
+) -> Iterator[Row]:
+    """Yield the row of each case as soon as it is measured, then the rows of the peers for the first case.
 
     `peer` is a model's folder or Hub id. `report` is called with a line for each row and for each skipped case.
     """
-    first = CASES[0]
+    first = cases[0]
     if peer is not None:
         find_peer(peer, resolve(first.request(), loaded.served))  # raises before anything is measured
-    for case in CASES:
+    for case in cases:
         bench = bench_offline if case.throughput else bench_release
         try:
             row = bench(loaded, case.request(), 3 if case.images == 1 else 1, case.runs)

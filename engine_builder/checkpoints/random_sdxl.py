@@ -8,9 +8,9 @@ has no force_upcast, like those made for fp16 (madebyollin/sdxl-vae-fp16-fix), s
 """
 
 import argparse
-import importlib
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +68,39 @@ TEXT_ENCODER_2: dict[str, Any] = TEXT_ENCODER | {
 }
 
 
-def unet(refiner: bool = False) -> Any:
-    """Make SDXL's UNet (2,567,463,684 parameters) or the refiner's, on the current default device and dtype."""
-    return _diffusers("UNet2DConditionModel")(**(REFINER_UNET if refiner else UNET))
+Configs = Mapping[str, dict[str, Any]]
+CONFIGS: Configs = {
+    "unet": UNET,
+    "refiner_unet": REFINER_UNET,
+    "vae": VAE,
+    "text_encoder": TEXT_ENCODER,
+    "text_encoder_2": TEXT_ENCODER_2,
+}
+"""Network -> its config: UNets, AutoencoderKL, CLIP ViT-L's text encoder, OpenCLIP bigG's."""
 
 
-def vae() -> Any:
-    """Make SDXL's AutoencoderKL."""
-    return _diffusers("AutoencoderKL")(**VAE)
+def make_network(name: str, configs: Configs = CONFIGS) -> Any:
+    """Make a network of `configs` on the current default device and dtype."""
+    import diffusers
+    import transformers
+
+    network_class: Any
+    match name:
+        case "text_encoder":
+            network_class = transformers.CLIPTextModel
+        case "text_encoder_2":
+            network_class = transformers.CLIPTextModelWithProjection
+        case "vae":
+            network_class = diffusers.AutoencoderKL
+        case _:
+            network_class = diffusers.UNet2DConditionModel
+    config = configs[name]
+    if name.startswith("text_encoder"):
+        return network_class(transformers.CLIPTextConfig(**config))
+    return network_class(**config)
 
 
-def text_encoder(second: bool = False) -> Any:
-    """Make CLIP ViT-L's text encoder, or OpenCLIP bigG's with its projection."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(**(TEXT_ENCODER_2 if second else TEXT_ENCODER))
-    return CLIPTextModelWithProjection(config) if second else CLIPTextModel(config)
-
-
-def _diffusers(name: str) -> Any:
-    return getattr(importlib.import_module("diffusers"), name)
-
-
-def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) -> None:
+def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0, configs: Configs = CONFIGS) -> None:
     """Write the base in fp16, and with `refiner` also the refiner, to `folder/refiner`.
 
     `tokenizers`: a model folder to copy tokenizers from.
@@ -101,12 +111,10 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0) 
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device(device):
-            _save(unet(), folder / "unet")
-            _save(vae(), folder / "vae")
-            _save(text_encoder(), folder / "text_encoder")
-            _save(text_encoder(second=True), folder / "text_encoder_2")
+            for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+                _save(make_network(name, configs), folder / name)
             if refiner:
-                _save(unet(refiner=True), folder / "refiner" / "unet")
+                _save(make_network("refiner_unet", configs), folder / "refiner" / "unet")
     finally:
         torch.set_default_dtype(default_dtype)
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):

@@ -64,7 +64,7 @@ def plan_replicas(
     for path in filter(None, (out, plot_file)):
         check_writable(path)
     if measured is not None and curve is None:
-        points = _measured_points(measured)
+        points = read_curve(measured)
     elif curve is not None and measured is None:
         points = _parse_curve(curve)
     else:
@@ -130,7 +130,7 @@ def _parse_curve(curve: str) -> dict[int, float]:
     return points
 
 
-def _measured_points(path: Path) -> dict[int, float]:
+def read_curve(path: Path) -> dict[int, float]:
     """Return images at once -> seconds of a step. The seconds include a share of all other stages.
 
     n clients without pause keep n images in flight, so each step takes n / (images/s * steps) seconds. The curve ends

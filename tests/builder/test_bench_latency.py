@@ -1,6 +1,7 @@
 """`preheat bench latency`: measures a request with a release, and with diffusers as its peer."""
 
 import json
+import math
 from dataclasses import replace
 from multiprocessing import active_children
 from pathlib import Path
@@ -18,13 +19,13 @@ from engine_builder.commands.main import app
 from engine_builder.releases.signing import public_key
 from model.api.request import GenerationRequest
 from model.engines.engine import EngineSet
-from model.errors import RequestRefused, UntrustedRelease
+from model.errors import BrokenImage, RequestRefused, UntrustedRelease
 from model.images.encode import Pixels
 from model.loading.load import Loaded
-from model.pipeline.spec import TEXT_ENCODER
+from model.pipeline.spec import TEXT_ENCODER, VAE_DECODER
 from model.store.store import Store
 from tests.builder.helpers import edit_json
-from tests.support.linear_networks import PLAIN, Stub
+from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 
 NAMES = ("toy-sdxl/1", "diffusers eager", "diffusers compiled")
 
@@ -104,19 +105,43 @@ def test_interleaves_turns_and_drops_the_first_run_of_each() -> None:
     assert runs == ["ours"] * 8 and len(alone) == 6
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
-def test_release_and_peer_encode_every_image(loaded: Loaded, toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[tuple[object, ...]] = []
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The shape, dtype and settings of every image that is encoded, instead of its file."""
+    images: list[tuple[object, ...]] = []
 
     def encode(pixels: Pixels, *settings: object) -> str:
-        encoded.append((pixels.shape, pixels.dtype.name, *settings))
+        images.append((pixels.shape, pixels.dtype.name, *settings))
         return ""
 
     monkeypatch.setattr(bench, "encode_base64", encode)
+    return images
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
+def test_release_and_peer_encode_every_image(
+    loaded: Loaded, toy_folder: Path, encoded: list[tuple[object, ...]]
+) -> None:
     params = replace(PLAIN, width=64, height=64, num_inference_steps=1, num_images=3)
     bench.release_work(loaded, params)()
     peers.diffusers_work(peers.diffusers_pipeline(Checkpoint(toy_folder), "float32", False), params)()
     assert encoded == [((64, 64, 3), "uint8", params.output_format, params.quality)] * 2 * 3
+
+
+def test_offline_time_ends_with_the_last_encoding(loaded: Loaded, encoded: list[tuple[object, ...]]) -> None:
+    """On the fake clock each encoding takes a second, and nothing else takes time."""
+    linear = replace(loaded, model=linear_model())
+    batch = [replace(PLAIN, num_images=2)]
+    totals = bench.generate_offline(linear, batch, 0, min_runs=3, clock=lambda: float(len(encoded)))
+    assert len(totals) == 3 and sum(totals) == 6 * 1000
+
+
+@pytest.mark.parametrize("broken_run", [0, 2])
+def test_offline_raises_the_error_of_any_encoding(broken_run: int, loaded: Loaded) -> None:
+    linear = replace(loaded, model=linear_model())
+    stub(linear.model, VAE_DECODER).poison = (broken_run, math.nan)
+    with pytest.raises(BrokenImage):
+        bench.generate_offline(linear, [PLAIN], 0, min_runs=3)
 
 
 def test_measures_only_named_peers(toy_store: Store) -> None:
@@ -169,7 +194,7 @@ def test_reports_a_gpu_without_memory_for_the_peers(loaded: Loaded, toy_folder: 
     full = replace(loaded, model=replace(loaded.model, engines=engines))
     request = GenerationRequest(prompt="a circle", width=64, height=64, num_inference_steps=1)
     with pytest.raises(PeerFailed, match="without --compiled"):
-        comparison.bench_against_diffusers(full, request, str(toy_folder), ("eager",), 0, 1)
+        comparison.bench_against_diffusers(full, request, str(toy_folder), (), 0, 1)
 
 
 def test_checks_the_signature_first(toy_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

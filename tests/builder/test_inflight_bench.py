@@ -1,8 +1,6 @@
-"""The benchmark of in-flight batching on the tiny model."""
+"""The benchmark of in-flight batching, on a fake server and on the tiny model."""
 
-import itertools
 import queue
-import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,9 +9,7 @@ from typing import cast
 
 import pytest
 
-from engine_builder.benchmarks import in_flight
-from engine_builder.benchmarks.in_flight import measure, numbered_requests
-from engine_builder.replicas.traffic import poisson_arrivals
+from engine_builder.benchmarks.in_flight import measure, measure_saturated, numbered_requests
 from model.api.request import GenerationRequest
 from model.errors import Unavailable
 from model.loading.load import Loaded
@@ -22,16 +18,6 @@ from model.pipeline.params import GenerationParams
 from model.scheduling.job import StepEvent
 from model.scheduling.scheduler import Scheduler
 from tests.support.linear_networks import PLAIN
-
-
-def test_arrivals_are_a_poisson_process() -> None:
-    moments = list(poisson_arrivals(50, 200, random.Random(1)))
-    assert len(moments) == pytest.approx(10_000, rel=0.05)
-    gaps = [after - before for before, after in itertools.pairwise(moments)]
-    mean = sum(gaps) / len(gaps)
-    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
-    assert variance == pytest.approx(mean**2, rel=0.1)  # as of an exponential distribution
-    assert list(poisson_arrivals(50, 200, random.Random(1))) == moments
 
 
 def test_requests_are_reproducible() -> None:
@@ -43,44 +29,42 @@ def test_requests_are_reproducible() -> None:
     assert request_of(7).seed == 7
 
 
-def test_saturated_rate_counts_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that runs one image at a time, with steps of 10 ms on a fake clock."""
+def test_saturated_rate_counts_steps() -> None:
+    """The fake server generates one image at a time, with steps of 10 ms on a fake clock."""
     waiting: queue.Queue[tuple[GenerationParams, Callable[[StepEvent], None], Future[None]]] = queue.Queue()
     now = 0.0
 
-    class Line:
-        def submit(self, settings: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
-            waiting.put((settings, listener, result := Future()))
+    class FakeScheduler:
+        def submit(self, params: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
+            waiting.put((params, listener, result := Future()))
             return SimpleNamespace(result=result)
 
     def serve() -> None:
         nonlocal now
         while True:
-            settings, listener, result = waiting.get()
-            for step in range(settings.num_inference_steps):
+            params, listener, result = waiting.get()
+            for step in range(params.num_inference_steps):
                 now += 0.01
-                listener(StepEvent(step + 1, settings.num_inference_steps))
+                listener(StepEvent(step + 1, params.num_inference_steps))
             result.set_result(None)
 
-    monkeypatch.setattr(in_flight.time, "perf_counter", lambda: now)
     threading.Thread(target=serve, daemon=True).start()
-    server = cast(Scheduler, Line())
+    scheduler = cast(Scheduler, FakeScheduler())
     for mix in ((30,), (4, 50)):
-        assert in_flight.measure_saturated(
-            server, numbered_requests(PLAIN, mix), outstanding=4, seconds=50
-        ) == pytest.approx(100)
+        rate = measure_saturated(scheduler, numbered_requests(PLAIN, mix), outstanding=4, seconds=50, clock=lambda: now)
+        assert rate == pytest.approx(100)
 
 
 def test_error_ends_the_measurement() -> None:
-    class Broken:
-        def submit(self, settings: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
+    class FailingScheduler:
+        def submit(self, params: GenerationParams, listener: Callable[[StepEvent], None]) -> SimpleNamespace:
             result: Future[None] = Future()
             result.set_exception(Unavailable("The GPU has failed."))
             return SimpleNamespace(result=result)
 
     with pytest.raises(Unavailable, match="has failed"):
-        in_flight.measure_saturated(
-            cast(Scheduler, Broken()), numbered_requests(PLAIN, (4,)), outstanding=4, seconds=50
+        measure_saturated(
+            cast(Scheduler, FailingScheduler()), numbered_requests(PLAIN, (4,)), outstanding=4, seconds=50
         )
 
 

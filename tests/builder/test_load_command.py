@@ -1,39 +1,23 @@
 """`preheat load` fails at once, with the reason, if the server returns no images."""
 
 import json
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
-import pytest
 from typer.testing import CliRunner
 
 from engine_builder.commands.main import app
 from model.errors import PreheatError
 from model.store.store import Store
+from tests.support.http_server import HttpServer, QuietHandler
 
 REFUSAL = {"error": "width: 72 is not served here", "kind": "refused", "field": "width"}
 
 
-class Refusing(BaseHTTPRequestHandler):
+class RefusingHandler(QuietHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(400)
         self.end_headers()
         self.wfile.write(json.dumps(REFUSAL).encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def refusing() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def error_of(store: Store, url: str) -> str:
@@ -42,8 +26,9 @@ def error_of(store: Store, url: str) -> str:
     return str(result.exception)
 
 
-def test_reports_the_servers_refusal(toy_store: Store, refusing: str) -> None:
-    message = error_of(toy_store, refusing)
+def test_reports_the_servers_refusal(toy_store: Store) -> None:
+    with HttpServer(RefusingHandler) as server:
+        message = error_of(toy_store, f"http://127.0.0.1:{server.port}")
     assert "generated no image" in message and "400" in message and REFUSAL["error"] in message
 
 

@@ -42,20 +42,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Checkpoint]:
     """Folders with configs only: the base's (False) and the refiner's (True)."""
     root = tmp_path_factory.mktemp("sdxl")
     with torch.device("meta"):
-        parts = {"vae": random_sdxl.vae(), "text_encoder_2": random_sdxl.text_encoder(second=True)}
-        base = parts | {"unet": random_sdxl.unet(), "text_encoder": random_sdxl.text_encoder()}
-        refiner = parts | {"unet": random_sdxl.unet(refiner=True)}
-    for name, networks in (("base", base), ("refiner", refiner)):
-        for part, network in networks.items():
-            counted = PARAMETERS.get(part if name == "base" or part != "unet" else "refiner_unet")
-            assert counted is None or sum(p.numel() for p in network.parameters()) == counted
-            if part == "vae" or part == "unet":
-                network.save_config(root / name / part)
+        all_networks = {name: random_sdxl.make_network(name) for name in random_sdxl.CONFIGS}
+    for name, network in all_networks.items():
+        counted = PARAMETERS.get(name)
+        assert counted is None or sum(parameter.numel() for parameter in network.parameters()) == counted
+    base = {name: network for name, network in all_networks.items() if name != "refiner_unet"}
+    refiner = {"unet": all_networks["refiner_unet"], **{name: base[name] for name in ("vae", "text_encoder_2")}}
+    for model, networks in (("base", base), ("refiner", refiner)):
+        for subfolder, network in networks.items():
+            folder = root / model / subfolder
+            if subfolder in ("vae", "unet"):
+                network.save_config(folder)
             else:
                 # The checkpoints have 2, for which transformers uses the largest id instead.
                 config = network.config.to_dict() | {"eos_token_id": 2}
-                (root / name / part).mkdir(parents=True)
-                (root / name / part / "config.json").write_text(json.dumps(config))
+                folder.mkdir(parents=True)
+                (folder / "config.json").write_text(json.dumps(config))
     return {False: Checkpoint(root / "base"), True: Checkpoint(root / "refiner")}
 
 

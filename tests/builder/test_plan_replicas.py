@@ -8,7 +8,8 @@ from typer.testing import CliRunner, Result
 
 from engine_builder.benchmarks.rows import append_rows, make_row
 from engine_builder.commands.main import app
-from engine_builder.commands.plan import _measured_points
+from engine_builder.commands.plan import read_curve
+from tests.conftest import REPOSITORY
 
 
 def plan(*arguments: str) -> Result:
@@ -17,7 +18,7 @@ def plan(*arguments: str) -> Result:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
-    """Closed loops of a server that takes four images at once."""
+    """The rows of closed loops with a server that generates four images at once."""
     rows = [
         make_row(f"closed loop, {clients} clients 64x64", [1.0], "s", "fp32", 10, 1, images_per_second=rate)
         for clients, rate in ((1, 2.0), (2, 3.0), (4, 4.0), (8, 4.1), (16, 4.0))
@@ -27,8 +28,8 @@ def measured(tmp_path: Path) -> Path:
     return tmp_path / "load.json"
 
 
-def test_curve_ends_where_more_clients_only_wait(measured: Path) -> None:
-    assert _measured_points(measured) == pytest.approx({1: 0.05, 2: 2 / 30, 4: 0.1})
+def test_curve_ends_where_more_clients_only_queue(measured: Path) -> None:
+    assert read_curve(measured) == pytest.approx({1: 0.05, 2: 2 / 30, 4: 0.1})
 
 
 def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_writes_settings_of_the_platform(measured: Path, tmp_path: Path) -> None
     )  # fmt: skip
     assert ran.exit_code == 0, ran.output
     settings = json.loads(out.read_text())
-    assert settings.keys() == json.loads(Path("truss/autoscaling/production.json").read_text()).keys()
+    assert settings.keys() == json.loads((REPOSITORY / "truss" / "autoscaling" / "production.json").read_text()).keys()
     assert settings["concurrency_target"] == 4 and 1 <= settings["min_replica"] <= settings["max_replica"] == 3
     assert json.loads(ran.output.splitlines()[-1]) == settings
     assert plot_file.read_bytes().startswith(b"\x89PNG")

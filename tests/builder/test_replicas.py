@@ -1,6 +1,8 @@
-"""The simulation of replicas: against the formulas of queueing theory, and by its own promises."""
+"""The simulation of replicas, compared with queueing theory and with the platform's rules."""
 
 import itertools
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,12 @@ def constant(rate: float, seconds: float) -> Traffic:
     return read_traffic(f"constant:{rate}", seconds / 3600)
 
 
-def exponential(mean: float):  # type: ignore[no-untyped-def]
+def exponential(mean: float) -> Callable[[random.Random], float]:
     return lambda chance: chance.expovariate(1 / mean)
 
 
 def erlang_c_wait(rate: float, service_seconds: float, servers: int) -> float:
-    """Mean wait in an M/M/c queue (Erlang 1917): C(c, a) / (c / s - rate), with a = rate * s."""
+    """Return the mean wait in an M/M/c queue (Erlang 1917): C(c, a) / (c / s - rate), with a = rate * s."""
     load = rate * service_seconds
     term, total = 1.0, 1.0
     for k in range(1, servers):
@@ -41,21 +43,9 @@ def erlang_c_wait(rate: float, service_seconds: float, servers: int) -> float:
 # -- theory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "rate, seconds, servers, wait",
-    [
-        (0.5, 1.0, 1, 1.0),
-        (1.0, 1.0, 2, 1 / 3),
-        (0.9, 1.0, 1, 9.0),
-    ],  # M/M/1: rho s / (1 - rho); M/M/2: rho^2 s/(1-rho^2)
-)
-def test_erlang_c_of_small_cases(rate: float, seconds: float, servers: int, wait: float) -> None:
-    assert erlang_c_wait(rate, seconds, servers) == pytest.approx(wait)
-
-
 @pytest.mark.parametrize("servers, load", [(1, 0.6), (4, 0.8), (8, 0.9)])
-def test_server_with_constant_step_time_is_m_m_c(servers: int, load: float) -> None:
-    """Exponential numbers of steps, and a batch that takes the time of one image: parallel servers."""
+def test_server_with_constant_step_time_is_an_m_m_c_queue(servers: int, load: float) -> None:
+    """A batch takes the time of one image, so images are served in parallel. Numbers of steps are exponential."""
     server = Server({1: 0.1, servers: 0.1}, steps=10, cold_start_seconds=0, max_queue=10**9)
     rate = load * servers / 1.0  # ten steps of a tenth of a second
     result = simulate(constant(rate, 60_000 / rate), server, STEADY, seed=3, steps=exponential(10))
@@ -64,31 +54,41 @@ def test_server_with_constant_step_time_is_m_m_c(servers: int, load: float) -> N
     assert sum(result.latencies) / len(result.latencies) == pytest.approx(expected + 1.0, rel=0.05)
 
 
+class Burst(Traffic):
+    """Five requests at second 0."""
+
+    def arrivals(self, seed: int) -> Iterator[float]:
+        return iter([0.0] * 5)
+
+
 def test_step_time_follows_the_curve() -> None:
     server = Server({1: 0.1, 4: 0.4}, steps=10, cold_start_seconds=0)
     assert [server.step_time(images) for images in (1, 2, 3, 4)] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert server.images_per_second == pytest.approx(1.0)
     alone = simulate(constant(0.001, 100_000), server, STEADY)
     assert alone.latency(0.5) == pytest.approx(1.0)
-    burst = Traffic("burst", lambda t: 0.0, 0.0, 0.0)
-    object.__setattr__(burst, "arrivals", lambda seed: iter([0.0, 0.0, 0.0, 0.0, 0.0]))
-    together = simulate(burst, server, STEADY)
-    assert sorted(together.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
+    five_at_once = simulate(Burst("burst", lambda second: 0.0, 0.0, 0.0), server, STEADY)
+    assert sorted(five_at_once.latencies) == pytest.approx([4.0, 4.0, 4.0, 4.0, 5.0])
 
 
-def test_small_batches_shorten_the_median_latency(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A GPU that one image nearly fills, at 70 % and 150 % of its capacity."""
-    server = Server({1: 0.031, 2: 0.059, 4: 0.115, 8: 0.227}, steps=30, cold_start_seconds=0, max_queue=100)
+class FullBatches(Server):
+    """A server that fills its batch."""
+
+    efficient = 8  # type: ignore[assignment]
+
+
+def test_small_batches_shorten_the_median_latency() -> None:
+    """One image nearly fills the GPU. The loads are 70 % and 150 % of its capacity."""
+    curve = {1: 0.031, 2: 0.059, 4: 0.115, 8: 0.227}
+    server = Server(curve, steps=30, cold_start_seconds=0, max_queue=100)
     assert server.efficient == 1
     loads = [constant(share * server.images_per_second, 10_000) for share in (0.7, 1.5)]
-    few, few_full = (simulate(load, server, STEADY) for load in loads)
-    monkeypatch.setattr(Server, "efficient", 8)
-    many, many_full = (simulate(load, server, STEADY) for load in loads)
-    assert few.latency(0.5) < 0.85 * many.latency(0.5)
-    assert few.latency(0.99) < 1.2 * many.latency(0.99)
-    assert len(few_full.latencies) == pytest.approx(len(many_full.latencies), rel=0.01)
+    full_server = FullBatches(curve, steps=30, cold_start_seconds=0, max_queue=100)
+    small, small_overloaded = (simulate(load, server, STEADY) for load in loads)
+    full, full_overloaded = (simulate(load, full_server, STEADY) for load in loads)
+    assert small.latency(0.5) < 0.85 * full.latency(0.5)
+    assert small.latency(0.99) < 1.2 * full.latency(0.99)
+    assert len(small_overloaded.latencies) == pytest.approx(len(full_overloaded.latencies), rel=0.01)
 
 
 # -- the platform -----------------------------------------------------------------------------------------------------
@@ -156,9 +156,9 @@ def test_traffic_arrives_at_its_rate(tmp_path: Path) -> None:
         ("spike:1:11:60", DAY_SECONDS + 10 * 3600),
         (str(trace), 6000),
     ):
-        moments = list(read_traffic(text, 24).arrivals(seed=5))
-        assert len(moments) == pytest.approx(expected, rel=0.05), text
-        assert moments == sorted(moments)
+        seconds = list(read_traffic(text, 24).arrivals(seed=5))
+        assert len(seconds) == pytest.approx(expected, rel=0.05), text
+        assert seconds == sorted(seconds)
     wave = read_traffic("wave:2:0.5", 24)
     assert [wave.rate(t) for t in (0, DAY_SECONDS / 4, DAY_SECONDS / 2)] == pytest.approx([1, 2, 3])
     assert all(t < 2000 for t in read_traffic(str(trace), 24).arrivals(seed=5))
@@ -177,9 +177,11 @@ def test_refuses_an_invalid_trace(lines: str, tmp_path: Path) -> None:
         read_traffic(str(tmp_path / "trace.csv"), 1)
 
 
-def test_thinning_keeps_the_process_poisson() -> None:
-    """The variance of the number per hour equals its mean."""
-    counts = [sum(1 for _ in read_traffic("wave:0.05:0", 1).arrivals(seed)) for seed in range(400)]
+def test_arrivals_are_a_poisson_process() -> None:
+    """The variance of the number per hour equals its mean. A seed gives the same arrivals."""
+    traffic = read_traffic("wave:0.05:0", 1)
+    assert list(traffic.arrivals(5)) == list(traffic.arrivals(5)) != list(traffic.arrivals(6))
+    counts = [sum(1 for _ in traffic.arrivals(seed)) for seed in range(400)]
     mean = sum(counts) / len(counts)
     assert mean == pytest.approx(180, rel=0.03)
     assert sum((count - mean) ** 2 for count in counts) / len(counts) == pytest.approx(mean, rel=0.25)

@@ -1,4 +1,4 @@
-"""The page of benchmarks is generated from the rows, and invalid rows are refused."""
+"""The page of benchmarks: generated from the rows, of which invalid ones are refused."""
 
 import json
 import re
@@ -145,9 +145,11 @@ def test_folder_without_rows_is_not_changed(folder: Path) -> None:
     assert (folder / "mine.svg").exists() and not folder.with_suffix(".md").exists()
 
 
-def test_plots_several_bars_of_one_case(folder: Path) -> None:
+def test_bars_of_one_case_have_different_labels(folder: Path) -> None:
     write(folder, [row(stages={"text": 1.0}), row(stages={"text": 2.0}), row(stages={"text": 3.0}, batch=2)], "x")
     write_report(folder, folder.with_suffix(".md"))
+    labels = re.findall(">30 steps, (.*)</text>", (folder / "x-stages.svg").read_text())
+    assert labels == ["batch 1, fp16, abc1234", "batch 1, fp16, abc1234'", "batch 2, fp16, abc1234"]
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -161,8 +163,8 @@ def test_percentiles_are_measured_values() -> None:
 
 @pytest.mark.parametrize("unit, p50, p90", [("ms", 5.0, 9.0), ("images/s", 6.0, 2.0), ("dB", 6.0, 2.0)])
 def test_nine_of_ten_runs_are_as_good_as_p90(unit: str, p50: float, p90: float) -> None:
-    made = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
-    assert (made.p50, made.p90) == (p50, p90)
+    measured = make_row("case", [float(value) for value in range(1, 11)], unit, "fp32", 20, 1)
+    assert (measured.p50, measured.p90) == (p50, p90)
 
 
 def test_medians_keep_the_order_of_the_phases() -> None:
@@ -171,29 +173,29 @@ def test_medians_keep_the_order_of_the_phases() -> None:
 
 
 def test_row_has_all_required_keys(tmp_path: Path) -> None:
-    made = make_row("case", [3.0, 1.0, 2.0, 10.0], "s", "fp32", 20, 2, phases={"import": 1.0}, best=1.0)
-    entries = made.to_dict()
+    measured = make_row("case", [3.0, 1.0, 2.0, 10.0], "s", "fp32", 20, 2, phases={"import": 1.0}, best=1.0)
+    entries = measured.to_dict()
     assert row().keys() | {"phases", "best"} == entries.keys()
     assert (entries["value"], entries["p50"], entries["p99"], entries["runs"]) == (2.5, 2.0, 10.0, 4)
     path = tmp_path / "new" / "rows.json"
-    append_rows(path, [made])
-    append_rows(path, [made])
-    assert read_rows(path) == [made, made]
+    append_rows(path, [measured])
+    append_rows(path, [measured])
+    assert read_rows(path) == [measured, measured]
     assert json.loads(path.read_text()) == [entries, entries]
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no list": ({}, "valid array"),
-    "no object": ([7], "row 1: .*object"),
+    "object for the list": ({}, "valid array"),
+    "number for a row": ([7], "row 1: .*object"),
     "a key missing": (
         [row(), {key: value for key, value in row().items() if key != "driver"}],
         "row 2: driver: Field required",
     ),
     "text for a number": ([row(p90="11")], "row 1: p90: .*valid number"),
-    "truth for a number": ([row(runs=True)], "row 1: runs: .*valid integer"),
-    "a number for text": ([row(gpu=7)], "row 1: gpu: .*valid string"),
+    "boolean for a number": ([row(runs=True)], "row 1: runs: .*valid integer"),
+    "number for text": ([row(gpu=7)], "row 1: gpu: .*valid string"),
     "stages in a list": ([row(stages=[1])], "row 1: stages: "),
-    "a phase in words": ([row(phases={"import": "1"})], "row 1: phases: import: .*valid number"),
+    "text for a phase": ([row(phases={"import": "1"})], "row 1: phases: import: .*valid number"),
 }
 
 

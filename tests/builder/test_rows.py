@@ -1,4 +1,4 @@
-"""A row's facts about the GPU, read from a fake nvidia-smi, and about the commit."""
+"""A row's facts: the GPU as a fake nvidia-smi reports it, the commit and the command."""
 
 import subprocess
 import sys
@@ -22,37 +22,39 @@ esac
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """The properties of a fake GPU, which the fake nvidia-smi knows."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(SMI)
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = SimpleNamespace(uuid="1234")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
-    return found
+    properties = SimpleNamespace(uuid="1234")
+    cuda = SimpleNamespace(
+        is_available=lambda: True, get_device_name=lambda _: "a GPU", get_device_properties=lambda _: properties
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    return properties
 
 
 def test_row_has_driver_and_clocks(gpu: SimpleNamespace) -> None:
     row = make_row("case", [1.0, 2.0, 4.0], "ms", "fp16", 30, 1, note="x").to_dict()
-    assert row["driver"] == "580.1"
+    assert (row["gpu"], row["driver"]) == ("a GPU", "580.1")
     assert row["clocks"] == {"sm_mhz": 1755.0, "memory_mhz": 2619.0}
     assert row["note"] == "x"
 
 
-def test_row_without_an_answer_of_the_driver(gpu: SimpleNamespace) -> None:
+def test_row_of_a_gpu_that_the_driver_does_not_know(gpu: SimpleNamespace) -> None:
     gpu.uuid = "another"
     row = make_row("case", [1.0], "ms", "fp16", 30, 1).to_dict()
     assert row["value"] == 1.0 and row["driver"] == "" and "clocks" not in row
 
 
 def test_row_has_this_codes_commit_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = make_row("case", [1.0], "ms", "fp16", 30, 1).commit
+    commit = make_row("case", [1.0], "ms", "fp16", 30, 1).commit
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     author = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
     subprocess.run(["git", *author, "commit", "--quiet", "--allow-empty", "-m", "x"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    assert make_row("case", [1.0], "ms", "fp16", 30, 1).commit == here
+    assert make_row("case", [1.0], "ms", "fp16", 30, 1).commit == commit
 
 
 def test_command_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,9 +51,9 @@ def test_groups_are_ordered_and_within_the_limit() -> None:
 
 
 @pytest.mark.parametrize("wrapper", [UnetTextNetwork, UnetTimeNetwork, UnetNetwork])
-@pytest.mark.parametrize("refiner", [False, True])
-def test_every_tensor_of_sdxl_fits_into_a_blob(wrapper: Callable[[Any], nn.Module], refiner: bool) -> None:
+@pytest.mark.parametrize("unet", ["unet", "refiner_unet"])
+def test_every_tensor_of_sdxl_fits_into_a_blob(wrapper: Callable[[Any], nn.Module], unet: str) -> None:
     with torch.device("meta"):
-        network = wrapper(random_sdxl.unet(refiner))  # in fp32, where tensors are largest
+        network = wrapper(random_sdxl.make_network(unet))  # in fp32, where tensors are largest
     tensors = dict(network.named_parameters())
     assert sum(len(group) for group in group_tensors(tensors)) == len(tensors)
