@@ -369,7 +369,7 @@ def test_version_is_the_checkouts_even_if_another_is_installed(
 
 
 def test_dynamic_draft_is_not_current_for_a_static_plan(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    """Although the dynamic bucket begins at 64 x 64."""
+    """The dynamic bucket begins at 64 x 64, the size of the plan."""
     build(toy_plan, store_copy, stop_build)
     with pytest.raises(BuildStarted):
         build(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, stop_build)

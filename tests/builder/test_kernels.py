@@ -59,7 +59,7 @@ def test_kernel_equals_pytorch(kernel: str, interpreted: dict[str, Any]) -> None
 
 
 def test_kernels_take_no_floats_at_run_time(interpreted: dict[str, Any]) -> None:
-    """In a compiled engine a float would be a double, and everything computed with it in fp64."""
+    """A float would be a double in a compiled engine, and all arithmetic with it would be in fp64."""
     assert interpreted["types"].keys() == KERNELS
     for kernel, types in interpreted["types"].items():
         assert set(types) <= {"tensor", "int"}, kernel

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, UNet2DConditionModel
+from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
@@ -29,9 +30,9 @@ from model.loading.target import Target
 from model.pipeline import spec
 from model.store.precision import BF16, FP16, FP32, Precision
 from tests.builder.helpers import edit_json, edit_weights, install_metadata
+from tests.conftest import MODEL_FOLDER
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS
 
-TINY = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 CLASSES = {
     "text_encoder": (CLIPTextModel, "text_encoder"),
     "text_encoder_2": (CLIPTextModelWithProjection, "text_encoder_2"),
@@ -75,7 +76,7 @@ def test_every_form_of_a_checkout_has_the_same_tensors(form: dict[str, str], com
 
 @pytest.mark.parametrize("component", ["text_encoder_2", "unet"])
 def test_reads_fp16_weights_if_plain_ones_are_incomplete(component: str, folder_copy: Path) -> None:
-    """As in a Hub cache after an interrupted download."""
+    """An interrupted download leaves a Hub cache so."""
     cls, subfolder = CLASSES[component]
     plain = load_network(Checkpoint(folder_copy), component, FP16).tensors()
     network: Any = cls.from_pretrained(folder_copy / subfolder)
@@ -93,8 +94,6 @@ def test_reads_fp16_weights_if_plain_ones_are_incomplete(component: str, folder_
 @pytest.mark.parametrize("subfolder", ["text_encoder", "text_encoder_2", "unet", "vae"])
 def test_tensors_have_the_checkpoints_names(subfolder: str, toy_folder: Path) -> None:
     """Each tensor of a UNet belongs to one of its three components. Tensors in another form have other names."""
-    from safetensors import safe_open
-
     [file] = (toy_folder / subfolder).glob("*.safetensors")
     with safe_open(file, "pt") as checkpoint:
         names = {name.removeprefix("text_model.") for name in checkpoint.keys()}
@@ -144,7 +143,7 @@ def test_reads_weights_once_for_all_components(folder_copy: Path) -> None:
 
 @pytest.mark.parametrize("refiner", [False, True])
 def test_three_unet_networks_predict_as_diffusers(refiner: bool) -> None:
-    folder = Checkpoint(TINY / "refiner" if refiner else TINY)
+    folder = Checkpoint(MODEL_FOLDER / "refiner" if refiner else MODEL_FOLDER)
     names = ("refiner_unet_text", "refiner_unet_time", "refiner_unet") if refiner else BASE_COMPONENTS[2:5]
     text, time, unet = [load_network(folder, name, FP32) for name in names]
     whole = UNet2DConditionModel.from_pretrained(folder.root / "unet", torch_dtype=torch.float32)
@@ -161,8 +160,8 @@ def test_three_unet_networks_predict_as_diffusers(refiner: bool) -> None:
 
 
 def test_guided_unet_equals_unet_with_zero_text() -> None:
-    """Bit for bit. It reads neither text nor latents of the unconditional half."""
-    plain, guided = (load_network(Checkpoint(TINY), name, FP32) for name in ("unet", "unet_guided"))
+    """The results are equal bit for bit. The guided UNet reads neither text nor latents of the unconditional half."""
+    plain, guided = (load_network(Checkpoint(MODEL_FOLDER), name, FP32) for name in ("unet", "unet_guided"))
     assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
     inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
     sample, zeroed = inputs["sample"].clone(), inputs["keys_values"].clone()
@@ -171,13 +170,15 @@ def test_guided_unet_equals_unet_with_zero_text() -> None:
     with torch.inference_mode():
         expected = plain.module(sample, inputs["time_embeds"], zeroed)[0]
         actual = guided.module(inputs["sample"], inputs["time_embeds"], inputs["keys_values"])[0]
-        text = load_network(Checkpoint(TINY), "unet_text", FP32).module(torch.zeros(1, 77, 224))[0]
+        text = load_network(Checkpoint(MODEL_FOLDER), "unet_text", FP32).module(torch.zeros(1, 77, 224))[0]
     assert torch.equal(actual, expected)
     assert not text.any()  # an encoding of zeros has zero keys and values
 
 
 def test_unconditional_unet_does_not_read_the_text() -> None:
-    plain, unconditional = (load_network(Checkpoint(TINY), name, FP32) for name in ("unet", "unet_unconditional"))
+    plain, unconditional = (
+        load_network(Checkpoint(MODEL_FOLDER), name, FP32) for name in ("unet", "unet_unconditional")
+    )
     assert unconditional.tensors().keys() == plain.tensors().keys() and unconditional.signature == plain.signature
     inputs = example_inputs(plain.signature, 2, 64, 96, "cpu")
     sample, embeds, texts = inputs["sample"], inputs["time_embeds"], inputs["keys_values"]
@@ -314,7 +315,7 @@ def winograd_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("winograd_without_gpu")
 def test_validation_runs_pytorchs_own_operations(toy_folder: Path) -> None:
-    """Otherwise a wrong kernel would be compared with itself. Without a GPU it cannot be called."""
+    """A wrong kernel would otherwise be compared with itself. It cannot be called without a GPU."""
     folder = Checkpoint(toy_folder)
     fast, plain = (load_network(folder, "unet", FP16, "cuda", plain=plain) for plain in (False, True))
     assert any(isinstance(module, WinogradConv) for module in fast.module.modules())
@@ -370,7 +371,7 @@ def test_only_wide_convolutions_use_winograd(channels_in: int, channels_out: int
 def test_unet_uses_winograd_on_gpus_in_half_precision(
     component: str, precision: Precision, device: str, uses_winograd: bool, toy_folder: Path
 ) -> None:
-    """Only Triton kernels can. A release stores a GPU's weights separately."""
+    """Only Triton kernels compute in Winograd's form, in half precision. Weights are stored in that form."""
     names = load_network(Checkpoint(toy_folder), component, precision, device).tensors()
     shape = names["mid_block.resnets.0.conv1.weight"].shape
     assert (len(shape) == 3 and shape[0] == 16) == uses_winograd and "mid_block.resnets.0.conv1.bias" in names

@@ -12,14 +12,14 @@ from model.store.manifest import Manifest
 OTHER = "cuda-h200-sm90-torch2.13-cu130"
 
 
-def draft_of(store: WritableStore) -> Manifest:
+def read_draft(store: WritableStore) -> Manifest:
     [name] = [name for name in store.records("drafts") if OTHER not in name]
     return Manifest.model_validate_json(store.read_record("drafts", name) or b"")
 
 
-def draft_for_another_target(store: WritableStore, **changes: object) -> Manifest:
-    """Write the draft that a machine with a GPU would make of the same source."""
-    draft = draft_of(store)
+def add_draft_of_another_target(store: WritableStore, **changes: object) -> Manifest:
+    """Write the draft that a build of the same source on a GPU would write."""
+    draft = read_draft(store)
     engines = tuple(engine.model_copy(update={"target": OTHER, "key": engine.key[::-1]}) for engine in draft.engines)
     other = draft.model_copy(update={"engines": engines, **changes})
     store.write_record("drafts", f"toy-sdxl.{OTHER}.fp32", other.to_json())
@@ -27,36 +27,36 @@ def draft_for_another_target(store: WritableStore, **changes: object) -> Manifes
 
 
 def test_drafts_of_two_targets_become_one_release(store_copy: WritableStore) -> None:
-    mine = draft_of(store_copy)
-    draft_for_another_target(store_copy)
+    own = read_draft(store_copy)
+    add_draft_of_another_target(store_copy)
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/2", True)
     assert store_copy.read_release("toy-sdxl/2") == manifest
-    assert manifest.targets == tuple(sorted((mine.engines[0].target, OTHER)))
-    assert len(manifest.engines) == 2 * len(mine.engines)
-    assert {w.component: w for w in manifest.weights} == {w.component: w for w in mine.weights}
+    assert manifest.targets == tuple(sorted((own.engines[0].target, OTHER)))
+    assert len(manifest.engines) == 2 * len(own.engines)
+    assert {w.component: w for w in manifest.weights} == {w.component: w for w in own.weights}
 
 
 def test_release_is_independent_of_build_order(store_copy: WritableStore) -> None:
-    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00")
+    add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00")
     first, _ = publish(store_copy, "toy-sdxl")
-    draft_for_another_target(store_copy, created="2099-01-01T00:00:00+00:00")
+    add_draft_of_another_target(store_copy, created="2099-01-01T00:00:00+00:00")
     assert publish(store_copy, "toy-sdxl") == (first, False)
 
 
 def test_release_does_not_name_tensorrts_options(store_copy: WritableStore) -> None:
-    """Otherwise the release would depend on the runtime that was built last."""
-    builder = draft_of(store_copy).builder | {"tensorrt": "{}"}
-    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=builder)
+    """The release does not depend on the runtime that was built last."""
+    builder = read_draft(store_copy).builder | {"tensorrt": "{}"}
+    add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=builder)
     first, _ = publish(store_copy, "toy-sdxl")
-    draft_for_another_target(store_copy, created="2099-01-01T00:00:00+00:00", builder=builder)
+    add_draft_of_another_target(store_copy, created="2099-01-01T00:00:00+00:00", builder=builder)
     assert publish(store_copy, "toy-sdxl") == (first, False)
     assert "tensorrt" not in first.builder
 
 
 def test_omits_a_draft_of_an_older_source(store_copy: WritableStore) -> None:
-    older = draft_of(store_copy).builder | {"source": "older"}
-    draft_for_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
+    older = read_draft(store_copy).builder | {"source": "older"}
+    add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/1", False)
     assert OTHER not in manifest.targets
@@ -76,7 +76,7 @@ def test_refuses_an_existing_name(store_copy: WritableStore) -> None:
     assert store_copy.read_release("toy-sdxl/1") == before
     assert publish(store_copy, "toy-sdxl/summer")[0].version == "summer"
     assert publish(store_copy, "toy-sdxl/10")[1]
-    draft_for_another_target(store_copy)
+    add_draft_of_another_target(store_copy)
     assert publish(store_copy, "toy-sdxl")[0].version == "11"
 
 
@@ -100,7 +100,7 @@ def test_names_a_damaged_draft(store_copy: WritableStore) -> None:
 
 
 def test_refuses_missing_or_damaged_blobs(store_copy: WritableStore) -> None:
-    blob = draft_of(store_copy).weights[0].blobs[0]
+    blob = read_draft(store_copy).weights[0].blobs[0]
     path = store_copy.get(blob.sha256, blob.bytes)
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -116,6 +116,6 @@ def test_next_version_follows_one_with_leading_zeros(store_copy: WritableStore) 
     publish(store_copy, "toy-sdxl/007")
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/007", False)
-    draft_for_another_target(store_copy)
+    add_draft_of_another_target(store_copy)
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/8", True)

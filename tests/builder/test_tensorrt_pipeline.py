@@ -1,7 +1,7 @@
 """TensorRT engines from a model's folder to an image, with a fake TensorRT that runs their ONNX graphs.
 
-The tests cover Preheat's part. A plan without constants gets all of them by name from the release's blobs, profiles
-hold the shapes that run, and engines are reused, refused and selected. The fake is tests/support/onnx_tensorrt.py.
+The tests cover Preheat's part. A plan without constants gets all of them by name from the release's blobs. Profiles
+hold the shapes that run. Engines are reused, refused and selected. The fake is tests/support/onnx_tensorrt.py.
 """
 
 import json

@@ -196,7 +196,7 @@ def test_compatible_plan_is_found_by_its_target(compatibility: str, tmp_path: Pa
 
 
 def test_require_raises_without_a_gpu(built: tuple[WritableStore, Manifest]) -> None:
-    """Otherwise deserializing would be a segmentation fault."""
+    """Deserializing a plan there would be a segmentation fault."""
     script = (
         "from model.engines.tensorrt.api import TensorRTUnavailable, require\n"
         "try:\n    require()\n"
