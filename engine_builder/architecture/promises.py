@@ -14,7 +14,7 @@ CAPABILITIES: Tests = {
         "tests/test_request.py::test_accepts_the_limits_of_every_field",
         "tests/test_serving.py::test_images_of_a_request_have_successive_seeds",
     ),
-    "refiner": ("tests/test_pipeline_parity.py::test_batch_may_use_the_refiner_in_part",),
+    "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",
         "tests/test_few_steps.py::test_distilled_model_generates_the_image_of_diffusers",
@@ -38,7 +38,7 @@ CAPABILITIES: Tests = {
     ),
     "several GPUs": (
         "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",
-        "tests/test_loading.py::test_",
+        "tests/test_runtimes.py::test_targets_of_each_choice",
     ),
     "trust": (
         "tests/store/test_signature.py::test_server_with_key_loads_only_signed_releases",
@@ -65,8 +65,8 @@ CAPABILITIES: Tests = {
 
 CHECKS: Tests = {
     "Every image": (
-        "tests/test_pipeline_parity.py::test_the_picture_is_diffusers_picture",
-        "tests/test_pipeline_parity.py::test_requests_of_one_batch_are_each_as_if_alone",
+        "tests/test_pipeline_parity.py::test_image_is_that_of_diffusers",
+        "tests/test_pipeline_parity.py::test_requests_of_a_batch_do_not_affect_each_other",
     ),
     "Every engine": (
         "tests/builder/test_build.py::test_does_not_store_an_engine_that_fails_its_check",
