@@ -118,7 +118,8 @@ def test_a_sound_release_is_served(sound: tuple[WritableLocalStore, bytes]) -> N
     assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
-    assert loaded.weight_bytes == len(BASE_COMPONENTS) * sum(tensor.nbytes for tensor in releases.toy_tensors(0).values())
+    toy_bytes = sum(tensor.nbytes for tensor in releases.toy_tensors(0).values())
+    assert loaded.weight_bytes == len(BASE_COMPONENTS) * toy_bytes
     assert {"resolve", "weights", "engines"} <= cold_start.phases.keys()
     for seed, name in enumerate(BASE_COMPONENTS):
         x = torch.randn(6, 4, 8, 8)  # more rows than its bucket
