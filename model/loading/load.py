@@ -95,7 +95,7 @@ def load_release(
             engines: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
                 pairs = zip(records, tensors[name], strict=True)
-                engines[name] = _engine_set(name, [_open_engine(contents, *pair, device, plans) for pair in pairs])
+                engines[name] = _engine_set(name, [open_engine(contents, *pair, device, plans) for pair in pairs])
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
@@ -142,13 +142,18 @@ def _open_tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> C
     return ClipTokenizer(contents[record.blob.sha256], TokenizerSettings(**record.model_dump(exclude={"blob"})))
 
 
-def _open_engine(
+def open_engine(
     contents: Mapping[str, bytes],
     record: EngineRecord,
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     plans: Plans,
 ) -> Engine:
+    """Open the engine of a record on verified `contents`, by digest, and on its weights. Raises EngineError.
+
+    On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture graphs of their own, around
+    the UNet and the rest of a step.
+    """
     spec, _ = find_component(record.component)
     engine: Engine
     if record.tensorrt is not None:
@@ -159,7 +164,6 @@ def _open_engine(
         engine = AotInductorEngine(
             record.component, package, record.signature, record.bucket, constants, weights, device
         )
-    # The denoising loops capture graphs of their own, around the UNet and the rest of a step.
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
 
