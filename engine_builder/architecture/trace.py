@@ -92,8 +92,11 @@ class Tracer:
             self._walk = None
 
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
-        walk, thread = self._walk, threading.current_thread().name
-        if walk is None or event != "call" or not thread.startswith(self._threads):
+        walk = self._walk
+        if walk is None or event != "call":
+            return
+        thread = threading.current_thread().name
+        if not thread.startswith(self._threads):
             return
         if (key := self._key(frame)) is None:
             return
