@@ -32,7 +32,7 @@ def check(config: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def gpu_store(store: WritableStore, release: str, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
-    """A store with the tiny release as if it had been built for an H100 at 1024x1024, with batches up to 16.
+    """A store with the tiny release, its engines renamed as if built for an H100 at 1024x1024 with batches up to 16.
 
     Also published: tiny-sdxl/plans with TensorRT plans for every sm90, and tiny-sdxl/signed.
     """
@@ -45,12 +45,12 @@ def gpu_store(store: WritableStore, release: str, tmp_path_factory: pytest.TempP
     engines = tuple(for_gpu(engine, "cuda-h100-sm90-torch2.11-cu130") for engine in manifest.engines)
     plans = tuple(as_plan(for_gpu(engine, "cuda-sm90-trt11.4")) for engine in manifest.engines)
     built = manifest.model_copy(update={"engines": engines})
-    for made in (
+    for changed in (
         built,
         manifest.model_copy(update={"engines": plans, "version": "plans"}),
         sign(built.model_copy(update={"version": "signed"}), KEY),
     ):
-        gpu.write_release(Manifest.model_validate_json(made.to_json()))
+        gpu.write_release(Manifest.model_validate_json(changed.to_json()))
     return gpu
 
 
@@ -67,7 +67,7 @@ def as_plan(engine: EngineRecord) -> EngineRecord:
 
 
 def edited(source: Path, folder: Path, **changes: object) -> Path:
-    """Copy a config with other entries of model_metadata.preheat, or of the config itself (the names below)."""
+    """Copy a config with changed entries of model_metadata.preheat, or of the config itself (those named below)."""
     config = yaml.safe_load(source.read_text())
     for name in ("requirements", "secrets", "resources", "environment_variables"):
         if name in changes:
@@ -105,8 +105,8 @@ ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
         {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
         ["target cuda-sm90-trt11.4"],
     ),
-    "the fastest of one": ({"runtime": "fastest"}, ["target cuda-h100-sm90-torch2.11-cu130"]),
-    "a variable of the server": (
+    "fastest runtime": ({"runtime": "fastest"}, ["target cuda-h100-sm90-torch2.11-cu130"]),
+    "environment variable": (
         {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
         ["release tiny-sdxl/signed"],
     ),
@@ -148,7 +148,7 @@ def test_reads_a_release_from_a_bucket(
     assert code == 1 and bucket.url in output
 
 
-def test_settings_of_this_machine_do_not_count(
+def test_ignores_settings_of_this_machine(
     gpu_store: WritableStore, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREHEAT_STORE", gpu_store.url)
@@ -158,7 +158,7 @@ def test_settings_of_this_machine_do_not_count(
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda path: path.stem)
-def test_refuses_the_placeholder_of_every_shipped_config(config: Path) -> None:
+def test_refuses_the_placeholder_of_a_shipped_config(config: Path) -> None:
     code, output = check(config)
     assert code == 1 and "The store s3://preheat-releases is a placeholder. Name your own" in output
 
@@ -188,11 +188,11 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
         {"resources": {"accelerator": "L4", "use_gpu": True}},
         r"requests the GPU L4\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Build on that device",
     ),
-    "a slice of the GPU": (
+    "GPU slice": (
         {"resources": {"accelerator": "H100_40GB", "use_gpu": True}},
         r"requests the GPU H100_40GB\. Release .* has engines for cuda-h100-",
     ),
-    "a CPU": ({"resources": {"use_gpu": False}}, r"requests a CPU\. Release .* has engines for cuda-h100-"),
+    "CPU": ({"resources": {"use_gpu": False}}, r"requests a CPU\. Release .* has engines for cuda-h100-"),
     "TensorRT not pinned": ({"runtime": "tensorrt"}, r"chooses the runtime tensorrt for H100 and pins no TensorRT\."),
     "TensorRT without plans": (
         {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
@@ -204,7 +204,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"requests the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
-    "unpublished by a variable": (
+    "unpublished, in a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},
         r"Release tiny-sdxl/never was not found",
     ),
@@ -242,7 +242,7 @@ def test_reports_every_mistake_at_once(gpu_store: WritableStore, release: str, t
     [b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"],
     ids=["empty", "half", "not text", "unknown key", "nested", "odd value"],
 )
-def test_refuses_what_is_not_a_truss_config(content: bytes, tmp_path: Path) -> None:
+def test_refuses_an_invalid_truss_config(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     code, output = check(tmp_path / "config.yaml")
     assert code == 1 and re.search(
@@ -251,7 +251,7 @@ def test_refuses_what_is_not_a_truss_config(content: bytes, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe"])
-def test_refuses_what_is_not_a_file(kind: str, tmp_path: Path) -> None:
+def test_refuses_a_path_that_is_not_a_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     if kind == "folder":
         path.mkdir()

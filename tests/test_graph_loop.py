@@ -238,7 +238,7 @@ def test_gpu_loop_gets_the_engines_and_variants_of_a_unet(
     assert size == [HEIGHT, WIDTH, model.device]
 
 
-def test_missing_negative_prompt_is_zeros_and_an_empty_one_text(model: LoadedModel) -> None:
+def test_only_a_missing_negative_prompt_is_marked_as_zeros(model: LoadedModel) -> None:
     unconds = [make_image(model, negative_prompt=prompt).uncond for prompt in (None, "", "four")]
     assert [uncond and uncond.is_zero for uncond in unconds] == [True, False, False]
     assert unconds[0] is not None and not unconds[0].inputs["keys_values"].any()

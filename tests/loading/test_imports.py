@@ -1,4 +1,4 @@
-"""What a cold start imports, in a fresh interpreter: each further package costs time at every start."""
+"""The imports of a cold start, in a fresh interpreter. Each further package costs time at every start."""
 
 import json
 import subprocess
@@ -55,8 +55,8 @@ def heavy(modules: set[str]) -> set[str]:
     return {name for name in modules for package in HEAVY if name == package or name.startswith(package + ".")}
 
 
-def test_importing_the_model_imports_no_torch_and_starts_no_thread() -> None:
-    """Truss imports and constructs the model before it loads it. Blobs are in flight when torch is imported."""
+def test_importing_the_model_imports_no_torch() -> None:
+    """It starts no thread either. Truss imports and constructs the model before the load, which imports torch."""
     modules, third_party = imports_of(
         "import threading, model.model; assert threading.active_count() == 1, threading.enumerate()"
     )

@@ -1,4 +1,4 @@
-"""What a load makes of a release: targets, sizes, weights, variants and graphs."""
+"""A loaded release: its target, sizes, weights, variants and graphs."""
 
 import copy
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_configured_buckets_limit_the_sizes(valid_store: WritableLocalStore) -> 
     assert load(valid_store, buckets=buckets).served.sizes == SizeList(((64, 64), (256, 128)))
 
 
-def test_configured_buckets_do_not_limit_components_without_sizes(store: WritableLocalStore) -> None:
+def test_buckets_do_not_limit_components_without_sizes(store: WritableLocalStore) -> None:
     """On a GPU, the times of 32 steps are embedded at once: a larger batch than that of any UNet bucket."""
     manifest = releases.draft(store)
     [time] = [engine for engine in manifest.engines if engine.component == "unet_time"]
