@@ -64,24 +64,15 @@ def test_peer_generates_the_requested_images(toy_folder: Path) -> None:
         assert steps == [batch] * 3
 
 
-def test_reports_a_peer_that_refuses_the_size(toy_folder: Path) -> None:
-    odd = replace(PLAIN, width=100, height=64)
-    with (
-        pytest.raises(PeerFailed, match=r"diffusers failed: ValueError: .*divisible by 8.*without --peer"),
-        peer_works(Checkpoint(toy_folder), "float32", ("eager",), odd) as [work],
-    ):
-        work()
-    assert not active_children()
-
-
-def test_reports_a_killed_peer(toy_folder: Path) -> None:
-    with (
-        pytest.raises(PeerFailed, match="ended before it answered"),
-        peer_works(Checkpoint(toy_folder), "float32", ("eager",), PLAIN) as [work],
-    ):
+def test_reports_a_peer_that_fails_or_is_killed(toy_folder: Path) -> None:
+    params = replace(PLAIN, width=100, height=64)
+    with peer_works(Checkpoint(toy_folder), "float32", ("eager",), params) as [work]:
+        with pytest.raises(PeerFailed, match=r"diffusers failed: ValueError: .*divisible by 8.*without --peer"):
+            work()
         [process] = active_children()
         process.kill()
-        work()
+        with pytest.raises(PeerFailed, match="ended before it answered"):
+            work()
     assert not active_children()
 
 
