@@ -48,7 +48,7 @@ def cuda(fakes: tuple[Fake, FakeCuda]) -> FakeCuda:
 def open_plan(**changes: Any) -> TensorRTPlan:
     arguments = {
         "component": "unet",
-        "data": b"plan",
+        "plan_bytes": b"plan",
         "version": VERSION,
         "signature": SIGNATURE,
         "constants": CONSTANTS,
@@ -117,6 +117,18 @@ def test_sets_a_shape_once_and_addresses_at_every_run(fake: Fake) -> None:
         four.run({"x": torch.zeros(rows, 4)})
     assert [call[2] for call in fake.calls_of("shape")] == [(3, 4), (2, 4), (3, 4)]
     assert len(fake.calls_of("address")) == 8 and len(fake.calls_of("device_memory")) == 1
+
+
+def test_next_run_on_another_stream_waits_for_a_failed_run(fake: Fake, cuda: FakeCuda) -> None:
+    """A run that fails may have enqueued kernels, which use the workspace."""
+    one, four = open_engines()
+    fake.refuse = {"execute"}
+    with pytest.raises(EngineError, match="refused the run"):
+        one.run({"x": torch.zeros(1, 4)})
+    fake.refuse = set()
+    cuda.current = 8
+    four.run({"x": torch.zeros(2, 4)})
+    assert fake.calls_of("wait") == [("wait", 8, 7)]
 
 
 def test_copies_an_input_at_an_unaligned_address(fake: Fake) -> None:
@@ -199,8 +211,9 @@ def test_refuses_a_plan_of_another_gpu_with_tensorrts_error(fake: Fake) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda fake: fake.names.update(z="INPUT"), "has the tensors x, y, z"),
-        (lambda fake: fake.names.update(y="INPUT"), "has the tensors"),
+        (lambda fake: fake.names.update(z="INPUT"), "has input x, input z, output y, and its manifest entry states"),
+        (lambda fake: fake.names.update(y="INPUT"), "has input x, input y, and its manifest entry states"),
+        (lambda fake: fake.dtypes.update(y="HALF"), "has y as HALF, and its manifest entry states float32"),
         (
             lambda fake: fake.weights.update({"tmp_weight_1": 3}),
             "needs 1 weights that the release lacks, 'tmp_weight_1'",
@@ -210,7 +223,7 @@ def test_refuses_a_plan_of_another_gpu_with_tensorrts_error(fake: Fake) -> None:
         (lambda fake: fake.refuse.add("missing"), "needs 1 weights that the release lacks, 'w' first"),
         (lambda fake: fake.refuse.add("refit"), "cannot be refit"),
     ],
-    ids=["tensor", "direction", "unknown weight", "size", "refused weight", "missing weight", "refused refit"],
+    ids=["tensor", "direction", "dtype", "unknown weight", "size", "refused weight", "missing weight", "refused refit"],
 )
 def test_refuses_a_plan_that_does_not_fit(fake: Fake, change: Callable[[Fake], None], words: str) -> None:
     change(fake)
@@ -225,7 +238,7 @@ def test_refuses_a_plan_that_does_not_fit(fake: Fake, change: Callable[[Fake], N
         ({"weights": {"layer.weight": torch.zeros(5)}}, "do not fit its engine"),
         ({"weights": {"layer.weight": torch.zeros(4, dtype=torch.float16)}}, "is float16"),
         ({"weights": {"layer.weight": torch.zeros(4, device="meta")}}, "must be on cpu"),
-        ({"literals": {"b": torch.zeros(4), "w": torch.zeros(4)}}, "has w among its weights and its own"),
+        ({"literals": {"b": torch.zeros(4), "w": torch.zeros(4)}}, "has w among its weights and among its literals"),
         ({"constants": b"{"}, "map of constants is damaged"),
     ],
     ids=["missing", "shape", "dtype", "device", "named twice", "damaged map"],
@@ -236,7 +249,7 @@ def test_refuses_weights_that_do_not_fit(fake: Fake, changes: dict[str, Any], wo
 
 
 def test_refuses_a_missing_profile_and_one_without_memory(fake: Fake) -> None:
-    with pytest.raises(EngineError, match="2 profiles, and its record names number 2"):
+    with pytest.raises(EngineError, match="2 profiles, and its manifest entry names number 2"):
         TensorRTEngine(open_plan(), 2, ONE, Workspace(CPU))
     for step in ("context", "profile"):
         fake.refuse = {step}

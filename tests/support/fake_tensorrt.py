@@ -34,6 +34,7 @@ class Fake:
         self.refuse: set[str] = set()
         self.weights = {"w": 4, "b": 4}
         self.names = {"x": "INPUT", "y": "OUTPUT"}
+        self.dtypes = {"x": "FLOAT", "y": "FLOAT"}
         self.profiles = [64, 1024]
         self.module = _module(self)
 
@@ -84,7 +85,7 @@ def _module(fake: Fake) -> ModuleType:
             return fake.names[name]
 
         def get_tensor_dtype(self, name: str) -> str:
-            return "FLOAT"
+            return fake.dtypes[name]
 
         def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
             return fake.profiles[profile]
