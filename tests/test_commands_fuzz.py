@@ -46,7 +46,7 @@ def every_command(files: OddFiles) -> list[Command]:
     store = {"--store": stores, "--cache-dir": paths}
     good = {"--store": files.good_store}
     models = [*paths, *files.models, *TEXTS, "a/b", "owner/model"]
-    result_files = [*paths, *files.json]
+    json_files = [*paths, *files.json]
     missing = [name for name in NAMES if name != "toy/1"]  # the good store has this one, and a server would start
     hours = [number for number in NUMBERS if number != "1_000"]  # a simulation of 1,000 hours takes a minute
     request = {"--width": NUMBERS, "--height": NUMBERS, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
@@ -61,10 +61,10 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("check-config", {"--store": stores}, {}, ([*paths, *files.configs],)),
         Command("report", {"--out": paths}, {}, ([*paths, f"{Path(files.json[0]).parent}"],)),
         Command("load", {**store, "--config": [*paths, *files.configs], "--size": SIZES, "--steps": NUMBERS,
-                         "--clients": [*NUMBERS, "1,", ",", "1,2,x", "0,1"], "--seconds": NUMBERS, "--out": result_files,
+                         "--clients": [*NUMBERS, "1,", ",", "1,2,x", "0,1"], "--seconds": NUMBERS, "--out": json_files,
                          "--plot": paths, "--url": URLS},
                 {**good, "--url": "http://127.0.0.1:9"}, (NAMES,)),
-        Command("plan-replicas", {"--cold-start": NUMBERS, "--p99": NUMBERS, "--load": result_files, "--hours": hours,
+        Command("plan-replicas", {"--cold-start": NUMBERS, "--p99": NUMBERS, "--load": json_files, "--hours": hours,
                                   "--curve": ["", "1", "1:", ":1", "1:0", "0:1", "1:nan", "1:inf", "1:1,", "1:1e308",
                                               "1:1e-308", "99999999999:1", "-1:1", "[/]", "1:0.1,1:0.2"],
                                   "--steps": NUMBERS, "--max-replica": NUMBERS, "--max-queue": NUMBERS, "--out": paths,
@@ -90,10 +90,10 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("serve", {"--config": [*paths, *files.configs]}, {**good, "--config": "missing"}, (["toy/1"],)),
         Command("bench latency", {**store, "--size": SIZES, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                                   "--images": NUMBERS, "--prompt": TEXTS, "--warm-ups": NUMBERS, "--runs": NUMBERS,
-                                  "--peer": models, "--out": result_files},
+                                  "--peer": models, "--out": json_files},
                 good, (NAMES,), ("--refiner", "--compiled")),
         Command("bench cold-start", {**store, "--s3": stores, "--config": [*paths, *files.configs], "--size": SIZES,
-                                     "--steps": NUMBERS, "--bucket": SIZES, "--runs": NUMBERS, "--out": result_files},
+                                     "--steps": NUMBERS, "--bucket": SIZES, "--runs": NUMBERS, "--out": json_files},
                 good, (missing,)),
         Command("bench cold-start", {"--config": [*paths, *files.configs]}, {**good, "--config": "missing"},
                 (["toy/1"],)),
