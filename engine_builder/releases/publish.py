@@ -1,4 +1,8 @@
-"""Merge the drafts of one model, for any number of targets, into one release. Compiles nothing."""
+"""Merge the drafts of one model, for any number of targets, into one release. Compiles nothing.
+
+A draft is the manifest that `preheat build` writes for one target and precision. Its source is a digest of the model's
+files: drafts of different sources cannot be merged.
+"""
 
 from datetime import UTC, datetime
 
@@ -18,83 +22,95 @@ class NothingToPublish(PreheatError):
     remedy = "Run `preheat build` first."
 
 
-def publish(store: WritableStore, name: str, key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
-    """Publish the drafts of `name` ("model/version", or "model" for the next whole number), signed with `key`.
+def publish(store: WritableStore, name: str, private_key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
+    """Publish the drafts of a model as one release. Sign the release if a private key is given.
 
-    Returns the manifest, and False if nothing new was published. Without a version, drafts equal to the newest release
-    publish nothing, unless that release lacks the requested signature. Raises NothingToPublish, ReleaseExists,
-    CorruptBlob or StoreError.
+    name: "model/version", or "model" for the next whole number.
+    Returns the release's manifest, and True if this call published it. Returns the newest numbered release and False if
+    no version is requested and that release has the drafts' content, unless it lacks the requested signature.
+    Raises NothingToPublish, ReleaseExists, CorruptBlob or StoreError; ManifestError for an invalid name, a damaged
+    draft, a damaged newest release or drafts that give no valid manifest.
     """
     model, _, version = name.partition("/")
-    split_name(f"{model}/{version or '1'}")
-    drafts = read_drafts(store, model)
-    merged = merge(drafts)
+    split_name(f"{model}/{version or '1'}")  # raises for an invalid name
+    merged = merge_drafts(read_drafts(store, model))
     if not version:
-        published = [split_name(release) for release in store.releases()]
-        numbers = sorted((number for of_model, number in published if of_model == model and number.isdigit()), key=int)
+        releases = [split_name(release) for release in store.releases()]
+        numbers = sorted((number for owner, number in releases if owner == model and number.isdigit()), key=int)
         if numbers:
             newest = store.read_release(f"{model}/{numbers[-1]}")
-            if _content(newest) == _content(merged) and _is_signed(newest, key):
+            is_signed_as_requested = private_key is None or _is_signed_with(newest, private_key)
+            if is_signed_as_requested and _content(newest) == _content(merged):
                 return newest, False
         version = str(int(numbers[-1]) + 1 if numbers else 1)
     manifest = merged.model_copy(
         update={"version": version, "created": datetime.now(UTC).isoformat(timespec="seconds")}
     )
-    if key is not None:
-        manifest = sign(manifest, key)
+    if private_key is not None:
+        manifest = sign(manifest, private_key)
     store.write_release(manifest)
     return manifest, True
 
 
 def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
-    """Return the model's drafts, newest first. Drafts of another source than the newest draft's are omitted."""
+    """Return the model's drafts that have the same source as its newest draft, newest first.
+
+    Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
+    """
     drafts = []
-    for record in store.records("drafts"):
-        data = store.read_record("drafts", record)
+    for record_name in store.records("drafts"):  # of all models
+        data = store.read_record("drafts", record_name)
+        if data is None:  # deleted since it was listed
+            continue
         try:
-            draft = Manifest.model_validate_json(data or b"")
+            draft = Manifest.model_validate_json(data)
         except ValueError as error:
+            if not record_name.startswith(f"{model}."):  # of another model: see BuildPlan.draft_name
+                continue
             raise ManifestError(
-                f"The draft {record} in {store.url} is damaged.", "Run `preheat build` again."
+                f"The draft {record_name} in {store.url} is damaged.", "Run `preheat build` again."
             ) from error
         if draft.model == model:
             drafts.append(draft)
     if not drafts:
-        raise NothingToPublish(f"{store.url} has no build of {model}.")
+        raise NothingToPublish(f"{store.url} has no draft of {model}.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
     return [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
 
 
-def merge(drafts: list[Manifest]) -> Manifest:
-    """Return one manifest with the engines and weights of all drafts. They have one source, so other entries agree.
+def merge_drafts(drafts: list[Manifest]) -> Manifest:
+    """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
-    Entries are sorted, so rebuilding one of several drafts gives an equal manifest.
+    Of equal engines or weights, the newest draft's entry is taken. Other entries are the newest draft's, without
+    TensorRT's build options. Engines and weights are sorted, so the order of the builds makes no difference.
     """
     newest = drafts[0]
-    engines = {(e.component, e.key): e for draft in reversed(drafts) for e in draft.engines}
-    weights = {(w.component, w.precision.name, w.layout): w for draft in reversed(drafts) for w in draft.weights}
+    oldest_first = drafts[::-1]
+    engines = {(engine.component, engine.key): engine for draft in oldest_first for engine in draft.engines}
+    weights = {
+        (weights.component, weights.precision.name, weights.layout): weights
+        for draft in oldest_first
+        for weights in draft.weights
+    }
     return newest.model_copy(
         update={
-            "builder": {key: value for key, value in newest.builder.items() if key != "tensorrt"},
-            "engines": tuple(engine for _, engine in sorted(engines.items(), key=lambda item: item[0])),
-            "weights": tuple(record for _, record in sorted(weights.items(), key=lambda item: item[0])),
+            "builder": {name: value for name, value in newest.builder.items() if name != "tensorrt"},
+            "engines": tuple(engines[identity] for identity in sorted(engines)),
+            "weights": tuple(weights[identity] for identity in sorted(weights)),
         }
     )
 
 
-def _is_signed(manifest: Manifest, key: Ed25519PrivateKey | None) -> bool:
-    """True if `key` signed the release, or is None."""
-    if key is None:
-        return True
+def _is_signed_with(manifest: Manifest, private_key: Ed25519PrivateKey) -> bool:
     try:
-        check_signature(manifest, [public_key(key)])
+        check_signature(manifest, [public_key(private_key)])
     except UntrustedRelease:
         return False
     return True
 
 
 def _content(manifest: Manifest) -> object:
-    """Return the entries that distinguish two releases: all but versions, dates, signatures and measurements."""
+    """Return the entries in which two different releases differ: all but version, date, signature and measurements."""
     return manifest.model_dump(
         mode="json",
         exclude={

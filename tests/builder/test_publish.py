@@ -1,6 +1,7 @@
 """Publishing: drafts become one release, once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,9 @@ def test_drafts_of_two_targets_become_one_release(store_copy: WritableStore) -> 
     assert store_copy.read_release("toy-sdxl/2") == manifest
     assert manifest.targets == tuple(sorted((own.engines[0].target, OTHER)))
     assert len(manifest.engines) == 2 * len(own.engines)
-    assert {w.component: w for w in manifest.weights} == {w.component: w for w in own.weights}
+    assert {weights.component: weights for weights in manifest.weights} == {
+        weights.component: weights for weights in own.weights
+    }
 
 
 def test_release_is_independent_of_build_order(store_copy: WritableStore) -> None:
@@ -81,9 +84,9 @@ def test_refuses_an_existing_name(store_copy: WritableStore) -> None:
 
 
 def test_refuses_to_publish_without_a_build(tmp_path: Path, store_copy: WritableStore) -> None:
-    with pytest.raises(NothingToPublish, match="has no build of toy-sdxl. Run `preheat build` first"):
+    with pytest.raises(NothingToPublish, match="has no draft of toy-sdxl. Run `preheat build` first"):
         publish(open_writable_store(tmp_path / "empty"), "toy-sdxl")
-    with pytest.raises(NothingToPublish, match="no build of another"):
+    with pytest.raises(NothingToPublish, match="no draft of another"):
         publish(store_copy, "another")
 
 
@@ -97,6 +100,28 @@ def test_names_a_damaged_draft(store_copy: WritableStore) -> None:
     store_copy.write_record("drafts", "toy-sdxl.other.fp32", b'{"model": 1}')
     with pytest.raises(ManifestError, match="draft toy-sdxl.other.fp32 .* is damaged"):
         publish(store_copy, "toy-sdxl")
+
+
+def test_ignores_a_damaged_draft_of_another_model(store_copy: WritableStore) -> None:
+    store_copy.write_record("drafts", "another.cpu.fp32", b'{"model": 1}')
+    assert publish(store_copy, "toy-sdxl/2")[1]
+
+
+class StoreWithDeletedDraft:
+    """A store that lists a draft which another process deletes before it is read."""
+
+    def __init__(self, store: WritableStore) -> None:
+        self.store = store
+
+    def records(self, kind: str) -> list[str]:
+        return ["toy-sdxl.deleted.fp32", *self.store.records(kind)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_ignores_a_draft_deleted_after_listing(store_copy: WritableStore) -> None:
+    assert publish(StoreWithDeletedDraft(store_copy), "toy-sdxl/2")[1]
 
 
 def test_refuses_missing_or_damaged_blobs(store_copy: WritableStore) -> None:
