@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import commands, odd_files
-from tests.support.commands import Case
+from tests.support.commands import Invocation
 from tests.support.http_server import HttpServer, QuietHandler
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
@@ -79,7 +79,7 @@ def invalid_targets(folder: Path) -> dict[str, Path]:
 def test_generate_refuses_bad_targets_before_the_request(sandbox: Path, server: CountingServer) -> None:
     targets = invalid_targets(sandbox / "files")
     before = sorted((sandbox / "files").rglob("*"))
-    cases = [Case(["generate", server.option, "--images=2", f"--out={path}", "x"]) for path in targets.values()]
+    cases = [Invocation(["generate", server.option, "--images=2", f"--out={path}", "x"]) for path in targets.values()]
     for reason, result in zip(targets, commands.run(sandbox, cases), strict=True):
         assert result["status"] == 1 and reason in result["stderr"], (reason, result)
         assert "Name another file." in result["stderr"] and "Traceback" not in result["stderr"]
@@ -91,7 +91,7 @@ def test_save_writes_nothing_next_to_a_bad_target(sandbox: Path) -> None:
     targets = invalid_targets(sandbox / "files")
     before = sorted((sandbox / "files").rglob("*"))
     answer = f'{{"images": [{{"data": "{PNG}"}}, {{"data": "{PNG}"}}]}}'.encode()
-    cases = [Case(["save", f"--out={path}"], answer) for path in targets.values()]
+    cases = [Invocation(["save", f"--out={path}"], answer) for path in targets.values()]
     for reason, result in zip(targets, commands.run(sandbox, cases), strict=True):
         assert result["status"] == 1 and reason in result["stderr"], (reason, result)
     assert sorted((sandbox / "files").rglob("*")) == before
@@ -99,7 +99,7 @@ def test_save_writes_nothing_next_to_a_bad_target(sandbox: Path) -> None:
 
 
 def test_save_makes_missing_folders(sandbox: Path) -> None:
-    [result] = commands.run(sandbox, [Case(["save", "--out=new/deep/x.png"], f'{{"data": "{PNG}"}}'.encode())])
+    [result] = commands.run(sandbox, [Invocation(["save", "--out=new/deep/x.png"], f'{{"data": "{PNG}"}}'.encode())])
     assert result["status"] == 0 and (sandbox / "work" / "new" / "deep" / "x.png").is_file()
 
 
@@ -111,7 +111,7 @@ def test_generate_refuses_values_that_json_cannot_hold(sandbox: Path, server: Co
         "A timeout of nan s is not possible": ["--timeout=nan", "x"],
         "A timeout of -1 s is not possible": ["--timeout=-1", "x"],
     }
-    results = commands.run(sandbox, [Case(["generate", server.option, *args]) for args in arguments.values()])
+    results = commands.run(sandbox, [Invocation(["generate", server.option, *args]) for args in arguments.values()])
     for reason, result in zip(arguments, results, strict=True):
         assert result["status"] == 1 and reason in result["stderr"], result
     assert server.requests == 0
@@ -119,7 +119,7 @@ def test_generate_refuses_values_that_json_cannot_hold(sandbox: Path, server: Co
 
 def test_generate_saves_the_images_of_an_invalid_response(sandbox: Path, server: CountingServer) -> None:
     server.body = f'{{"event": "image", "index": 0, "data": "{PNG}"}}\n{{"event": "done"}}\n'.encode()
-    [result] = commands.run(sandbox, [Case(["generate", server.option, "x"])])
+    [result] = commands.run(sandbox, [Invocation(["generate", server.option, "x"])])
     assert result["status"] == 1
     assert "image.png is saved, but the rest of the response is invalid" in result["stderr"]
     assert (sandbox / "work" / "image.png").is_file()
@@ -128,7 +128,7 @@ def test_generate_saves_the_images_of_an_invalid_response(sandbox: Path, server:
 def test_errors_show_markup_and_bytes_unchanged(sandbox: Path) -> None:
     names = ["[red]x[/]", "[/]", "\\[/]", ":warning:"]
     (sandbox / "work" / "file").touch()
-    cases = [Case(["generate", f"--out=file/{name}.png", "x"]) for name in [*names, "\udcff"]]
+    cases = [Invocation(["generate", f"--out=file/{name}.png", "x"]) for name in [*names, "\udcff"]]
     for name, result in zip([*names, "\\udcff"], commands.run(sandbox, cases), strict=True):
         assert result["status"] == 1 and f"file/{name}.png cannot be written" in result["stderr"], result
 
@@ -143,18 +143,19 @@ def test_reports_a_full_disk_in_one_line(args: list[str], sandbox: Path) -> None
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
+            timeout=300,
         )
     assert ran.returncode == 1
     assert ran.stderr == "preheat: The output cannot be written: No space left on device. Free some disk space.\n"
 
 
 def test_serve_refuses_a_missing_release_first(sandbox: Path) -> None:
-    [result] = commands.run(sandbox, [Case(["serve", "toy/1", "--store=empty"])])
+    [result] = commands.run(sandbox, [Invocation(["serve", "toy/1", "--store=empty"])])
     assert result["status"] == 1 and "Release toy/1 was not found" in result["stderr"]
     assert not result["forbidden"], "the server's files were laid out"
 
 
 def test_plan_replicas_refuses_too_many_requests(sandbox: Path) -> None:
     args = ["plan-replicas", "--cold-start=1", "--p99=1", "--curve=1:0.1", "constant:1e9"]
-    [result] = commands.run(sandbox, [Case(args)])
+    [result] = commands.run(sandbox, [Invocation(args)])
     assert result["status"] == 1 and "more than 10,000,000 requests" in result["stderr"]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support import commands, odd_files
-from tests.support.commands import Case
+from tests.support.commands import Invocation
 from tests.support.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
 
 CASES = 1000
@@ -100,7 +100,7 @@ def every_command(files: OddFiles) -> list[Command]:
     ]  # fmt: skip
 
 
-def generate_cases(files: OddFiles) -> Iterator[Case]:
+def generate_cases(files: OddFiles) -> Iterator[Invocation]:
     """Yield cases of all commands, one after the other, each with up to three odd options."""
     rng, all_commands, answers = random.Random(SEED), every_command(files), odd_files.predict_outputs()
     for number in range(CASES):
@@ -116,7 +116,7 @@ def generate_cases(files: OddFiles) -> Iterator[Case]:
         positional = [rng.choice(values) for values in command.positional]
         stdin = rng.choice(answers) if command.name == "save" else b""
         # After "--" a value that begins with a dash is not an option.
-        yield Case([*command.name.split(), *args, *(["--", *positional] if positional else [])], stdin)
+        yield Invocation([*command.name.split(), *args, *(["--", *positional] if positional else [])], stdin)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def find_problem(result: dict[str, Any]) -> str | None:
     return None
 
 
-def describe(case: Case, problem: str, result: dict[str, Any]) -> str:
+def describe(case: Invocation, problem: str, result: dict[str, Any]) -> str:
     """Return a failure as text: the arguments, shortened, and the last lines of the output."""
     text = (result["stdout"] + result["stderr"]).encode(errors="backslashreplace").decode()
     shown = [arg if len(arg) < 300 else f"{arg[:80]}... ({len(arg)} characters)" for arg in case.args]
@@ -167,7 +167,7 @@ def test_no_generated_command_line_ends_in_a_traceback(sandbox: Path, files: Odd
 
 def test_no_process_ends_in_a_traceback(sandbox: Path, files: OddFiles) -> None:
     """A case of each fast command with real arguments, if possible with bytes that are not UTF-8, and a real status."""
-    by_command: dict[str, Case] = {}
+    by_command: dict[str, Invocation] = {}
     for case in generate_cases(files):
         name, is_bytes = case.args[0], any("\udc80" <= letter <= "\udcff" for letter in "".join(case.args))
         if name in FAST_COMMANDS and ENDLESS_FILE not in case.args and (is_bytes or name not in by_command):

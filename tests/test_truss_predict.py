@@ -16,7 +16,7 @@ from engine_builder.files import NotWritable
 from engine_builder.local_server.client import CallFailed, generate, save_images, save_predicted
 from engine_builder.local_server.server import Server
 from tests.support import stub_truss
-from tests.support.platform import Platform
+from tests.support.fake_baseten import FakeBaseten
 from tests.support.scripted_server import Answer, ScriptedServer
 
 NOISE_MODEL = """
@@ -46,25 +46,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def truss_predict(platform: Platform, home: Path, request: dict[str, object]) -> subprocess.CompletedProcess[str]:
-    """Run the command with a request."""
+def truss_predict(baseten: FakeBaseten, home: Path, request: dict[str, object]) -> subprocess.CompletedProcess[str]:
+    """Run `truss predict` with a request."""
     truss = str(Path(sys.executable).with_name("truss"))
     return subprocess.run(
-        [truss, "predict", "--model", platform.model_id, "-d", json.dumps(request)],
+        [truss, "predict", "--model", baseten.model_id, "-d", json.dumps(request)],
         cwd=home,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), **platform.environment},
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **baseten.environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
+        timeout=300,
     )
 
 
 def test_saves_the_image_that_truss_predict_prints(server: Server, tmp_path: Path) -> None:
-    with Platform(server.url) as platform:
-        ran = truss_predict(platform, tmp_path, {"prompt": "a lighthouse"})
+    with FakeBaseten(server.url) as baseten:
+        ran = truss_predict(baseten, tmp_path, {"prompt": "a lighthouse"})
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Calling predict on development deployment"), "what save_predicted skips is gone"
-    assert platform.requested_paths == ["/graphql/", "/development/predict"]
+    assert baseten.requested_paths == ["/graphql/", "/development/predict"]
     [path] = save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")
     assert path == tmp_path / "out.jpg"
     with Image.open(path) as image:
@@ -72,8 +73,8 @@ def test_saves_the_image_that_truss_predict_prints(server: Server, tmp_path: Pat
 
 
 def test_reports_a_refusal_that_truss_predict_ignores(server: Server, tmp_path: Path) -> None:
-    with Platform(server.url) as platform:
-        ran = truss_predict(platform, tmp_path, {})
+    with FakeBaseten(server.url) as baseten:
+        ran = truss_predict(baseten, tmp_path, {})
     assert ran.returncode == 0
     with pytest.raises(CallFailed, match="prompt: is missing"):
         save_predicted(io.BytesIO(ran.stdout.encode()), tmp_path / "out.png")

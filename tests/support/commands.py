@@ -1,4 +1,8 @@
-"""Run `preheat` commands in a sandbox: a folder outside of which they write nothing."""
+"""Run `preheat` commands in a sandbox: a folder for everything that they write.
+
+The environment points stores, caches and temporary files into the sandbox. The command worker also prevents writes to
+other folders (see `command_worker`). A command that a test runs in a process of its own has only the environment.
+"""
 
 import json
 import os
@@ -7,30 +11,46 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from tests.conftest import REPOSITORY
 from tests.support.odd_files import base64_text
 
+WORKER_TIMEOUT_SECONDS = 1800  # for all commands of one worker, which also limits each command
+CLOSED_PORT_URL = "http://127.0.0.1:9"  # nothing listens on port 9, so connections are refused at once
+
 
 @dataclass(frozen=True)
-class Case:
-    """A command line without `preheat`, and its standard input. Arguments may hold surrogates."""
+class Invocation:
+    """The arguments of `preheat`, and its standard input.
+
+    Arguments may contain lone surrogates: Python decodes a byte that is not UTF-8 to such a character.
+    """
 
     args: list[str]
     stdin: bytes = b""
 
 
+class CommandResult(TypedDict):
+    status: int | str
+    """The exit status, or "timeout"."""
+    stdout: str
+    stderr: str
+    forbidden: list[str]
+    """Actions that the worker prevented, such as a write outside the sandbox."""
+    seconds: float
+
+
 def make_sandbox(folder: Path) -> Path:
-    """Create the folders that `environment` names. Returns `folder`."""
+    """Create the sandbox's folders: home, work (the working directory), files (for tests) and tmp. Returns `folder`."""
     for name in ("home", "work", "files", "tmp"):
         (folder / name).mkdir()
     return folder
 
 
-def run(sandbox: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Run the commands in one process, in `sandbox`/work, and return their results (see `command_worker`)."""
-    lines = [json.dumps({"args": case.args, "stdin": base64_text(case.stdin)}) for case in cases]
+def run(sandbox: Path, invocations: Sequence[Invocation]) -> list[CommandResult]:
+    """Run the commands one after the other in one worker process, and return their results in the same order."""
+    lines = [json.dumps({"args": call.args, "stdin": base64_text(call.stdin)}) for call in invocations]
     worker = subprocess.run(
         [sys.executable, "-m", "tests.support.command_worker", str(sandbox)],
         input="\n".join(lines),
@@ -38,14 +58,18 @@ def run(sandbox: Path, cases: Sequence[Case]) -> list[dict[str, Any]]:
         env=environment(sandbox),
         capture_output=True,
         text=True,
+        timeout=WORKER_TIMEOUT_SECONDS,
     )
     results = [json.loads(line) for line in worker.stdout.splitlines()]
-    assert len(results) == len(cases), worker.stderr[-3000:]
+    assert len(results) == len(invocations), worker.stderr[-3000:]
     return results
 
 
 def environment(sandbox: Path) -> dict[str, str]:
-    """Return an environment in which nothing outside the sandbox is written, and no other machine is contacted."""
+    """Return environment variables for a command in the sandbox.
+
+    Its stores, caches, home and temporary files are in the sandbox. Requests to S3 and the Hugging Face Hub fail.
+    """
     return {
         "PATH": os.environ["PATH"],
         "HOME": str(sandbox / "home"),
@@ -55,7 +79,7 @@ def environment(sandbox: Path) -> dict[str, str]:
         "PREHEAT_STORE": str(sandbox / "work" / "store"),
         "PREHEAT_CACHE_DIR": str(sandbox / "work" / "cache"),
         "HF_HUB_OFFLINE": "1",
-        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ENDPOINT_URL": CLOSED_PORT_URL,
         "AWS_ACCESS_KEY_ID": "x",
         "AWS_SECRET_ACCESS_KEY": "x",
         "AWS_REGION": "us-east-1",

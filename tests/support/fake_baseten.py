@@ -1,7 +1,8 @@
-"""The part of the Baseten platform that `truss predict` talks to, on this machine.
+"""A local server that answers the requests of `truss predict` as Baseten does.
 
-Answers the GraphQL query that resolves a model, and forwards predictions to a running server. The requests of truss and
-its use of the responses are in truss/remote/baseten/{api,service}.py.
+It answers the GraphQL query for a model, and forwards predictions to a running model server. The installed package
+truss has the code that sends these requests and reads the responses: truss.remote.baseten.api and
+truss.remote.baseten.service.
 """
 
 import json
@@ -11,27 +12,34 @@ import httpx
 
 from tests.support.http_server import HttpServer, QuietHandler
 
+FORWARD_TIMEOUT_SECONDS = 120
 
-class Platform(HttpServer):
-    """Serves one model, `model_id`, whose development deployment is the server at `server_url`."""
+
+class FakeBaseten(HttpServer):
+    """Serves one model, `model_id`. Its development deployment is the model server at `server_url`."""
 
     def __init__(self, server_url: str, model_id: str = "m", api_key: str = "key") -> None:
         self.model_id = model_id
         self.api_key = api_key
         self.requested_paths: list[str] = []
         """The path of each request, in order."""
-        platform = self
+        fake = self
 
         class Handler(QuietHandler):
             def do_POST(self) -> None:
-                platform.requested_paths.append(self.path)
+                fake.requested_paths.append(self.path)
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers["Authorization"] != f"Bearer {platform.api_key}":
+                if self.headers["Authorization"] != f"Bearer {fake.api_key}":
                     return self.respond(401, b'{"error": "unauthorized"}')
                 if self.path == "/graphql/":
-                    return self.respond(200, json.dumps(platform.resolve(json.loads(body)["query"])).encode())
+                    return self.respond(200, json.dumps(fake.answer_query(json.loads(body)["query"])).encode())
                 if self.path == "/development/predict":
-                    response = httpx.post(f"{server_url}/v1/models/model:predict", content=body, trust_env=False)
+                    response = httpx.post(
+                        f"{server_url}/v1/models/model:predict",
+                        content=body,
+                        trust_env=False,
+                        timeout=FORWARD_TIMEOUT_SECONDS,
+                    )
                     return self.respond(response.status_code, response.content)
                 return self.respond(404, b'{"error": "no such path"}')
 
@@ -47,7 +55,7 @@ class Platform(HttpServer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables that make the truss command use this platform and contact nothing else."""
+        """Environment variables with which the truss command contacts only this server."""
         return {
             "BASETEN_TRUSS_AUTH_REMOTE_URL": self.url,
             "BASETEN_TRUSS_AUTH_API_KEY": self.api_key,
@@ -55,10 +63,10 @@ class Platform(HttpServer):
             "NO_PROXY": "127.0.0.1",
         }
 
-    def resolve(self, query: str) -> dict[str, object]:
+    def answer_query(self, query: str) -> dict[str, object]:
         """Return the response to a GraphQL query for a model."""
-        model_id = re.search(r'model\(id: "([^"]*)"\)', query)
-        if model_id is None or model_id[1] != self.model_id:
+        match = re.search(r'model\(id: "([^"]*)"\)', query)
+        if match is None or match[1] != self.model_id:
             return {"errors": [{"message": "No such model.", "extensions": {"code": "RESOURCE_NOT_FOUND"}}]}
         version = {"id": "v1", "semver": "0.1.0", "truss_hash": "", "truss_signature": "", "is_draft": True}
         model = {"id": self.model_id, "name": "stub", "hostname": self.url, "primary_version": version}
