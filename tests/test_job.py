@@ -1,5 +1,8 @@
 """The timings and the single result of a job."""
 
+import threading
+import time
+
 import pytest
 
 from model.errors import Cancelled, Unavailable
@@ -13,12 +16,17 @@ def make_job() -> Job:
 
 
 def test_stage_times_add_up_to_the_whole() -> None:
+    before = time.perf_counter()
     job = make_job()
+    accepted = time.perf_counter()
     for stage in ("queue", "text", "denoise", "denoise", "decode", "encode"):
+        begun = time.perf_counter()
         job.end_stage(stage)
+    ended = time.perf_counter()
     timings = job.timings()
     assert list(timings) == ["queue", "text", "denoise", "decode", "encode"]
-    assert sum(timings.values()) == pytest.approx((job.timestamps["encode"] - job.timestamps["accepted"]) * 1000)
+    assert (begun - accepted) * 1000 <= sum(timings.values()) <= (ended - before) * 1000
+    assert job.seconds_queued() == pytest.approx(timings["queue"] / 1000)
 
 
 def test_first_result_of_a_job_is_final() -> None:
@@ -26,3 +34,22 @@ def test_first_result_of_a_job_is_final() -> None:
     assert job.fail(Cancelled("first")) and not job.fail(Unavailable("second"))
     with pytest.raises(Cancelled, match="first"):
         job.result.result(0)
+
+
+def test_last_image_does_not_replace_a_failure() -> None:
+    job = make_job()
+    assert job.fail(Cancelled("first"))
+    for index in range(job.params.num_images):
+        job.add_encoded_image(index, "data")
+    with pytest.raises(Cancelled, match="first"):
+        job.result.result(0)
+
+
+def test_callbacks_of_the_result_may_call_the_job() -> None:
+    job = make_job()
+    returned: list[object] = []
+    job.result.add_done_callback(lambda _: returned.extend([job.fail(Unavailable("second")), job.timings()]))
+    thread = threading.Thread(target=job.fail, args=[Cancelled("first")], daemon=True)
+    thread.start()
+    thread.join(20)
+    assert returned == [False, {}], "the callback waits for a lock that its own thread holds"

@@ -119,13 +119,13 @@ class Service:
     async def _stream_events(
         self, context: RequestContext, job: Job, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
-        yield _line("accepted", request_id=context.id, seed=job.params.seed, steps=job.steps, ahead=job.queue_position)
+        yield _line("accepted", request_id=context.id, seed=job.params.seed, steps=job.steps, ahead=job.images_ahead)
         try:
             while True:
                 try:
                     event = await asyncio.wait_for(events.get(), HEARTBEAT_SECONDS)
                 except TimeoutError:
-                    yield _line("heartbeat", ahead=job.queue_position)
+                    yield _line("heartbeat", ahead=job.images_ahead)
                     continue
                 if isinstance(event, StepEvent):
                     preview = {} if event.preview is None else {"preview": event.preview}

@@ -4,7 +4,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from model.pipeline.plan import RequestPlan
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A request's images as base64, milliseconds by stage, and warnings."""
+    """A request's images as base64 of their files, milliseconds by stage, and warnings."""
 
     images: list[str]
     timings: dict[str, float]
@@ -38,7 +39,10 @@ class ImageEvent:
 
 
 class Job:
-    """An accepted request. Any thread may use `result` and call `emit`; the rest belongs to the scheduler's thread."""
+    """An accepted request. Any thread may call its methods, read its attributes and use `result`.
+
+    Once the scheduler has accepted the job, only the scheduler's thread changes the public attributes.
+    """
 
     def __init__(
         self,
@@ -46,18 +50,19 @@ class Job:
         listener: Callable[[StepEvent | ImageEvent], None] | None,
         preview_every: int,
     ) -> None:
+        """`listener` is called on the threads that emit events. `preview_every`: steps between previews; 0: none."""
         self.result: Future[GenerationResult] = Future()
-        self.queue_position = 0
+        self.images_ahead = 0
         """Images that wait before this job's, when last counted; 0 after its first image has joined a loop."""
         self.plan = plan
         self.params = plan.params
         self.listener = listener
         self.preview_every = preview_every
-        self.images = deque(plan.images())  # those that have not joined a loop, in order
+        self.waiting_images = deque(plan.images())  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
-        self.files: dict[int, str] = {}
-        self.timestamps = {"accepted": time.perf_counter()}
-        self.lock = threading.Lock()  # guards files and timestamps, which the output workers write
+        self._lock = threading.Lock()  # guards the next two: the scheduler and the output workers change them
+        self._timestamps = {"accepted": time.perf_counter()}
+        self._encoded_images: dict[int, str] = {}
 
     @property
     def steps(self) -> int:
@@ -65,29 +70,52 @@ class Job:
         return self.params.num_inference_steps * self.params.num_images
 
     @property
-    def joined(self) -> int:
-        """Images that have joined a loop."""
-        return self.params.num_images - len(self.images)
+    def joined_count(self) -> int:
+        """The number of images that have joined a loop."""
+        return self.params.num_images - len(self.waiting_images)
 
     @property
     def done(self) -> bool:
+        """True once `result` is set, to images or to an error."""
         return self.result.done()
 
     def fail(self, error: Exception) -> bool:
         """Answer with `error`. Return False if the request was answered before."""
-        with self.lock:
-            if self.done:
-                return False
+        # Without the lock, because the callbacks of `result` run here and may call any method.
+        try:
             self.result.set_exception(error)
-            return True
+        except InvalidStateError:
+            return False
+        return True
+
+    def add_encoded_image(self, index: int, data: str) -> None:
+        """Store the base64 of an image's file. The last image sets `result`, unless `result` is already set."""
+        with self._lock:
+            self._encoded_images[index] = data
+            if len(self._encoded_images) < self.params.num_images:
+                return
+        self.end_stage("encode")
+        images = [self._encoded_images[index] for index in range(self.params.num_images)]
+        with suppress(InvalidStateError):  # `fail` was called before
+            self.result.set_result(GenerationResult(images, self.timings(), self.plan.warnings))
 
     def end_stage(self, stage: str) -> None:
-        self.timestamps[stage] = time.perf_counter()
+        """Record that an image has finished a stage now. A later image replaces the time."""
+        with self._lock:
+            self._timestamps[stage] = time.perf_counter()
+
+    def seconds_queued(self) -> float:
+        """Return the seconds from acceptance to the end of the stage "queue", which must have ended."""
+        with self._lock:
+            return self._timestamps["queue"] - self._timestamps["accepted"]
 
     def timings(self) -> dict[str, float]:
         """Return the milliseconds of each stage. A stage ends when the last image has finished it."""
-        return {stage: (end - began) * 1000 for (_, began), (stage, end) in pairwise(self.timestamps.items())}
+        with self._lock:
+            timestamps = list(self._timestamps.items())
+        return {stage: (end - began) * 1000 for (_, began), (stage, end) in pairwise(timestamps)}
 
     def emit(self, event: StepEvent | ImageEvent) -> None:
+        """Call the listener, if there is one."""
         if self.listener is not None:
             self.listener(event)

@@ -8,7 +8,7 @@ from model.denoising.loop import ImageState
 from model.images.encode import broken_image, encode_base64
 from model.images.pending import PendingImage
 from model.pipeline.preview import Preview
-from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
+from model.scheduling.job import ImageEvent, Job, StepEvent
 
 THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 ms; eight images may finish at once
 
@@ -38,19 +38,13 @@ class OutputWorkers:
     def _encode(self, job: Job, index: int, pending: PendingImage) -> None:
         try:
             pixels = pending.wait()
-            with job.lock:
-                job.end_stage("decode")
+            job.end_stage("decode")
             if pixels is None:
                 raise broken_image([index], job.params.num_images)
             data = encode_base64(pixels, job.params.output_format, job.params.quality)
             job.emit(ImageEvent(index, data))
             self._on_image()
-            with job.lock:
-                job.files[index] = data
-                if len(job.files) == job.params.num_images and not job.done:
-                    job.end_stage("encode")
-                    files = [job.files[index] for index in range(len(job.files))]
-                    job.result.set_result(GenerationResult(files, job.timings(), job.plan.warnings))
+            job.add_encoded_image(index, data)
         except Exception as error:
             self._on_failure(job, error)
 

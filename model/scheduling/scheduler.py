@@ -106,7 +106,7 @@ class Scheduler:
             self._leave_queue(count)
             raise
         with self._wakeup:
-            job.queue_position = self._queued_images - count
+            job.images_ahead = self._queued_images - count
             self._inbox.append(job)
             metrics.QUEUE.set(self._queued_images)
             self._wakeup.notify()
@@ -125,7 +125,7 @@ class Scheduler:
         answered before."""
         if not job.fail(error):
             return
-        metrics.CANCELLATIONS.labels("running" if job.joined else "queued").inc()
+        metrics.CANCELLATIONS.labels("running" if job.joined_count else "queued").inc()
         with self._wakeup:
             self._cancelled.append(job)
             self._wakeup.notify()
@@ -216,10 +216,10 @@ class Scheduler:
                     self._start_image(key, job, image)
                 except Exception as error:
                     self._fail({job}, error)
-        position, full_loops = 0, set()
+        images_ahead, full_loops = 0, set()
         for job in list(self._waiting):
-            job.queue_position = position
-            position += len(job.images)
+            job.images_ahead = images_ahead
+            images_ahead += len(job.waiting_images)
             key = job.plan.first_loop
             if key in full_loops:
                 continue
@@ -230,22 +230,22 @@ class Scheduler:
                 self._admit_job(job, key)
             except Exception as error:
                 self._fail({job}, error)
-            if not job.done and job.images:
+            if not job.done and job.waiting_images:
                 full_loops.add(key)
-        self._waiting = [job for job in self._waiting if not job.done and job.images]
+        self._waiting = [job for job in self._waiting if not job.done and job.waiting_images]
 
     def _admit_job(self, job: Job, key: LoopKey) -> None:
         """Add as many images of a job as may join."""
-        while job.images and self._may_join(job, key):
-            is_first = not job.joined
+        while job.waiting_images and self._may_join(job, key):
+            is_first = not job.joined_count
             if is_first:
                 job.end_stage("queue")
-                metrics.QUEUE_WAIT.observe(job.timestamps["queue"] - job.timestamps["accepted"])
-            loop = self.runner.advance(job.plan, job.images[0])
+                metrics.QUEUE_WAIT.observe(job.seconds_queued())
+            loop = self.runner.advance(job.plan, job.waiting_images[0])
             if is_first:
-                job.end_stage(self.runner.stages[0].name)
-            image = job.images.popleft()
-            job.queue_position = 0
+                job.end_stage(self.runner.stages[0].timing)
+            image = job.waiting_images.popleft()
+            job.images_ahead = 0
             self._leave_queue(1)
             if loop is None:
                 self._workers.submit_image(job, image)
@@ -263,11 +263,11 @@ class Scheduler:
         running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
         batch = unet_batch(list(running))
         same_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
-        waiting = sum(other.plan.unet_batch * len(other.images) for other in same_size)
+        waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
         job_batch = needed * job.params.num_images
         admitted = (
-            job.joined > 0
+            job.joined_count > 0
             or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)
             or shortens_mean_latency(job.params.num_inference_steps, job_batch, len(running), batch, steps_left)
         )
@@ -322,7 +322,7 @@ class Scheduler:
 
     def _finish_loop(self, job: Job, image: ImageState) -> None:
         """Pass an image whose steps in a loop are done to its next loop, or to the output workers."""
-        job.end_stage(self.runner.stage_name(image))
+        job.end_stage(self.runner.current_timing(image))
         key = self.runner.advance(job.plan, image)
         if key is None:
             self._workers.submit_image(job, image)
@@ -344,9 +344,9 @@ class Scheduler:
         """Remove a job from the queue and from all loops, together with its images between two loops."""
         if job in self._waiting:
             self._waiting.remove(job)
-        if job.images:
-            self._leave_queue(len(job.images))
-            job.images.clear()
+        if job.waiting_images:
+            self._leave_queue(len(job.waiting_images))
+            job.waiting_images.clear()
         for image in [image for image, running in self._running.items() if running.job is job]:
             self.model.loop(*self._running.pop(image).loop).remove(image)
         for waiting in self._waiting_for_loop.values():

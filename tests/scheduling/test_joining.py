@@ -174,21 +174,21 @@ def test_base_and_refiner_alternate_step_by_step(gate: Gate, scheduler: Schedule
     assert unets[first : first + 3] == [spec.REFINER_UNET, spec.UNET, spec.REFINER_UNET]
 
 
-def test_queue_position_does_not_count_running_images(gate: Gate, scheduler: Scheduler) -> None:
+def test_images_ahead_do_not_include_running_images(gate: Gate, scheduler: Scheduler) -> None:
     with paused(scheduler):
         jobs = [scheduler.submit(params(seed)) for seed in range(4)]  # two run, two wait
     gate.run(1)
-    eventually(lambda: [job.queue_position for job in jobs] == [0, 0, 0, 1], "positions after the first step")
+    eventually(lambda: [job.images_ahead for job in jobs] == [0, 0, 0, 1], "positions after the first step")
     small = scheduler.submit(params(4, width=64))
     gate.run(1)
-    eventually(lambda: small.joined == 1, "the image of another size joins")
-    assert (small.queue_position, jobs[3].queue_position) == (0, 1)
+    eventually(lambda: small.joined_count == 1, "the image of another size joins")
+    assert (small.images_ahead, jobs[3].images_ahead) == (0, 1)
 
 
 @pytest.mark.parametrize("limits", [Limits(max_queue=64, sizes_at_once=1)])
 def test_later_requests_do_not_overtake_a_waiting_size(gate: Gate, scheduler: Scheduler) -> None:
     jobs = [scheduler.submit(params(0))]
-    eventually(lambda: jobs[0].joined == 1, "the first image joins")
+    eventually(lambda: jobs[0].joined_count == 1, "the first image joins")
     jobs.append(scheduler.submit(params(1, width=64)))
     jobs += [scheduler.submit(params(seed)) for seed in range(2, 6)]
     gate.open()
