@@ -1,4 +1,4 @@
-"""Find a checkpoint by name: a folder on disk, or a download from the Hugging Face Hub."""
+"""Find a checkpoint by its folder on disk, or download it from the Hugging Face Hub."""
 
 import os
 import re
@@ -9,59 +9,72 @@ from model.pipeline.spec import SDXL
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETTINGS_PATTERNS = ["*.json", "*.txt"]
-_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in SDXL.values())
-_SUBFOLDERS = [f"{root}{name}" for root in ("", "refiner/") for name in _FOLDERS]
+_NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in SDXL.values())
+_SUBFOLDERS = [f"{root}{folder}" for root in ("", "refiner/") for folder in _NETWORK_FOLDERS]
 
 
-def find_model(name: str) -> Path:
-    """Return the folder `name`, or download the Hub's repository of that id.
+def find_checkpoint_folder(folder_or_hub_id: str) -> Path:
+    """Return an existing folder, or download the Hub repository with this id and return its folder in the Hub's cache.
 
-    For each network the fp16 weights are downloaded, or the plain ones if it has no fp16 weights. An interrupted
-    download is continued. Raises CheckpointError if the name is neither a folder nor a Hub id, or if the download
-    failed.
+    Of each network's weights only the fp16 files are downloaded, or all files if the network has no fp16 files. A
+    repeated call continues an interrupted download. Raises CheckpointError if the argument is neither a folder nor a
+    Hub id, or if the download fails.
     """
-    folder = Path(name)
-    if os.path.isdir(folder):  # Path.is_dir raises for a name that is too long, and without permission
-        return folder
-    if not _HUB_ID.fullmatch(name):
-        raise CheckpointError(f"{name} is neither a folder nor a Hub id (owner/model).")
-    from huggingface_hub import errors, snapshot_download
-
-    http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of its HTTP client's errors
-    try:
-        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
-        path = Path(snapshot_download(name, allow_patterns=_SETTINGS_PATTERNS + fp16_patterns))
-        # Check all subfolders, also those with files: an interrupted download leaves some of them.
-        existing = [subfolder for subfolder in _SUBFOLDERS if (path / subfolder).is_dir()]
-        plain = [subfolder for subfolder in existing if not any((path / subfolder).glob("*.fp16*.safetensors"))]
-        if plain:
-            patterns = [f"{subfolder}/*.safetensors" for subfolder in plain]
-            snapshot_download(name, revision=path.name, allow_patterns=patterns)
-    except (http_error, errors.HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{name} is not a folder, and could not be downloaded from the Hub: {str(error).rstrip('.')}.",
-            "Check the name, the connection and the free disk space, and run the command again.",
-        ) from error
-    return path
+    if os.path.isdir(folder_or_hub_id):  # Path.is_dir raises for a name that is too long, and without permission
+        return Path(folder_or_hub_id)
+    if not _HUB_ID.fullmatch(folder_or_hub_id):
+        raise CheckpointError(f"{folder_or_hub_id} is neither a folder nor a Hub id (owner/model).")
+    return _download(folder_or_hub_id)
 
 
 def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Checkpoint | None]:
-    """Return the base and the refiner: the named one, or the base's own subfolder `refiner/` if it exists.
+    """Return the base checkpoint and the refiner's. Both arguments are a folder or a Hub id.
 
-    Raises CheckpointError.
+    If `refiner` is None or empty, the refiner is the subfolder `refiner/` of the base, or None if the subfolder has no
+    model_index.json. Raises CheckpointError if a folder has no model_index.json, and like `find_checkpoint_folder`.
     """
-    base = find_model(model)
-    refiner_folder: Path | None = None
+    base_folder = find_checkpoint_folder(model)
+    _check_has_index(base_folder, model)
     if refiner:
-        refiner_folder = find_model(refiner)
-    elif _has_index(base / "refiner"):
-        refiner_folder = base / "refiner"
-    for folder in (base, refiner_folder):
-        if folder is not None and not _has_index(folder):
-            raise CheckpointError(f"{folder} has no model_index.json.")
-    return Checkpoint(base), Checkpoint(refiner_folder) if refiner_folder else None
+        refiner_folder = find_checkpoint_folder(refiner)
+        _check_has_index(refiner_folder, refiner)
+        return Checkpoint(base_folder), Checkpoint(refiner_folder)
+    if _has_index(base_folder / "refiner"):
+        return Checkpoint(base_folder), Checkpoint(base_folder / "refiner")
+    return Checkpoint(base_folder), None
+
+
+def _download(hub_id: str) -> Path:
+    """Download a Hub repository and return its folder in the Hub's cache. Raises CheckpointError."""
+    from huggingface_hub import errors, snapshot_download
+
+    http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of the Hub client's HTTP errors
+    try:
+        fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
+        snapshot = Path(snapshot_download(hub_id, allow_patterns=_SETTINGS_PATTERNS + fp16_patterns))
+        # Search every subfolder, also one with files: an interrupted download leaves some of the files.
+        downloaded = [subfolder for subfolder in _SUBFOLDERS if (snapshot / subfolder).is_dir()]
+        without_fp16 = [name for name in downloaded if not any((snapshot / name).glob("*.fp16*.safetensors"))]
+        if without_fp16:
+            patterns = [f"{subfolder}/*.safetensors" for subfolder in without_fp16]
+            snapshot_download(hub_id, revision=snapshot.name, allow_patterns=patterns)
+    except (http_error, errors.HFValidationError, OSError) as error:
+        raise CheckpointError(
+            f"{hub_id} is not a folder, and could not be downloaded from the Hub: {str(error).rstrip('.')}.",
+            "Check the name, the connection and the free disk space, and run the command again.",
+        ) from error
+    return snapshot
+
+
+def _check_has_index(folder: Path, requested: str) -> None:
+    """Raise CheckpointError unless the folder has a model_index.json. `requested`: the user's folder or Hub id."""
+    if not _has_index(folder):
+        raise CheckpointError(f"{requested} has no model_index.json.")
 
 
 def _has_index(folder: Path) -> bool:
-    """True also for a pipe or a broken link: the error of reading it names the cause."""
+    """Return True if a file model_index.json exists, also as a pipe or a broken link.
+
+    Reading such a file fails with an error that names the cause.
+    """
     return os.path.lexists(folder / "model_index.json")

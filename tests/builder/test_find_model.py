@@ -15,8 +15,15 @@ FP16_WEIGHTS, WEIGHTS = "diffusion_pytorch_model.fp16.safetensors", "diffusion_p
 
 
 def find(url: str, home: Path, name: str = "owner/model") -> subprocess.CompletedProcess[str]:
-    """Find a model in a process that uses the Hub at `url`. The Hub's client reads the address when it is imported."""
-    code = f"from engine_builder.checkpoints.find import find_model; print(find_model({name!r}))"
+    """Find a model's folder in a process that uses the Hub at `url`, and print the folder.
+
+    The Hub's client reads the URL when the client is imported.
+    """
+    code = (
+        "from engine_builder.checkpoints.find import find_checkpoints\n"
+        f"base, _ = find_checkpoints({name!r}, None)\n"
+        "print(base.root)"
+    )
     hub_settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     environment = os.environ | hub_settings | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN"):
@@ -83,3 +90,10 @@ def test_reports_a_missing_repository(repository: Path, tmp_path: Path, name: st
         result = find(running.url, tmp_path / "home", name)
     assert result.returncode == 1
     assert f"CheckpointError: {name} is not a folder, and could not be downloaded from the Hub: {why}" in result.stderr
+
+
+def test_names_the_hub_id_of_a_repository_without_index(repository: Path, tmp_path: Path) -> None:
+    (repository / "model_index.json").unlink()
+    with hub("owner/model", repository) as running:
+        result = find(running.url, tmp_path / "home")
+    assert result.returncode == 1 and "CheckpointError: owner/model has no model_index.json." in result.stderr
