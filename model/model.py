@@ -76,7 +76,7 @@ class Model:
         from model import metrics
         from model.api.service import Service
         from model.loading.load import load_release
-        from model.loading.runtimes import targets_here
+        from model.loading.runtimes import find_targets
         from model.loading.warmup import efficient_by_size, warm_up
         from model.pipeline.runner import Runner
         from model.scheduling.scheduler import Scheduler
@@ -86,7 +86,7 @@ class Model:
         loaded = load_release(
             self._prefetch.store(),
             settings.required("release"),
-            targets_here(settings.runtime),
+            find_targets(settings.runtime),
             settings.buckets,
             self._cold_start,
             settings.public_key,

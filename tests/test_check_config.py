@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from engine_builder.commands.main import app
 from engine_builder.releases.mirror import copy_release
+from engine_builder.releases.runnable_targets import parse_target
 from engine_builder.releases.signing import public_key, sign
 from engine_builder.stores.store import WritableStore, open_writable_store
+from model.loading.target import Target
 from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
 from tests.conftest import Opener
 from tests.support import object_store as ceph
@@ -106,6 +108,14 @@ ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
         ["target cuda-sm90-trt11.4"],
     ),
     "fastest runtime": ({"runtime": "fastest"}, ["target cuda-h100-sm90-torch2.11-cu130"]),
+    "fastest runtime, TensorRT not supported": (
+        {"runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==10.3.0"]},
+        ["target cuda-h100-sm90-torch2.11-cu130"],
+    ),
+    "fastest runtime, only plans": (
+        {"release": "tiny-sdxl/plans", "runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
+        ["target cuda-sm90-trt11.4"],
+    ),
     "environment variable": (
         {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
         ["release tiny-sdxl/signed"],
@@ -122,6 +132,20 @@ def test_accepts_a_gpu_release(
     assert code == 0 and "refused" not in output, output
     assert all(line in output for line in lines), output
     assert ("no public_key" in output) == ("public_key" not in changes)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        Target("cuda", "h100", "sm90", "torch2.11-cu130"),
+        Target("cuda", "", "sm90", "trt11.4"),
+        Target("cuda", "ampere_plus", "", "trt11.4"),
+        Target("cpu", "x86_64_v3", "", "torch2.13"),
+    ],
+    ids=lambda target: target.key,
+)
+def test_parses_the_key_of_every_kind_of_target(target: Target) -> None:
+    assert parse_target(target.key) == target
 
 
 def test_reads_a_release_from_a_bucket(
@@ -197,6 +221,18 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "TensorRT without plans": (
         {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
         r"pins tensorrt-cu13==11\.4\.0\.106\. Release .* has engines for cuda-h100-sm90-torch2\.11-cu130\. Pin the",
+    ),
+    "TensorRT not supported": (
+        {"runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==10.3.0"]},
+        r"TensorRT 10\.3\.0 is not supported\. Install 10\.16",
+    ),
+    "TensorRT for an unknown GPU": (
+        {"runtime": "tensorrt", "resources": {"accelerator": "V100", "use_gpu": True}},
+        r"tensorrt for V100, whose compute capability is not known\. .* Set runtime to aot_inductor, or choose another",
+    ),
+    "TensorRT for a CPU": (
+        {"runtime": "tensorrt", "resources": {"use_gpu": False}},
+        r"tensorrt for a CPU\. .* Set runtime to aot_inductor, or choose another",
     ),
     "another build of TensorRT": (
         {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.999"]},

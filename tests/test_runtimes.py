@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from engine_builder.stores.local import WritableLocalStore
 from model.engines.tensorrt.api import TensorRTUnavailable, version_tag
 from model.errors import EngineError, NoEngineForTarget
-from model.loading.runtimes import fastest_first, request_milliseconds, targets_of
+from model.loading.runtimes import list_targets, request_milliseconds, sort_fastest_first
 from model.loading.select import check_refit, check_tensorrt_version
 from model.loading.target import Target
 from model.settings import read_settings
@@ -73,7 +73,7 @@ def release_of(draft: Manifest, *engines: list[EngineRecord]) -> Manifest:
 
 def first_for_gpu(manifest: Manifest) -> Target:
     """The first target that "fastest" tries on the GPU."""
-    return fastest_first(manifest, targets_of("fastest", [GPU]), BASE_COMPONENTS)[0]
+    return sort_fastest_first(manifest, list_targets("fastest", [GPU]), BASE_COMPONENTS)[0]
 
 
 # -- the setting --------------------------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ def first_for_gpu(manifest: Manifest) -> Target:
 
 def test_targets_of_each_choice() -> None:
     plans = ["cuda-h200-sm90-trt11.4", "cuda-sm90-trt11.4", "cuda-ampere_plus-trt11.4"]
-    assert [target.key for target in targets_of("aot_inductor", [GPU])] == [GPU.key]
-    assert [target.key for target in targets_of("tensorrt", [GPU])] == plans
-    assert [target.key for target in targets_of("fastest", [GPU])] == [*plans, GPU.key]
-    assert targets_of("fastest", [CPU]) == targets_of("aot_inductor", [CPU]) == [CPU]
+    assert [target.key for target in list_targets("aot_inductor", [GPU])] == [GPU.key]
+    assert [target.key for target in list_targets("tensorrt", [GPU])] == plans
+    assert [target.key for target in list_targets("fastest", [GPU])] == [*plans, GPU.key]
+    assert list_targets("fastest", [CPU]) == list_targets("aot_inductor", [CPU]) == [CPU]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,14 @@ def test_targets_of_each_choice() -> None:
     ],
 )
 def test_each_gpu_of_a_config_has_its_own_plans(product: str, capability: str, ampere: bool) -> None:
-    keys = [target.key for target in targets_of("tensorrt", [Target("cuda", product, capability, "torch2.13-cu130")])]
+    keys = [target.key for target in list_targets("tensorrt", [Target("cuda", product, capability, "torch2.13-cu130")])]
     assert keys[:2] == [f"cuda-{product}-{capability}-trt11.4", f"cuda-{capability}-trt11.4"]
     assert (keys[2:] == ["cuda-ampere_plus-trt11.4"]) == ampere
 
 
 def test_refuses_tensorrt_without_a_gpu() -> None:
     with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU, and this machine has none"):
-        targets_of("tensorrt", [CPU])
+        list_targets("tensorrt", [CPU])
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_refuses_tensorrt_without_a_gpu() -> None:
 def test_refuses_tensorrt_that_cannot_be_used(version: str | None, words: str, install: Install) -> None:
     install(version)
     with pytest.raises(TensorRTUnavailable, match=words):
-        targets_of("tensorrt", [GPU])
-    assert targets_of("fastest", [GPU]) == [GPU]
+        list_targets("tensorrt", [GPU])
+    assert list_targets("fastest", [GPU]) == [GPU]
 
 
 @pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])
@@ -162,10 +162,10 @@ def test_plans_of_another_tensorrt_do_not_hide_usable_ones(draft: Manifest) -> N
     """The plans of this GPU have another patch version than those of its compute capability."""
     own = engines_for(draft, PLANS, 1.0, runtime_version="11.4.0.107")
     general = engines_for(draft, "cuda-sm90-trt11.4", 2.0)
-    targets = targets_of("tensorrt", [GPU])
-    ordered = fastest_first(release_of(draft, own, general), targets, BASE_COMPONENTS)
+    targets = list_targets("tensorrt", [GPU])
+    ordered = sort_fastest_first(release_of(draft, own, general), targets, BASE_COMPONENTS)
     assert ordered == [targets[1], targets[0], targets[2]]
-    assert fastest_first(release_of(draft, own), targets, BASE_COMPONENTS) == targets  # to be refused by name
+    assert sort_fastest_first(release_of(draft, own), targets, BASE_COMPONENTS) == targets  # to be refused by name
 
 
 def test_compares_the_precision_that_is_served(draft: Manifest) -> None:
@@ -189,7 +189,7 @@ def test_targets_of_one_runtime_keep_their_order(draft: Manifest) -> None:
     """The engines of a lower level may have been measured on a faster machine."""
     levels = [CPU, Target("cpu", "x86_64_v2", "", "torch2.13")]
     slow, fast = (engines_for(draft, level.key, time) for level, time in zip(levels, (9.0, 1.0), strict=True))
-    assert fastest_first(release_of(draft, slow, fast), levels, BASE_COMPONENTS) == levels
+    assert sort_fastest_first(release_of(draft, slow, fast), levels, BASE_COMPONENTS) == levels
 
 
 def measured(engine: EngineRecord, component: str, batch: int, milliseconds: float) -> EngineRecord:

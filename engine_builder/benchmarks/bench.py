@@ -21,7 +21,7 @@ from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64
 from model.loading.load import Loaded, load_release
-from model.loading.runtimes import targets_here
+from model.loading.runtimes import find_targets
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
@@ -49,7 +49,7 @@ def load_in_process(store: str, release: str, buckets: Sequence[ServedBucket] = 
     settings = read_settings()
     opened_store = open_store(store, settings.store_options())
     return load_release(
-        opened_store, release, targets_here(settings.runtime), buckets, ColdStart(), settings.public_key
+        opened_store, release, find_targets(settings.runtime), buckets, ColdStart(), settings.public_key
     )
 
 

@@ -130,7 +130,7 @@ def cold_start(
     """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
     from engine_builder.benchmarks.cold_start import NamedStore, Start, bench_cold_starts, cold_start_row, time_read
     from engine_builder.local_server.server import build_context, lay_out, with_metadata
-    from model.loading.runtimes import targets_here
+    from model.loading.runtimes import find_targets
     from model.loading.select import select
     from model.settings import read_settings
 
@@ -171,7 +171,7 @@ def cold_start(
         else:
             with _bucket_with_release(s3, local, release, work) as url:
                 settings = read_settings(metadata["preheat"])
-                blobs = select(manifest, targets_here(settings.runtime), settings.buckets).blobs()
+                blobs = select(manifest, find_targets(settings.runtime), settings.buckets).blobs()
                 seconds = [time_read(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
                 rows = measure(local_origin, NamedStore("S3 on this machine" if s3 == "own" else "S3", url))
             read_row = make_row(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from engine_builder.releases.required_targets import pinned_version, required_targets
+from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
 from model.errors import ConfigError, PreheatError
 from model.loading.select import Selection, select
@@ -133,7 +133,7 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
 
 def _pinned_torch(check: DeploymentCheck, config: Any) -> str:
     """Return the pinned version of torch. Raises InvalidConfig."""
-    version = pinned_version(config.requirements, "torch")
+    version = find_pinned_version(config.requirements, "torch")
     if version is None:
         raise InvalidConfig(
             "The config's requirements do not pin torch (torch==VERSION).",
@@ -150,8 +150,9 @@ def _pinned_torch(check: DeploymentCheck, config: Any) -> str:
 def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> Selection:
     """Select the engines for the config's GPU (or CPU), torch and TensorRT, as a server with them does."""
     accelerator = config.resources.accelerator.accelerator
-    tensorrt = pinned_version(config.requirements, r"tensorrt(-cu\d+)?")
-    targets = required_targets(manifest, accelerator.value if accelerator else "", torch, tensorrt, settings.runtime)
+    name = accelerator.value if accelerator else ""
+    tensorrt = find_pinned_version(config.requirements, r"tensorrt(-cu\d+)?")
+    targets = list_runnable_targets(manifest, name, torch, tensorrt, settings.runtime)
     return select(manifest, targets, settings.buckets, tensorrt)
 
 

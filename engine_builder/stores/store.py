@@ -7,7 +7,7 @@ from typing import Protocol
 from engine_builder.stores.local import WritableLocalStore
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
-from model.store.store import Store, parse_store_url
+from model.store.store import Store, local_store_folder
 
 
 class WritableStore(Store, Protocol):
@@ -56,7 +56,7 @@ class WritableStore(Store, Protocol):
 
 def open_writable_store(url: str | Path, options: StoreOptions | None = None) -> WritableStore:
     """Open the store at `url`, as `model.store.store.open_store` does, for reading and writing."""
-    folder = parse_store_url(url)
+    folder = local_store_folder(url)
     if folder is not None:
         return WritableLocalStore(folder)
     from engine_builder.stores.s3 import WritableS3Store  # imports boto3, which a local store does not need

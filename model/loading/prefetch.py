@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from model.errors import PreheatError
 from model.loading.prefetch_worker import PrefetchProcess, fetch_selected
-from model.loading.runtimes import targets_here
+from model.loading.runtimes import find_targets
 from model.settings import Settings
 from model.store.options import StoreOptions
 from model.store.s3 import S3Store
@@ -84,7 +84,7 @@ class Prefetch:
     def _fetch(self) -> None:
         settings, options = self._settings, self._settings.store_options(self._secrets)
         self._store = store = self._open_store(settings.store, options)
-        targets = targets_here(settings.runtime)
+        targets = find_targets(settings.runtime)
         if self._process is None:
             self._opened.set()
             fetch_selected(store, store.read_release(settings.release), settings.public_key, targets, settings.buckets)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from model.engines.tensorrt import api as tensorrt_api
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
-from model.loading.runtimes import can_run, fastest_first, servable
+from model.loading.runtimes import can_run, servable_engines, sort_fastest_first
 from model.loading.target import Target
 from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts
 from model.settings import ServedBucket
@@ -56,7 +56,7 @@ def select(
     the installed one. Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is read.
     """
     names = required_components(manifest)
-    target = choose_target(manifest, fastest_first(manifest, targets, names, tensorrt), names)
+    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, tensorrt), names)
     engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
@@ -105,7 +105,7 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
 
 def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
     """Return a component's engines that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
-    engines = servable(manifest, name, target)
+    engines = servable_engines(manifest, name, target)
     if not engines:
         raise NoEngineForTarget(
             f"Release {manifest.name} has no {name} engine for {target} that this server can run (of AOTInductor, or "

@@ -1,10 +1,10 @@
-"""The read protocol of a store: immutable blobs by SHA-256, and releases by name. Nothing here writes.
+"""The read protocol of a store: immutable blobs by SHA-256, and releases by name.
 
-blobs/sha256/<digest>               written once, verified at every read
-releases/<model>/<version>.json     written once
-records/<kind>/<name>.json          records of the builder, which may be rewritten
+blobs/sha256/<digest>               written once; readers verify the digest
+releases/<model>/<version>.json     the manifest of a release, written once
+records/<kind>/<name>.json          the builder's records of drafts, engines, graphs and kernel times; may be rewritten
 
-The builder's half, which writes, is in engine_builder/stores/.
+Nothing here writes to the store. The builder writes, with engine_builder/stores/.
 """
 
 from collections.abc import Iterable
@@ -32,14 +32,17 @@ class Store(Protocol):
         """Fill `into` (exactly the blob's size) and verify it. Raises CorruptBlob or StoreError."""
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
-        """Pass a blob's bytes to `sink` while reading. The bytes are verified only when this returns.
+        """Pass a blob's bytes to `sink` while reading. The bytes are verified only when this method returns.
 
-        The first buffer is filled completely, or holds the whole blob. Raises CorruptBlob, StoreError, and what `sink`
-        raises.
+        The store fills the sink's first buffer completely, or with the whole blob. Raises CorruptBlob, StoreError, and
+        what `sink` raises.
         """
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
-        """Copy missing blobs to this machine in parallel, for `get` and `read`. Raises CorruptBlob or StoreError."""
+        """Prepare `get` and `read` of `blobs`: copy blobs that this machine lacks, several at once.
+
+        A local store copies nothing. Raises CorruptBlob or StoreError.
+        """
 
     def read_release(self, name: str) -> Manifest:
         """Return the manifest of "model/version". Raises ReleaseNotFound, ManifestError or StoreError."""
@@ -51,13 +54,13 @@ class Store(Protocol):
 def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:
     """Open the store at `url`: file:///folder, a path, or s3://bucket[/prefix]. Sends no request.
 
-    `options` concern s3:// only. Raises StoreError for any other URL.
+    A local store ignores `options`. Raises StoreError for any other URL.
     """
-    folder = parse_store_url(url)
+    folder = local_store_folder(url)
     return S3Store(str(url), options) if folder is None else LocalStore(folder)
 
 
-def parse_store_url(url: str | Path) -> Path | None:
+def local_store_folder(url: str | Path) -> Path | None:
     """Return the folder of a local store, or None for an s3:// URL. Raises StoreError for any other URL."""
     text = str(url)
     error = StoreError(

@@ -39,7 +39,7 @@ from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.local import WritableLocalStore
 from model.engines.signatures import Widths, pooled_text_signature, vae_decoder_signature
 from model.engines.tensorrt import api as tensorrt_api
-from model.loading.runtimes import tensorrt_target, tensorrt_targets
+from model.loading.runtimes import make_tensorrt_target, runnable_tensorrt_targets
 from model.loading.target import Target
 from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
 from model.store.precision import FP16, FP32, Precision
@@ -100,13 +100,13 @@ def test_flags_strip_the_plan_and_set_one_refit() -> None:
 
 
 def test_target_depends_on_compatibility() -> None:
-    keys = {choice: tensorrt_target(H200, "trt11.4", choice).key for choice in COMPATIBILITY}
+    keys = {choice: make_tensorrt_target(H200, "trt11.4", choice).key for choice in COMPATIBILITY}
     assert keys == {
         "none": "cuda-h200-sm90-trt11.4",
         "same_compute_capability": "cuda-sm90-trt11.4",
         "ampere_plus": "cuda-ampere_plus-trt11.4",
     }
-    assert [target.key for target in tensorrt_targets(H200, "trt11.4")] == list(keys.values()), (
+    assert [target.key for target in runnable_tensorrt_targets(H200, "trt11.4")] == list(keys.values()), (
         "in the order that servers look for them"
     )
 
@@ -154,7 +154,7 @@ def weights(digit: str = "a") -> WeightsRecord:
 def key(**changed: Any) -> str:
     arguments: dict[str, Any] = {
         "network": network(),
-        "target": tensorrt_target(H200, "trt11.4", "none"),
+        "target": make_tensorrt_target(H200, "trt11.4", "none"),
         "version": "11.4.0.106",
         "buckets": [static_bucket(2, 1024, 1024)],
         "options": PlanOptions(),
@@ -423,7 +423,7 @@ def test_interrupted_build_raises_the_interrupt(fake: FakeBuilder, model: Path) 
 
 def test_timing_caches_are_stored_by_target(tmp_path: Path) -> None:
     store = WritableLocalStore(tmp_path)
-    targets = [tensorrt_target(H200, tag, choice) for tag in ("trt10.16", "trt11.4") for choice in COMPATIBILITY]
+    targets = [make_tensorrt_target(H200, tag, choice) for tag in ("trt10.16", "trt11.4") for choice in COMPATIBILITY]
     for number, target in enumerate(targets):
         assert read_timing_cache(store, target) == b""
         write_timing_cache(store, target, str(number).encode())
@@ -437,7 +437,7 @@ def test_timing_caches_are_stored_by_target(tmp_path: Path) -> None:
 
 def test_gc_keeps_timing_caches(tmp_path: Path) -> None:
     store = WritableLocalStore(tmp_path)
-    write_timing_cache(store, tensorrt_target(H200, "trt11.4", "none"), b"times")
+    write_timing_cache(store, make_tensorrt_target(H200, "trt11.4", "none"), b"times")
     assert {digest for digest, _, _ in store.blobs()} <= named_blobs(store)
 
 

@@ -31,7 +31,7 @@ from model.cold_start import ColdStart
 from model.engines.tensorrt.api import installed_version, version_tag
 from model.engines.tensorrt.plans import Plans
 from model.loading.load import Loaded, load_release
-from model.loading.runtimes import targets_of, tensorrt_target
+from model.loading.runtimes import list_targets, make_tensorrt_target
 from model.loading.target import detect_targets
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
@@ -58,7 +58,7 @@ def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanO
     options = options or PlanOptions()
     version = installed_version()
     assert version is not None
-    target = tensorrt_target(build_target(), version_tag(version), options.compatibility)
+    target = make_tensorrt_target(build_target(), version_tag(version), options.compatibility)
     return BuildPlan(name, Checkpoint(folder), None, target, FP16, SIZES, tensorrt=options)
 
 
@@ -81,7 +81,7 @@ def built(
 
 @pytest.fixture(scope="module")
 def served(built: tuple[WritableStore, Manifest]) -> Loaded:
-    return load_release(built[0], built[1].name, targets_of("tensorrt", detect_targets()), [], ColdStart())
+    return load_release(built[0], built[1].name, list_targets("tensorrt", detect_targets()), [], ColdStart())
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_compatible_plan_is_found_by_its_target(compatibility: str, tmp_path: Pa
     store = open_writable_store(tmp_path / "store")
     build(plan_of(options=options), store)
     publish(store, "tiny-sdxl")
-    loaded = load_release(store, "tiny-sdxl/1", targets_of("tensorrt", detect_targets()), [], ColdStart())
+    loaded = load_release(store, "tiny-sdxl/1", list_targets("tensorrt", detect_targets()), [], ColdStart())
     assert loaded.target == plan_of(options=options).target.key
 
 

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from model.engines.tensorrt import api
 from model.errors import PreheatError
-from model.loading.runtimes import Compatibility, tensorrt_target
+from model.loading.runtimes import Compatibility, make_tensorrt_target
 from model.loading.target import Target
 
 Refit = Literal["identical", "any"]
@@ -66,4 +66,4 @@ def _parse_choice(choices: Mapping[Choice, str], value: str, option: str) -> Cho
 
 def plan_target(gpu: Target, options: PlanOptions) -> Target:
     """Return the target of plans built on this machine. `gpu`: its AOTInductor target. Raises TensorRTUnavailable."""
-    return tensorrt_target(gpu, api.version_tag(api.require(gpu.device)), options.compatibility)
+    return make_tensorrt_target(gpu, api.version_tag(api.require(gpu.device)), options.compatibility)

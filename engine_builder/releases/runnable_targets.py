@@ -1,0 +1,150 @@
+"""Find the targets of a release that a deployment can run, from the GPU and the versions in its config."""
+
+import re
+from collections.abc import Iterable
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from model.engines.tensorrt.api import TensorRTUnavailable, version_tag
+from model.errors import NoEngineForTarget
+from model.loading.runtimes import runnable_tensorrt_targets
+from model.loading.target import Target, gpu_product, make_torch_tag
+from model.settings import RuntimeChoice
+from model.store.manifest import Manifest
+
+# The accelerators of truss from whose names gpu_product does not get the product. H100_40GB is a MIG slice of a GPU.
+_PRODUCTS = {"H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
+# Compute capabilities (developer.nvidia.com/cuda-gpus). A plan can serve every GPU of one capability.
+_CAPABILITIES = {
+    "t4": "sm75", "a100": "sm80", "a10g": "sm86", "l4": "sm89", "l40s": "sm89", "h100": "sm90", "h100mig3g40gb": "sm90",
+    "h200": "sm90", "b200": "sm100", "rtxpro6000blackwell": "sm120",
+}  # fmt: skip
+_TARGET_KEY = re.compile(
+    r"(?P<device>cuda|cpu)-((?P<product>\w+?)-)??((?P<capability>sm\d+)-)?(?P<runtime_tag>(torch|trt)[\w.-]+)"
+)
+
+
+def find_pinned_version(requirements: Iterable[str], name_pattern: str) -> str | None:
+    """Return the exact version that the requirements pin for a package, or None.
+
+    `name_pattern`: a regular expression for the whole name of the package.
+    """
+    for line in requirements:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue  # an option of pip
+        if re.fullmatch(name_pattern, requirement.name):
+            exact = [specifier.version for specifier in requirement.specifier if specifier.operator == "=="]
+            return exact[0] if len(exact) == 1 == len(requirement.specifier) else None
+    return None
+
+
+def list_runnable_targets(
+    manifest: Manifest,
+    accelerator: str,
+    torch_version: str,
+    tensorrt_version: str | None,
+    runtime: RuntimeChoice,
+) -> list[Target]:
+    """Return the targets of a release that a deployment can run, best first. The list has at least one target.
+
+    `accelerator`: truss's name of the GPU, "" for a CPU. The versions are those that the config pins; None if it pins
+    no TensorRT. Raises NoEngineForTarget, which names the targets of the release, or TensorRTUnavailable if `runtime`
+    is "tensorrt" and the version is not supported.
+    """
+    product = _PRODUCTS.get(accelerator, gpu_product(accelerator)) if accelerator else ""
+    if runtime == "tensorrt":
+        return _list_tensorrt_targets(manifest, accelerator, product, tensorrt_version)
+    plan_targets = []
+    if runtime == "fastest":
+        try:
+            plan_targets = _find_tensorrt_targets(manifest, product, tensorrt_version)
+        except TensorRTUnavailable:
+            pass  # a server with this version serves engines of AOTInductor
+    try:
+        return plan_targets + _list_torch_targets(manifest, accelerator, product, torch_version)
+    except NoEngineForTarget:
+        if plan_targets:
+            return plan_targets
+        raise
+
+
+def parse_target(key: str) -> Target | None:
+    """Return the Target with this key, or None if no Target of a GPU or CPU has it.
+
+    Examples are "cuda-h100-sm90-torch2.11-cu130", "cuda-sm90-trt11.4" and "cpu-x86_64_v3-torch2.13".
+    """
+    match = _TARGET_KEY.fullmatch(key)
+    if match is None:
+        return None
+    return Target(match["device"], match["product"] or "", match["capability"] or "", match["runtime_tag"])
+
+
+def _list_torch_targets(manifest: Manifest, accelerator: str, product: str, torch_version: str) -> list[Target]:
+    """Return the AOTInductor targets of the release for the device and torch version. Raises NoEngineForTarget.
+
+    `product`: the GPU's, "" for a CPU. Of a CPU's targets the highest x86-64 level comes first.
+    """
+    parsed = [parse_target(key) for key in sorted(manifest.targets, reverse=True)]
+    of_device = [
+        target
+        for target in parsed
+        if target is not None
+        and target.runtime_tag.startswith("torch")
+        and (target.device == "cuda" and target.product == product if product else target.device == "cpu")
+    ]
+    if not of_device:
+        raise NoEngineForTarget(
+            f"The config requests {f'the GPU {accelerator}' if accelerator else 'a CPU'}. {_describe(manifest)}.",
+            "Build on that device and publish a new release, or choose another accelerator under resources.",
+        )
+    # An engine of a CPU runs with every build of the torch version.
+    tag = make_torch_tag(torch_version, torch_version.partition("+")[2] if product else "")
+    of_version = [target for target in of_device if f"{target.runtime_tag}-".startswith(f"{tag}-")]
+    if not of_version:
+        raise NoEngineForTarget(
+            f"The config pins torch=={torch_version}, which runs engines of {tag}. {_describe(manifest)}.",
+            "Pin the torch of the release under requirements, or build and publish with the pinned one.",
+        )
+    return of_version
+
+
+def _list_tensorrt_targets(
+    manifest: Manifest, accelerator: str, product: str, tensorrt_version: str | None
+) -> list[Target]:
+    """Return the TensorRT targets of the release that the GPU and the version run, best first.
+
+    Raises NoEngineForTarget or TensorRTUnavailable.
+    """
+    if product not in _CAPABILITIES:
+        device = f"{accelerator}, whose compute capability is not known" if accelerator else "a CPU"
+        raise NoEngineForTarget(
+            f"The config chooses the runtime tensorrt for {device}. {_describe(manifest)}.",
+            "Set runtime to aot_inductor, or choose another accelerator under resources.",
+        )
+    targets = _find_tensorrt_targets(manifest, product, tensorrt_version)
+    if not targets:
+        pin = f"tensorrt-cu13=={tensorrt_version}" if tensorrt_version else "no TensorRT"
+        raise NoEngineForTarget(
+            f"The config chooses the runtime tensorrt for {accelerator} and pins {pin}. {_describe(manifest)}.",
+            "Pin the TensorRT of the release under requirements, or set runtime to aot_inductor.",
+        )
+    return targets
+
+
+def _find_tensorrt_targets(manifest: Manifest, product: str, tensorrt_version: str | None) -> list[Target]:
+    """Return the TensorRT targets of the release that the GPU and the version run, best first, or [].
+
+    Raises TensorRTUnavailable for a version that is not supported.
+    """
+    if tensorrt_version is None or product not in _CAPABILITIES:
+        return []
+    gpu = Target("cuda", product, _CAPABILITIES[product], "")
+    targets = runnable_tensorrt_targets(gpu, version_tag(tensorrt_version))
+    return [target for target in targets if target.key in manifest.targets]
+
+
+def _describe(manifest: Manifest) -> str:
+    """Return the start of a sentence that names the targets of the release."""
+    return f"Release {manifest.name} has engines for {', '.join(manifest.targets) or 'nothing'}"
