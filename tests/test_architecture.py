@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from engine_builder.architecture.promises import CAPABILITIES, CHECKS
-from engine_builder.architecture.trace import Function, Tracer, Walk, mark_steps, without
+from engine_builder.architecture.trace import Function, FunctionId, Recording, Tracer, mark_steps, subtract
 from engine_builder.stores.store import WritableStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -22,6 +22,16 @@ OUTER = """
 from .inner import Shape, helper
 from . import inner
 
+from functools import cached_property
+
+class Outer:
+    class Nested:
+        @property
+        def height(self): return 1
+        @cached_property
+        def width(self): return 2
+
+def read_properties(): return Outer.Nested().height + Outer.Nested().width
 def enter(): return sum(local(n) for n in [1, 2]) + (lambda: helper())()
 def local(n): return n
 def run_forever(wait):
@@ -39,7 +49,7 @@ class Shape:
     @property
     def side(self): return self.length
 """
-Functions = dict[tuple[str, str], Function]
+Functions = dict[FunctionId, Function]
 
 
 @pytest.fixture
@@ -67,10 +77,10 @@ def record(folder: Path, work: Callable[[], object], thread: str = "traced") -> 
 
     def trace() -> None:
         tracer.install()
-        with tracer.recording() as walk:
+        with tracer.recording() as recording:
             work()
         stop_tracing()
-        found.update(walk.functions)
+        found.update(recording.functions)
 
     worker = threading.Thread(target=trace, name=thread)
     worker.start()
@@ -92,9 +102,9 @@ def test_counts_functions_entered_from_another_module(outer: ModuleType, tmp_pat
     assert [*functions] == [
         ("outer", "enter"), ("outer", "local"), ("inner", "helper"), ("inner", "_private"), ("inner", "Shape.__init__"),
     ]  # fmt: skip
-    entered = [name for (_, name), function in functions.items() if function.is_entered]
+    entered = [name for (_, name), function in functions.items() if function.is_entry]
     assert entered == ["enter", "helper"]
-    assert functions["outer", "local"].calls == 2
+    assert functions["outer", "local"].call_count == 2
     assert functions["inner", "helper"].caller == ("outer", "enter")
 
 
@@ -110,32 +120,46 @@ def test_lists_a_function_that_ran_before_recording(outer: ModuleType, tmp_path:
     worker = threading.Thread(target=work, name="traced")
     worker.start()
     started.wait()
-    with tracer.recording() as walk:
+    with tracer.recording() as recording:
         resumed.set()
         worker.join()
-    assert [name for _, name in walk.functions] == ["run_forever", "helper", "_private", "Shape.__init__"]
+    assert [name for _, name in recording.functions] == ["run_forever", "helper", "_private", "Shape.__init__"]
 
 
-def walk_of(*functions: Function) -> Walk:
-    return Walk({function.key: function for function in functions})
+def recording_of(*functions: Function) -> Recording:
+    return Recording({function.id: function for function in functions})
+
+
+def entry(module: str, name: str, call_count: int = 1) -> Function:
+    return Function(FunctionId(module, name), "traced", caller=None, call_count=call_count, is_entry=True)
+
+
+def helper(name: str, caller: Function) -> Function:
+    """Return a function of the caller's module that only the caller called."""
+    return Function(FunctionId(caller.module, name), "traced", caller.id, call_count=1)
 
 
 def test_marks_functions_that_run_in_every_step() -> None:
-    def walk(**calls: int) -> Walk:
-        return walk_of(*(Function(("loop", name), "traced", None, count, True) for name, count in calls.items()))
+    def record_calls(**call_counts: int) -> Recording:
+        return recording_of(*(entry("loop", name, count) for name, count in call_counts.items()))
 
-    four = walk(step=4, twice=8, prompt=6, once=1)
-    mark_steps(four, walk(step=8, twice=16, prompt=6, once=1), 4)
-    assert [name for (_, name), function in four.functions.items() if function.in_each_step] == ["step", "twice"]
+    four_steps = record_calls(step=4, twice=8, prompt=6, once=1)
+    eight_steps = record_calls(step=8, twice=16, prompt=6, once=1)
+    mark_steps(four_steps, eight_steps, additional_steps=4)
+    assert [id.name for id, function in four_steps.functions.items() if function.in_each_step] == ["step", "twice"]
 
 
 def test_difference_keeps_the_callers_of_a_new_function() -> None:
-    enter = Function(("loop", "enter"), "traced", None, 1, True)
-    cached = Function(("loop", "cached"), "traced", enter.key, 1)
-    make = Function(("loop", "make"), "traced", cached.key, 1)
-    other = Function(("step", "guide"), "traced", enter.key, 1, True)
-    difference = without(walk_of(enter, cached, make, other), walk_of(enter, cached, other))
+    enter, guide = entry("loop", "enter"), entry("step", "guide")
+    cached = helper("cached", caller=enter)
+    make = helper("make", caller=cached)
+    difference = subtract(recording_of(enter, cached, make, guide), recording_of(enter, cached, guide))
     assert [*difference.functions.values()] == [enter, cached, make]
+
+
+def test_leaves_out_nested_and_cached_properties(outer: ModuleType, tmp_path: Path) -> None:
+    functions = record(tmp_path, outer.read_properties)
+    assert [id.name for id in functions] == ["read_properties"]
 
 
 def test_ignores_other_threads(outer: ModuleType, tmp_path: Path) -> None:

@@ -16,7 +16,15 @@ from pathlib import Path
 from starlette.requests import Request
 
 from engine_builder.architecture.promises import CAPABILITIES, CHECKS, list_promises
-from engine_builder.architecture.trace import Function, Key, Tracer, Walk, callers_in_module, mark_steps, without
+from engine_builder.architecture.trace import (
+    Function,
+    FunctionId,
+    Recording,
+    Tracer,
+    mark_steps,
+    path_to_entry,
+    subtract,
+)
 from model.api.request import GenerationRequest
 from model.model import Model
 
@@ -65,7 +73,7 @@ is checked. [engine_builder/architecture/promises.py](../engine_builder/architec
 """
 
 
-def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
+def trace(store: str, release: str) -> tuple[Recording, Recording, Recording]:
     """Load a release and answer requests. Returns the walks of a load, a request and a request with the refiner."""
     tracer = Tracer(ROOT / "model", _THREADS)
     tracer.install()
@@ -83,13 +91,13 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
         await model.predict(request, Request(scope, receive_nothing))
         await asyncio.sleep(SETTLE_SECONDS)
 
-    async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Walk:
+    async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Recording:
         request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, use_refiner=use_refiner)
         with tracer.recording() as walk:
             await answer(request)
         return walk
 
-    async def record_all() -> list[Walk]:
+    async def record_all() -> list[Recording]:
         walks = []
         for use_refiner in (False, True):
             await record("a red circle", 1, STEPS, use_refiner)  # fills caches
@@ -102,9 +110,9 @@ def trace(store: str, release: str) -> tuple[Walk, Walk, Walk]:
     return load, request, refined
 
 
-def document(load: Walk, request: Walk, refined: Walk) -> str:
+def document(load: Recording, request: Recording, refined: Recording) -> str:
     """Return the text of the page."""
-    added, loading = without(refined, request), without(load, request)
+    added, loading = subtract(refined, request), subtract(load, request)
     parts = [
         _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
         _REFINED, *listing(added, refined), _LOAD, diagram(loading), "", *listing(loading, load),
@@ -113,34 +121,34 @@ def document(load: Walk, request: Walk, refined: Walk) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def listing(walk: Walk, whole: Walk | None = None) -> list[str]:
+def listing(walk: Recording, whole: Recording | None = None) -> list[str]:
     """Return the lines of a numbered list for each thread. `whole`: the walk that contains `walk`."""
 
     def mark(function: Function) -> str:
         return " (step)" if function.in_each_step else ""
 
-    helpers_of: dict[Key, list[Function]] = {}
+    helpers_of: dict[FunctionId, list[Function]] = {}
     for function in walk.functions.values():
-        helpers_of.setdefault(callers_in_module(function, walk)[-1].key, []).append(function)
+        helpers_of.setdefault(path_to_entry(function, walk)[-1].id, []).append(function)
     lines, number = [], 0
     for thread, title in _THREADS.items():
         in_thread = [function for function in walk.functions.values() if function.thread.startswith(thread)]
-        entered = [function for function in in_thread if function.is_entered]
+        entered = [function for function in in_thread if function.is_entry]
         lines += [f"**{title}**", ""] if entered else []
         for function in entered:
             number += 1
             lines.append(f"{number}. `{function.module}.py` **{_name(function)}**{mark(function)}{_summary(function)}")
-            helpers = [other for other in helpers_of.get(function.key, []) if other is not function]
+            helpers = [other for other in helpers_of.get(function.id, []) if other is not function]
             lines += [f"    - {', '.join(f'`{_name(other)}`{mark(other)}' for other in helpers)}"] if helpers else []
         lines += [""] if entered else []
     lines.append(f"{number} functions called from another module, {len(walk.functions)} in all.")
     if whole is not None:
-        entered = [function for function in whole.functions.values() if function.is_entered]
+        entered = [function for function in whole.functions.values() if function.is_entry]
         lines.append(f"The whole walk: {len(entered)} and {len(whole.functions)}.")
     return [*lines, ""]
 
 
-def diagram(walk: Walk) -> str:
+def diagram(walk: Recording) -> str:
     """Return a Mermaid flowchart of the modules that call other modules."""
     order = list(_THREADS)
 
@@ -170,7 +178,7 @@ def diagram(walk: Walk) -> str:
 
 def _name(function: Function) -> str:
     """Return the function's name. A constructor has the name of its class."""
-    return function.key[1].removesuffix(".__init__")
+    return function.id.name.removesuffix(".__init__")
 
 
 def _summary(function: Function) -> str:
