@@ -31,7 +31,7 @@ class ShiftStub(Stub):
 
 
 class ShiftStage:
-    name = "text"
+    timing = "text"
 
     def run(self, model, plan, image) -> None:
         for half in filter(None, (image.cond, image.uncond) if plan.params.prompt == "shifted" else ()):

@@ -36,6 +36,6 @@ class Runner:
                 return loop
         return None
 
-    def stage_name(self, image: ImageState) -> str:
-        """Return the name of the stage that an image began last."""
-        return self.stages[image.stage - 1].name
+    def current_timing(self, image: ImageState) -> str:
+        """Return the `timing` of the stage that an image began last."""
+        return self.stages[image.stage - 1].timing

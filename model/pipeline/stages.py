@@ -1,6 +1,7 @@
-"""The stages of the pipeline. Each advances one image, and reads only its own part of the request's plan.
+"""The stages of text to image: encode the prompts, prepare latents, denoise and decode, for one image at a time.
 
-A stage that has nothing to do for a request returns at once. A new feature may add a stage: see `Stage`.
+Every image passes all stages in the order of TEXT_TO_IMAGE. The stages of a UNet do nothing for a request that has no
+steps on this UNet. To add a stage, implement `Stage` and pass a longer tuple of stages to `Runner`.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 
 from model.cuda.streams import to_device
-from model.denoising.loop import ImageState
+from model.denoising.loop import Conditioning, ImageState
 from model.images.pending import PendingImage
 from model.pipeline.decode import decode_latents
 from model.pipeline.loaded_model import LoadedModel, LoopKey
@@ -19,46 +20,53 @@ from model.pipeline.spec import BASE, REFINER, Denoiser
 
 
 class Stage(Protocol):
-    """One stage.
+    """One step of the pipeline for an image.
 
-    `name` is the stage's entry in a request's timings. Only the first stage and stages with a loop have an entry. The
-    time of another stage is part of the next entry, or of "decode" after the last loop.
+    `timing`: the entry of a request's timings that includes the stage's time. An entry ends before the first loop and
+    after each loop. Code reads `timing` only of the first stage and of stages with a loop.
     """
 
     @property
-    def name(self) -> str: ...
+    def timing(self) -> str: ...
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
-        """Queue the stage's work for an image on the current stream, without waiting for it.
+        """Queue the stage's work for an image on the device, without waiting for it.
 
-        A stage of many steps only prepares the image, and returns the loop that runs its steps. None: no loop.
+        Work is queued on the current stream, except that decoding has a stream of its own. A stage with denoising
+        steps only prepares the image, and returns the key of the loop that runs them. Other stages return None.
         """
 
 
 @dataclass(frozen=True)
 class EncodePrompt:
-    """Condition an image on its prompts, for one UNet. The text is encoded once for all images of a request."""
+    """Set an image's conditioning for one UNet. The prompts are encoded once for all images of a request."""
 
     denoiser: Denoiser
-    name: str
+    timing: str
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
         unet = self.denoiser.unet
-        if unet in plan.denoise:
-            conditionings = plan.encoded.setdefault(unet, [])
-            if not conditionings:
-                conditionings += [encode_prompt(model, plan, self.denoiser)] * plan.params.num_images
-            cond, uncond = conditionings.pop()
-            # Images share the tensors, not the dicts: a later stage may add an input for one image.
-            image.cond = replace(cond, inputs=dict(cond.inputs))
-            image.uncond = uncond and replace(uncond, inputs=dict(uncond.inputs))
+        if unet not in plan.denoise:
+            return
+        references = plan.encoded.setdefault(unet, [])
+        if not references:
+            # One reference for each image. The tensors are freed when the last image has taken its reference.
+            references += [encode_prompt(model, plan, self.denoiser)] * plan.params.num_images
+        cond, uncond = references.pop()
+        image.cond = _copy_inputs(cond)
+        image.uncond = None if uncond is None else _copy_inputs(uncond)
+
+
+def _copy_inputs(conditioning: Conditioning) -> Conditioning:
+    """Return a conditioning with the same tensors in a new dict, to which a later stage may add an input."""
+    return replace(conditioning, inputs=dict(conditioning.inputs))
 
 
 @dataclass(frozen=True)
 class PrepareLatents:
     """Draw an image's initial noise."""
 
-    name: str = "text"
+    timing: str = "text"
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
         settings, params = model.settings, plan.params
@@ -73,13 +81,13 @@ class Denoise:
     """Prepare an image for its steps on one UNet. The refiner continues with the base's latents and generator."""
 
     denoiser: Denoiser
-    name: str
+    timing: str
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
         unet = self.denoiser.unet
-        if unet not in plan.denoise:
+        if (denoise_plan := plan.denoise.get(unet)) is None:
             return None
-        image.schedule, image.guidance, image.step = plan.denoise[unet].schedule, plan.denoise[unet].guidance, 0
+        image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
         return unet, plan.params.height, plan.params.width
 
 
@@ -87,7 +95,7 @@ class Denoise:
 class Decode:
     """Decode an image and copy it to the host, while other images are denoised."""
 
-    name: str = "decode"
+    timing: str = "decode"
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
         with model.decode_stream.run_after(image.latents):
@@ -95,10 +103,10 @@ class Decode:
 
 
 TEXT_TO_IMAGE: tuple[Stage, ...] = (
-    EncodePrompt(BASE, "text"),
+    EncodePrompt(BASE, timing="text"),
     PrepareLatents(),
-    Denoise(BASE, "denoise"),
-    EncodePrompt(REFINER, "refine"),
-    Denoise(REFINER, "refine"),
+    Denoise(BASE, timing="denoise"),
+    EncodePrompt(REFINER, timing="refine"),
+    Denoise(REFINER, timing="refine"),
     Decode(),
 )

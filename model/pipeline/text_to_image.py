@@ -35,20 +35,20 @@ def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[lis
 
 
 def run_stages(
-    runner: Runner, plans: Sequence[RequestPlan], end_stage: Callable[[str], None] = lambda _: None
+    runner: Runner, plans: Sequence[RequestPlan], end_timing: Callable[[str], None] = lambda _: None
 ) -> list[ImageState]:
     """Run all stages of all images of these requests. Returns once the work is queued on the device.
 
-    `end_stage` is called with a stage's name once its work is queued: for the first stage, which ends before the first
-    loop, and for each stage with a loop.
+    `end_timing` is called with the name of a timing (see `Stage`) once its work is queued: the first stage's before the
+    first loop, and that of each stage with a loop.
     """
     images = [(plan, image) for plan in plans for image in plan.images()]
     by_loop = _advance(runner, images)
-    end_stage(runner.stages[0].name)
+    end_timing(runner.stages[0].timing)
     while by_loop:
         for key, members in by_loop.items():
             denoise(runner.model.loop(*key), [image for _, image in members])
-            end_stage(runner.stage_name(members[0][1]))
+            end_timing(runner.current_timing(members[0][1]))
         by_loop = _advance(runner, [member for members in by_loop.values() for member in members])
     return [image for _, image in images]
 
