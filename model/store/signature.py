@@ -1,9 +1,11 @@
 """Public keys, and the check that a trusted key has signed a release.
 
-An engine is native code, so a writer of the store can run any code in every server that loads from it. With a public
-key in its config, a server loads only what the key's owner has signed. The signature covers the manifest's canonical
-JSON, and so every digest in it. It is part of the manifest, so both are published at once. `cryptography` is imported
-only if a key is configured. Private keys are in engine_builder/releases/signing.py.
+An engine is native code. So anyone who can write to a store can run any code in every server that loads from it.
+With public keys in its config, a server loads only releases that were signed with one of their private keys.
+
+The signature covers the canonical JSON of the manifest without the signature, and so each blob's digest. Manifest and
+signature are one file, so they are published at once. `cryptography` is imported only if a key is configured.
+engine_builder/releases/signing.py makes private keys and signatures.
 """
 
 import base64
@@ -17,18 +19,18 @@ from model.errors import ConfigError, UntrustedRelease
 from model.store.manifest import Manifest
 
 _PREFIX = "ed25519:"
-_PUBLISH_SIGNED = "publish the release again, signed, under a new version (`preheat publish --sign KEYFILE`)."
+_REPUBLISH_REMEDY = "publish the release again, signed, under a new version (`preheat publish --sign KEYFILE`)."
 
 
 @dataclass(frozen=True)
 class PublicKey:
-    """An Ed25519 public key of 32 bytes, written as "ed25519:" and their base64."""
+    """An Ed25519 public key. `raw`: its 32 bytes. Its text is "ed25519:" and the base64 of `raw`."""
 
     raw: bytes
 
     @classmethod
     def parse(cls, text: Any) -> "PublicKey":
-        """Read a key from its written form. Raises ConfigError."""
+        """Read a key from its text. Raises ConfigError."""
         if not isinstance(text, str) or not re.fullmatch(_PREFIX + "[A-Za-z0-9+/]{43}=", text):
             raise ConfigError(
                 f"{text!r:.80} is not a public key.",
@@ -37,14 +39,14 @@ class PublicKey:
         raw = base64.b64decode(text.removeprefix(_PREFIX))
         if _has_small_order(raw):
             raise ConfigError(
-                f"{text!r} is a point of small order. Anyone can make signatures that match it.",
+                f"{text!r} is an unsafe key (a point of small order): anyone can make signatures that match it.",
                 "Make a key with `preheat keygen`, and give the line that it prints.",
             )
         return cls(raw)
 
     @property
     def key_id(self) -> str:
-        """The first 16 hex digits of the key's SHA-256: a name for messages, not a proof."""
+        """The first 16 hex digits of the key's SHA-256. It names the key in messages and in a manifest's signature."""
         return hashlib.sha256(self.raw).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -52,10 +54,11 @@ class PublicKey:
 
 
 def _has_small_order(raw: bytes) -> bool:
-    """True for an encoded point whose order divides 8 on edwards25519, -x^2 + y^2 = 1 + d x^2 y^2 (RFC 8032, 5.1).
+    """True for an encoded point of order 1, 2, 4 or 8 on edwards25519, -x^2 + y^2 = 1 + d x^2 y^2 (RFC 8032, 5.1).
 
-    The orders 1, 2 and 4 have y = 1, -1 and 0. Doubling a point of order 8 gives y = 0. This needs x^2 = -y^2, and so
-    d y^4 + 2 y^2 = 1. The sign of x, the highest bit, does not matter, and y need not be reduced by the prime.
+    The points of order 1, 2 and 4 have y = 1, -1 and 0. A point of order 8 doubles to one of order 4, so to y = 0. By
+    the doubling formula x^2 = -y^2. The curve's equation then gives d y^4 + 2 y^2 = 1. The encoding's highest bit, the
+    sign of x, does not matter. An encoded y may be larger than the prime.
     """
     prime = 2**255 - 19
     d = -121665 * pow(121666, -1, prime)
@@ -65,10 +68,13 @@ def _has_small_order(raw: bytes) -> bool:
 
 def parse_public_keys(value: Any) -> list[PublicKey]:
     """Read keys from text (separated by commas) or a list; None, "" and [] give no key. Raises ConfigError."""
-    if value is None or value == "" or value == []:
+    if value is None or value == "":
         return []
-    texts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
-    return [PublicKey.parse(text) for text in (texts if isinstance(texts, list) else [texts])]
+    if isinstance(value, str):
+        value = [text.strip() for text in value.split(",")]
+    if not isinstance(value, list):
+        value = [value]  # refused by `parse`, which names it
+    return [PublicKey.parse(text) for text in value]
 
 
 def check_signature(manifest: Manifest, keys: Sequence[PublicKey]) -> None:
@@ -80,7 +86,7 @@ def check_signature(manifest: Manifest, keys: Sequence[PublicKey]) -> None:
     if signature is None:
         raise UntrustedRelease(
             f"Release {manifest.name} is not signed. This deployment loads only releases signed by {trusted}.",
-            f"Name a signed release, or {_PUBLISH_SIGNED}",
+            f"Name a signed release, or {_REPUBLISH_REMEDY}",
         )
     key = next((key for key in keys if key.key_id == signature.key_id), None)
     if key is None:
@@ -99,5 +105,5 @@ def check_signature(manifest: Manifest, keys: Sequence[PublicKey]) -> None:
         raise UntrustedRelease(
             f"The signature of release {manifest.name} does not match this manifest and key {key.key_id}. Either the "
             "manifest was changed after signing, or the signature belongs to another release.",
-            f"Find out who can write to the store, then {_PUBLISH_SIGNED}",
+            f"Find out who can write to the store, then {_REPUBLISH_REMEDY}",
         ) from error
