@@ -160,7 +160,7 @@ class BatchSource:
         return ChunkRequest(
             seed=self.run.settings.seed,
             number=chunk_number(self.stage, index),
-            scenes=self.settings.fresh,
+            scene_count=self.settings.fresh,
             wordings=self.settings.wordings,
             aspect=width / height,
         )

@@ -69,11 +69,11 @@ def test_parse_refuses_a_caption_without_an_object() -> None:
 
 
 def test_chunks_depend_only_on_seed_and_number() -> None:
-    request = ChunkRequest(seed=1, number=5, scenes=6, wordings=3, aspect=1.0)
+    request = ChunkRequest(seed=1, number=5, scene_count=6, wordings=3, aspect=1.0)
     chunk, again = generate_chunk(request), generate_chunk(request)
-    assert chunk.vectors.shape == (6, SCENE_VECTOR_LENGTH) and chunk.ids.shape == (6, 3, 77)
+    assert chunk.vectors.shape == (6, SCENE_VECTOR_LENGTH) and chunk.token_ids.shape == (6, 3, 77)
     assert chunk.labels.shape == (6, 3, len(CLASS_COUNTS))
-    assert (chunk.vectors == again.vectors).all() and (chunk.ids == again.ids).all()
+    assert (chunk.vectors == again.vectors).all() and (chunk.token_ids == again.token_ids).all()
     for other in (replace(request, number=6), replace(request, seed=2)):
         assert (generate_chunk(other).vectors != chunk.vectors).any()
 

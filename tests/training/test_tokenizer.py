@@ -10,7 +10,7 @@ import pytest
 
 from training import scenes, tokenizer
 from training.captions import describe_scene
-from training.dataset import token_ids
+from training.dataset import encode_caption
 
 MODEL_FOLDER = Path(__file__).parents[2] / "data" / "tiny-sdxl"
 transformers = pytest.importorskip("transformers")
@@ -75,4 +75,4 @@ def test_training_encoder_equals_transformers(clip: Any) -> None:
     rng = random.Random(6)
     captions = [describe_scene(scenes.sample_scene(rng), rng)[0] for _ in range(300)]
     for text in [*captions, "Unknown words, 17 zebras!", "red " * 200, ""]:
-        assert token_ids(text) == padded_ids(clip, text), text
+        assert encode_caption(text) == padded_ids(clip, text), text
