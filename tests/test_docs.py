@@ -326,3 +326,9 @@ def test_flowchart_refuses_other_diagrams() -> None:
         parse("sequenceDiagram\n  a->>b: hello")
     with pytest.raises(ValueError, match="has the line 'style a fill:red'"):
         parse("flowchart TB\n  style a fill:red")
+
+
+@pytest.mark.parametrize("arrow", ["a -->|1| b", "b -->|1| a"])
+def test_flowchart_refuses_undeclared_modules(arrow: str) -> None:
+    with pytest.raises(ValueError, match="Arrow 1 of a flowchart names b, which is not declared"):
+        parse(f"flowchart TB\n  a[first]\n  {arrow}")
