@@ -1,6 +1,7 @@
 """Compare a release with diffusers: both generate the same request alternately, each peer in its own process."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import torch
 
@@ -17,7 +18,8 @@ def bench_against_diffusers(
 ) -> list[Row]:
     """Measure the release and diffusers' pipeline alternately, from the request to the encoded image.
 
-    `model`: folder or Hub id with the peers' weights. `kinds`: some of `PEERS`. The release's row comes first.
+    `model`: folder or Hub id with the peers' weights. `kinds`: some of `PEERS`. The release's row comes first, and the
+    others name the version of diffusers.
     Raises CheckpointError or RequestRefused if the images would differ, PeerFailed if a peer cannot be measured.
     """
     params, precision = resolve(request, loaded.served), precision_of(loaded)
@@ -28,4 +30,5 @@ def bench_against_diffusers(
     except torch.OutOfMemoryError as error:
         raise out_of_memory() from error
     names = [loaded.release, *(f"diffusers {kind}" for kind in kinds)]
-    return [timed_row(name, params, precision, *result) for name, result in zip(names, measured, strict=True)]
+    rows = [timed_row(name, params, precision, *result) for name, result in zip(names, measured, strict=True)]
+    return [rows[0], *(row.model_copy(update={"diffusers": version("diffusers")}) for row in rows[1:])]

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from importlib.metadata import version
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -49,6 +50,7 @@ def test_measures_size_guidance_and_both_peers(
     assert rows == json.loads(result.stdout.splitlines()[-1])
     assert [row["case"] for row in rows] == [f"{name} 128x64" for name in NAMES]
     assert {(row["steps"], row["runs"], row["unit"]) for row in rows} == {(3, 2, "ms")}
+    assert [row.get("diffusers") for row in rows] == [None, version("diffusers"), version("diffusers")]
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers with numpy 2
