@@ -1,6 +1,5 @@
-"""Detection of the device: levels from CPU flags, products from the names that GPUs report, and complete keys."""
+"""Detection of targets: levels from CPU flags, products from the names that GPUs report, runtime tags and keys."""
 
-import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +33,9 @@ def test_lists_levels_from_the_highest_down() -> None:
     assert cpu_levels([*V4, "amx_tile", "fpu"]) == ["x86_64_v4", "x86_64_v3", "x86_64_v2", "x86_64_v1"]
 
 
-@pytest.mark.parametrize(("level", "flags", "below"), [(2, V2, []), (3, V3, V2), (4, V4, V3)])
-def test_level_requires_each_of_its_flags(level: int, flags: list[str], below: list[str]) -> None:
-    for flag in set(flags) - set(below):
+@pytest.mark.parametrize(("level", "flags", "flags_below"), [(2, V2, []), (3, V3, V2), (4, V4, V3)])
+def test_level_requires_each_of_its_flags(level: int, flags: list[str], flags_below: list[str]) -> None:
+    for flag in set(flags) - set(flags_below):
         assert f"x86_64_v{level}" not in cpu_levels(set(flags) - {flag}), flag
 
 
@@ -125,25 +124,32 @@ def test_tag_has_the_versions_of_torch_and_cuda(
     assert torch_tag() == tag
 
 
-def test_tag_does_not_wait_for_another_thread_that_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    tag = torch_tag()
-    half = ModuleType("torch")  # sys.modules has such a module while the first lines of torch run
-    half.__spec__ = torch.__spec__
-    monkeypatch.setitem(sys.modules, "torch", half)
-    assert torch_tag() == tag
+def test_finds_the_tag_while_torch_is_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While torch is being imported, sys.modules has a module that lacks the versions."""
+    expected = torch_tag()
+    unfinished = ModuleType("torch")
+    unfinished.__spec__ = torch.__spec__
+    monkeypatch.setitem(sys.modules, "torch", unfinished)
+    assert torch_tag() == expected
 
 
 # -- detection ----------------------------------------------------------------------------------------------------
 
 
+# cudaError_t of the CUDA runtime
+CUDA_SUCCESS = 0
+CUDA_ERROR_INSUFFICIENT_DRIVER = 35  # the real binding returned it, and None, on a machine without a driver
+CUDA_ERROR_INVALID_DEVICE = 101
+
+
 @dataclass
 class FakeRuntime:
-    """cuda.bindings.runtime. Its calls return (error, value)."""
+    """Replaces cuda.bindings.runtime. Each call returns (error, value)."""
 
-    count: tuple[int, int | None] = (0, 1)
-    properties: tuple[int, Any] = (0, SimpleNamespace(name=b"NVIDIA H200" + b"\0" * 245, major=9, minor=0))
+    count: tuple[int, int | None] = (CUDA_SUCCESS, 1)
+    properties: tuple[int, Any] = (CUDA_SUCCESS, SimpleNamespace(name=b"NVIDIA H200" + b"\0" * 245, major=9, minor=0))
 
-    cudaError_t = SimpleNamespace(cudaSuccess=0)  # the binding's own name
+    cudaError_t = SimpleNamespace(cudaSuccess=CUDA_SUCCESS)  # the binding's own name
 
     def cudaGetDeviceCount(self) -> tuple[int, int | None]:
         return self.count
@@ -154,7 +160,7 @@ class FakeRuntime:
 
 
 def use_torch(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, has_gpu: bool = False) -> None:
-    """Replace torch by a module of that version, built for that CUDA. Its GPU is an L4."""
+    """Replace torch by a fake with these versions of torch and CUDA, which reports an L4 if `has_gpu`."""
     fake: Any = ModuleType("torch")
     fake.__version__ = version
     fake.version = SimpleNamespace(cuda=cuda)
@@ -166,13 +172,17 @@ def use_torch(monkeypatch: pytest.MonkeyPatch, version: str, cuda: str | None, h
     monkeypatch.setitem(sys.modules, "torch", fake)
 
 
-def use_cuda_python(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime | None) -> None:
-    """Install cuda-python with this runtime, or remove it."""
-    bindings = ModuleType("cuda.bindings")
-    if runtime is not None:
-        bindings.runtime = runtime  # type: ignore[attr-defined]
+def use_cuda_python(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+    """Replace cuda-python by a fake with this runtime."""
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.runtime = runtime
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings if runtime is not None else None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+
+
+def remove_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import cuda.bindings` fail, as without cuda-python."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
 
 
 RTX_PRO = SimpleNamespace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", major=12, minor=0)
@@ -182,11 +192,11 @@ RTX_PRO = SimpleNamespace(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", m
     ("runtime", "key"),
     [
         (FakeRuntime(), "cuda-h200-sm90-torch2.13-cu130"),
-        (FakeRuntime(properties=(0, RTX_PRO)), "cuda-rtxpro6000blackwell-sm120-torch2.13-cu130"),
+        (FakeRuntime(properties=(CUDA_SUCCESS, RTX_PRO)), "cuda-rtxpro6000blackwell-sm120-torch2.13-cu130"),
     ],
-    ids=["one digit of capability", "two digits of capability"],
+    ids=["capability 9.0", "capability 12.0"],
 )
-def test_gpu_is_the_only_target_of_its_machine(runtime: FakeRuntime, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_the_only_target(runtime: FakeRuntime, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_torch(monkeypatch, "2.13.0+cu130", "13.0")
     use_cuda_python(monkeypatch, runtime)
     assert [target.key for target in detect_targets()] == [key]
@@ -194,44 +204,49 @@ def test_gpu_is_the_only_target_of_its_machine(runtime: FakeRuntime, key: str, m
 
 @pytest.mark.parametrize(
     "runtime",
-    [FakeRuntime(count=(35, None)), FakeRuntime(count=(0, 0)), FakeRuntime(properties=(101, None))],
+    [
+        FakeRuntime(count=(CUDA_ERROR_INSUFFICIENT_DRIVER, None)),
+        FakeRuntime(count=(CUDA_SUCCESS, 0)),
+        FakeRuntime(properties=(CUDA_ERROR_INVALID_DEVICE, None)),
+    ],
     ids=["no driver", "no device", "lost device"],
 )
-def test_cuda_python_without_a_gpu_leaves_the_cpu(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real binding returned 35 and None on a machine without a driver."""
+def test_machine_without_a_usable_gpu_has_cpu_targets(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     use_torch(monkeypatch, "2.13.0+cu130", "13.0")
     use_cuda_python(monkeypatch, runtime)
     targets = detect_targets()
     assert {target.device for target in targets} == {"cpu"}
-    assert {target.runtime_tag for target in targets} == {"torch2.13"}, "a CPU's engines do not depend on CUDA"
+    assert {target.runtime_tag for target in targets} == {"torch2.13"}, "CPU engines do not depend on CUDA"
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_torch_finds_the_gpu_without_cuda_python(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_torch(monkeypatch, "2.13.0+cu130", "13.0", has_gpu)
-    use_cuda_python(monkeypatch, None)
-    if has_gpu:
-        assert [target.key for target in detect_targets()] == ["cuda-l4-sm89-torch2.13-cu130"]
-    else:
-        assert {target.device for target in detect_targets()} == {"cpu"}
+def test_torch_reports_the_gpu_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0", has_gpu=True)
+    remove_cuda_python(monkeypatch)
+    assert [target.key for target in detect_targets()] == ["cuda-l4-sm89-torch2.13-cu130"]
 
 
-def test_torch_built_for_the_cpu_hides_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reports_no_gpu_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0", has_gpu=False)
+    remove_cuda_python(monkeypatch)
+    assert {target.device for target in detect_targets()} == {"cpu"}
+
+
+def test_ignores_the_gpu_if_torch_is_built_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     use_torch(monkeypatch, "2.13.0+cpu", None, has_gpu=True)
     use_cuda_python(monkeypatch, FakeRuntime())
     assert {target.device for target in detect_targets()} == {"cpu"}
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_cpu_runs_its_own_level_and_lower_ones(machine: str) -> None:
+def test_x86_cpu_has_its_level_and_lower_levels(machine: str) -> None:
     assert cpu_products(machine, V3) == ["x86_64_v3", "x86_64_v2", "x86_64_v1"]
 
 
 @pytest.mark.parametrize(
     ("machine", "product"), [("aarch64", "aarch64"), ("arm64", "arm64"), ("", "unknown"), ("a-b/C", "abc")]
 )
-def test_other_processor_has_no_x86_level(machine: str, product: str) -> None:
-    """Opening x86 code there would fail in the loader."""
+def test_other_processor_has_one_product(machine: str, product: str) -> None:
+    """Flags do not give other processors an x86-64 level. They cannot run x86 code."""
     assert cpu_products(machine, V3) == [product]
 
 
@@ -242,7 +257,7 @@ def test_other_processor_has_no_x86_level(machine: str, product: str) -> None:
         ("processor : 0\nflags\t\t: fpu sse4_1 avx\n\nprocessor : 1\nflags\t: fpu\n", ["fpu", "sse4_1", "avx"]),
         ("processor : 0\nFeatures : fp asimd\n", []),
     ],
-    ids=["no file", "x86", "no flags"],
+    ids=["no file", "x86", "no line of flags"],
 )
 def test_reads_the_flags_of_the_first_processor(cpuinfo: str | None, flags: list[str], tmp_path: Path) -> None:
     if cpuinfo is not None:
@@ -254,8 +269,5 @@ def test_detects_this_machine() -> None:
     targets = detect_targets()
     for target in targets:
         TypeAdapter(Name).validate_python(target.key)
-    if torch.cuda.is_available():
-        assert [target.device for target in targets] == ["cuda"]
-    else:
-        products = cpu_products(platform.machine(), read_cpu_flags())
-        assert [(target.device, target.product) for target in targets] == [("cpu", product) for product in products]
+    assert {target.device for target in targets} == {"cuda" if torch.cuda.is_available() else "cpu"}
+    assert {target.runtime_tag.split("-")[0] for target in targets} == {torch_tag().split("-")[0]}
