@@ -21,19 +21,22 @@ Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="session")
-def package() -> bytes:
+def engine_bytes() -> bytes:
+    """A `Toy` compiled with AOTInductor, without its weights."""
     return releases.compiled_toy().engine
 
 
 def open_engine(
-    package: bytes,
+    engine_bytes: bytes,
     weights: Mapping[str, torch.Tensor] | None = None,
-    constants: bytes | None = None,
+    constant_map: bytes | None = None,
     signature: Signature = SIGNATURE,
     device: torch.device = CPU,
 ) -> AotInductorEngine:
+    """Open an engine as the UNet. `constant_map`: JSON that maps the engine's constants to weights."""
     weights = releases.toy_tensors(0) if weights is None else weights
-    return AotInductorEngine("unet", package, signature, BUCKET, constants or releases.toy_constants(), weights, device)
+    constant_map = releases.toy_constants() if constant_map is None else constant_map
+    return AotInductorEngine("unet", engine_bytes, signature, BUCKET, constant_map, weights, device)
 
 
 def latents(batch: int = 2, height: int = 64, width: int = 96, seed: int = 0) -> torch.Tensor:
@@ -44,75 +47,77 @@ def latents(batch: int = 2, height: int = 64, width: int = 96, seed: int = 0) ->
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_engine_computes_with_the_weights_it_is_given(package: bytes, seed: int) -> None:
-    """The package holds neither of the two sets of weights."""
-    engine = open_engine(package, releases.toy_tensors(seed))
+def test_engine_computes_with_the_weights_it_is_given(engine_bytes: bytes, seed: int) -> None:
+    """The engine is compiled once. It contains neither of the two sets of weights."""
+    engine = open_engine(engine_bytes, releases.toy_tensors(seed))
     for batch, height, width in ((1, 64, 64), (4, 64, 512), (3, 200, 104)):
         x = latents(batch, height, width)
         torch.testing.assert_close(engine.run({"x": x})["y"], Toy(seed)(x)[0])
 
 
-def test_engine_aliases_its_weights(package: bytes) -> None:
+def test_engine_aliases_its_weights(engine_bytes: bytes) -> None:
     weights = releases.toy_tensors(0)
-    engine, x = open_engine(package, weights), latents()
+    engine, x = open_engine(engine_bytes, weights), latents()
     before = engine.run({"x": x})["y"]
     weights["b.bias"].add_(1.0)
     torch.testing.assert_close(engine.run({"x": x})["y"], before + 1.0)
 
 
-def test_engine_accepts_inputs_that_are_not_contiguous(package: bytes) -> None:
+def test_engine_accepts_inputs_that_are_not_contiguous(engine_bytes: bytes) -> None:
     x = latents(2, 64, 96).transpose(2, 3)
     assert not x.is_contiguous()
-    torch.testing.assert_close(open_engine(package).run({"x": x})["y"], Toy(0)(x)[0])
+    torch.testing.assert_close(open_engine(engine_bytes).run({"x": x})["y"], Toy(0)(x)[0])
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        latents(5), latents(2, 32, 64), latents(2, 64, 520), latents().double(), latents()[0], latents()[:, :3],
-        latents()[:0], torch.empty(2, 4, 8, 8, device="meta"),
-    ],
-    ids=["batch", "height", "width", "dtype", "dimensions", "channels", "empty batch", "device"],
-)  # fmt: skip
-def test_refuses_inputs_outside_the_bucket(package: bytes, x: torch.Tensor) -> None:
-    with pytest.raises(EngineError, match="unet"):
-        open_engine(package).run({"x": x})
-
-
-def without(name: str) -> Callable[[Weights], None]:
-    def remove(weights: Weights) -> None:
-        del weights[name]
-
-    return remove
-
-
-def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Weights], None]:
-    def apply(weights: Weights) -> None:
-        weights[name] = change(weights[name])
-
-    return apply
-
-
-UNFIT_WEIGHTS: dict[str, tuple[Callable[[Weights], None], str]] = {
-    "missing": (without("a.weight"), "weights of unet lack a.weight"),
-    "shape": (changed("a.weight", lambda t: t[:7]), r"a.weight is float32 \[7, 4\], expected float32 \[8, 4\]"),
-    "transposed": (changed("a.weight", lambda t: t.T.contiguous()), r"\[4, 8\], expected float32 \[8, 4\]"),
-    "flat": (changed("a.weight", lambda t: t.flatten()), r"\[32\], expected float32 \[8, 4\]"),
-    "dtype": (changed("b.bias", lambda t: t.half()), r"b.bias is float16 \[4\], expected float32 \[4\]"),
-    "strides": (changed("a.weight", lambda t: t.T.contiguous().T), "a.weight must be contiguous"),
-    "device": (changed("a.weight", lambda t: t.to("meta")), "on cpu"),
+INPUTS_OUTSIDE_THE_BUCKET: dict[str, tuple[torch.Tensor, str]] = {
+    "batch": (latents(5), "no bucket for batch 5 at 96x64"),
+    "height": (latents(2, 32, 64), "no bucket for batch 2 at 64x32"),
+    "width": (latents(2, 64, 520), "no bucket for batch 2 at 520x64"),
+    "dtype": (latents().double(), "input x is float64 .* expected float32"),
+    "dimensions": (latents()[0], r"input x is float32 \[4, 8, 12\], expected"),
+    "channels": (latents()[:, :3], r"input x is float32 \[2, 3, 8, 12\], expected"),
+    "empty batch": (latents()[:0], "no bucket for batch 0 at 96x64"),
+    "device": (torch.empty(2, 4, 8, 8, device="meta"), "input x is on meta, its engine on cpu"),
 }
 
 
-@pytest.mark.parametrize(("change", "message"), UNFIT_WEIGHTS.values(), ids=UNFIT_WEIGHTS)
-def test_refuses_weights_that_do_not_fit(package: bytes, change: Callable[[Weights], None], message: str) -> None:
+@pytest.mark.parametrize(("x", "message"), INPUTS_OUTSIDE_THE_BUCKET.values(), ids=INPUTS_OUTSIDE_THE_BUCKET)
+def test_refuses_inputs_outside_the_bucket(engine_bytes: bytes, x: torch.Tensor, message: str) -> None:
+    with pytest.raises(EngineError, match=f"unet.*{message}"):
+        open_engine(engine_bytes).run({"x": x})
+
+
+def without_weight(name: str) -> Weights:
+    """Return the weights of `Toy(0)` without one tensor."""
     weights = releases.toy_tensors(0)
-    change(weights)
+    del weights[name]
+    return weights
+
+
+def with_weight(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
+    """Return the weights of `Toy(0)` with one tensor replaced by the result of `change`."""
+    weights = releases.toy_tensors(0)
+    return weights | {name: change(weights[name])}
+
+
+UNFIT_WEIGHTS: dict[str, tuple[Weights, str]] = {
+    "missing": (without_weight("a.weight"), "weights of unet lack a.weight"),
+    "shape": (with_weight("a.weight", lambda t: t[:7]), r"a.weight is float32 \[7, 4\], expected float32 \[8, 4\]"),
+    "transposed": (with_weight("a.weight", lambda t: t.T.contiguous()), r"\[4, 8\], expected float32 \[8, 4\]"),
+    "flat": (with_weight("a.weight", lambda t: t.flatten()), r"\[32\], expected float32 \[8, 4\]"),
+    "dtype": (with_weight("b.bias", lambda t: t.half()), r"b.bias is float16 \[4\], expected float32 \[4\]"),
+    "strides": (with_weight("a.weight", lambda t: t.T.contiguous().T), "a.weight must be contiguous and on cpu"),
+    "device": (with_weight("a.weight", lambda t: t.to("meta")), "a.weight must be contiguous and on cpu"),
+}
+
+
+@pytest.mark.parametrize(("weights", "message"), UNFIT_WEIGHTS.values(), ids=UNFIT_WEIGHTS)
+def test_refuses_weights_that_do_not_fit(engine_bytes: bytes, weights: Weights, message: str) -> None:
     with pytest.raises(EngineError, match=f"{message}.*`preheat build`, `preheat publish`"):
-        open_engine(package, weights)
+        open_engine(engine_bytes, weights)
 
 
-DAMAGED_MAPS = {
+DAMAGED_CONSTANT_MAPS = {
     "not JSON": b"\0",
     "a list": b"[]",
     "an entry without a dtype": b'{"a.weight": {"tensor": "a.weight", "shape": [8, 4]}}',
@@ -122,43 +127,49 @@ DAMAGED_MAPS = {
 }
 
 
-@pytest.mark.parametrize("constants", DAMAGED_MAPS.values(), ids=DAMAGED_MAPS)
-def test_refuses_a_damaged_map_of_constants(package: bytes, constants: bytes) -> None:
+@pytest.mark.parametrize("constant_map", DAMAGED_CONSTANT_MAPS.values(), ids=DAMAGED_CONSTANT_MAPS)
+def test_refuses_a_damaged_constant_map(engine_bytes: bytes, constant_map: bytes) -> None:
     with pytest.raises(EngineError, match="unet engine cannot be opened: .* damaged at .*`preheat build`"):
-        open_engine(package, constants=constants)
+        open_engine(engine_bytes, constant_map=constant_map)
 
 
-def test_refuses_a_map_of_other_constants(package: bytes) -> None:
-    """With a constant too few, the first call would be a segmentation fault."""
+def test_refuses_a_map_of_other_constants(engine_bytes: bytes) -> None:
+    """If a constant were missing, the first call would end the process with a segmentation fault."""
     entries: dict[str, Any] = json.loads(releases.toy_constants())
-    for wrong in (
+    for other_entries in (
         {name: entry for name, entry in entries.items() if name != "b.bias"},
         entries | {"c": entries["b.bias"]},
         {},
     ):
         with pytest.raises(EngineError, match="constant map disagree.*`preheat build`"):
-            open_engine(package, constants=json.dumps(wrong).encode())
+            open_engine(engine_bytes, constant_map=json.dumps(other_entries).encode())
 
 
-def test_refuses_bytes_that_are_not_an_engine(package: bytes) -> None:
-    for data in (b"", b"this is not an engine", package[: len(package) // 2], package[:-1000], package[1000:]):
+def test_refuses_bytes_that_are_not_an_engine(engine_bytes: bytes) -> None:
+    for data in (
+        b"",
+        b"this is not an engine",
+        engine_bytes[: len(engine_bytes) // 2],
+        engine_bytes[:-1000],
+        engine_bytes[1000:],
+    ):
         with pytest.raises(EngineError, match="unet engine cannot be opened .*`preheat build`") as caught:
             open_engine(data)
         assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
-def test_refuses_another_number_of_inputs(package: bytes) -> None:
-    """The native code would end the process."""
+def test_refuses_another_number_of_inputs(engine_bytes: bytes) -> None:
+    """If the engine were called with another number of inputs, its native code would end the process."""
     two_inputs = SIGNATURE.inputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
-    with pytest.raises(EngineError, match="unet engine takes 1 tensors and its record names 2.*`preheat build`"):
-        open_engine(package, signature=Signature(inputs=two_inputs, outputs=SIGNATURE.outputs))
+    with pytest.raises(EngineError, match="unet engine .* number of inputs: 1 and 2.*`preheat build`"):
+        open_engine(engine_bytes, signature=Signature(inputs=two_inputs, outputs=SIGNATURE.outputs))
 
 
-def test_names_the_component_whose_code_fails(package: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_the_component_whose_code_fails(engine_bytes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("failed; standard error has the reason\nwith a trace")
 
-    engine = open_engine(package)
+    engine = open_engine(engine_bytes)
     monkeypatch.setattr(Container, "run", fail)
     with pytest.raises(EngineError, match="unet engine failed .failed; standard error has the reason.. Its code"):
         engine.run({"x": latents()})
@@ -168,26 +179,26 @@ OUTPUT = SIGNATURE.outputs[0]
 OTHER_OUTPUTS: dict[str, tuple[tuple[TensorSpec, ...], str]] = {
     "two": (
         (OUTPUT, TensorSpec(name="z", dtype="float32", shape=("rows",))),
-        "1 tensors and its record names 2",
+        "disagree on the number of outputs: 1 and 2",
     ),
-    "dtype": ((OUTPUT.model_copy(update={"dtype": "float16"}),), "as float32 .* record states float16"),
+    "dtype": ((OUTPUT.model_copy(update={"dtype": "float16"}),), "as float32 .* manifest entry states float16"),
     "channels": (
         (OUTPUT.model_copy(update={"shape": ("rows", 3, "height/8", "width/8")}),),
-        r"\[2, 4, 8, 12\], and its record states float32 \[2, 3, 8, 12\]",
+        r"\[2, 4, 8, 12\], and its manifest entry states float32 \[2, 3, 8, 12\]",
     ),
     "dimensions": (
         (OUTPUT.model_copy(update={"shape": ("rows", 4)}),),
-        r"\[2, 4, 8, 12\], and its record states float32 \[2, 4\]",
+        r"\[2, 4, 8, 12\], and its manifest entry states float32 \[2, 4\]",
     ),
 }
 
 
 @pytest.mark.parametrize(("outputs", "message"), OTHER_OUTPUTS.values(), ids=OTHER_OUTPUTS)
-def test_refuses_outputs_that_contradict_the_record(
-    package: bytes, outputs: tuple[TensorSpec, ...], message: str
+def test_refuses_outputs_that_contradict_the_manifest(
+    engine_bytes: bytes, outputs: tuple[TensorSpec, ...], message: str
 ) -> None:
-    engine = open_engine(package, signature=Signature(inputs=SIGNATURE.inputs, outputs=outputs))
-    with pytest.raises(EngineError, match=f"unet engine returns .*{message}.*`preheat build`"):
+    engine = open_engine(engine_bytes, signature=Signature(inputs=SIGNATURE.inputs, outputs=outputs))
+    with pytest.raises(EngineError, match=f"unet engine .*{message}.*`preheat build`"):
         engine.run({"x": latents()})
 
 
@@ -195,7 +206,10 @@ def test_refuses_outputs_that_contradict_the_record(
 
 
 class BucketedEngine(EagerEngine):
-    """An eager engine with a bucket. Like a compiled one, it takes no other batch and size. It records its batches."""
+    """An eager engine with a bucket. It refuses other batches and sizes, as a compiled engine does.
+
+    `batches`: the batch of each call.
+    """
 
     def __init__(self, batch: Span, side: int | None = None, signature: Signature = SIGNATURE) -> None:
         super().__init__("unet", Toy(0), signature)
@@ -225,14 +239,14 @@ def static_engines(*batches: int) -> list[BucketedEngine]:
         (20, {1: [], 2: [], 8: [8, 8, 8]}),
     ],
 )
-def test_batch_runs_in_the_smallest_bucket_that_holds_it(batch: int, calls: dict[int, list[int]]) -> None:
+def test_uses_the_smallest_sufficient_bucket(batch: int, calls: dict[int, list[int]]) -> None:
     engines = static_engines(8, 1, 2)
     x = latents(batch, 64, 64)
     torch.testing.assert_close(EngineSet(engines).run({"x": x}, 64, 64)["y"], Toy(0)(x)[0])
     assert {engine.bucket.batch.max: engine.batches for engine in engines} == calls
 
 
-def test_batch_is_padded_to_a_multiple() -> None:
+def test_pads_a_batch_to_a_multiple() -> None:
     engine = BucketedEngine(Span(min=2, max=6, multiple=2))
     for batch, calls in ((1, [2]), (3, [4]), (6, [6]), (7, [6, 2])):
         engine.batches.clear()
@@ -241,7 +255,7 @@ def test_batch_is_padded_to_a_multiple() -> None:
         assert engine.batches == calls
 
 
-def test_engine_of_the_size_runs() -> None:
+def test_uses_the_engine_of_the_size() -> None:
     small, large = BucketedEngine(Span(min=1, max=4), 64), BucketedEngine(Span(min=1, max=2), 128)
     engines = EngineSet([small, large])
     engines.run({"x": latents(2, 128, 128)}, 128, 128)
@@ -251,7 +265,7 @@ def test_engine_of_the_size_runs() -> None:
 
 
 def test_refuses_inputs_of_unequal_batches() -> None:
-    """Split into calls, the longer one would lose its last entries."""
+    """A batch of 4 is split into two calls of 2. The last two entries of an input of batch 6 would be lost."""
     two_inputs = SIGNATURE.inputs + (TensorSpec(name="t", dtype="float32", shape=("rows",)),)
     signature = Signature(inputs=two_inputs, outputs=SIGNATURE.outputs)
     engines = EngineSet([BucketedEngine(Span(min=1, max=2), signature=signature)])
@@ -267,14 +281,15 @@ def test_refuses_an_empty_batch_and_missing_inputs() -> None:
         engines.run({}, 64, 64)
 
 
-def test_variants_serve_only_their_cfg_layout() -> None:
-    [one, two], [both] = static_engines(1, 2), static_engines(2)
-    engines = EngineSet([two, one], {"both": [both]})
-    assert engines.of_size(64, 64) == engines.serving(64, 64) == [one, two]
+def test_keeps_variants_apart_from_other_engines() -> None:
+    """A variant serves one layout of the halves of classifier-free guidance ("both"), the other engines any layout."""
+    [batch_1, batch_2], [both] = static_engines(1, 2), static_engines(2)
+    engines = EngineSet([batch_2, batch_1], {"both": [both]})
+    assert engines.of_size(64, 64) == engines.serving(64, 64) == [batch_1, batch_2]
     assert engines.of_size(64, 64, "both") == [both] and engines.of_size(64, 64, "uncond") == []
     assert engines.of_size(1024, 64, "both") == []
     engines.run({"x": latents(2, 64, 64)}, 64, 64)
-    assert (two.batches, both.batches) == ([2], [])
+    assert (batch_2.batches, both.batches) == ([2], [])
 
 
 def test_refuses_a_set_of_engines_with_different_inputs() -> None:

@@ -62,18 +62,19 @@ def bind_outputs(
 ) -> dict[str, torch.Tensor]:
     """Return an engine's outputs by name. They are in the order of the signature, and `sizes` is from `bind_shapes`.
 
-    Raises EngineError for a wrong number, dtype or shape: the code does not match its record.
+    Raises EngineError for a wrong number, dtype or shape: the code does not match its manifest entry.
     """
     if len(outputs) != len(signature.outputs):
         raise EngineError(
-            f"The {component} engine returns {len(outputs)} tensors and its record names {len(signature.outputs)}."
+            f"The {component} engine and its manifest entry disagree on the number of outputs: {len(outputs)} and "
+            f"{len(signature.outputs)}."
         )
     for spec, tensor in zip(signature.outputs, outputs, strict=True):
         expected = output_shape(spec, sizes)
         if tensor.dtype != DTYPES[spec.dtype] or tuple(tensor.shape) != expected:
             raise EngineError(
                 f"The {component} engine returns {spec.name} as {dtype_name(tensor.dtype)} {list(tensor.shape)}, and "
-                f"its record states {spec.dtype} {list(expected)}."
+                f"its manifest entry states {spec.dtype} {list(expected)}."
             )
     return {spec.name: tensor for spec, tensor in zip(signature.outputs, outputs, strict=True)}
 

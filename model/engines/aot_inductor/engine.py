@@ -50,8 +50,8 @@ class AotInductorEngine:
                 raise EngineError(f"The {component} engine and its constant map disagree.")
             if isinstance(code, Container) and code.input_count != len(signature.inputs):
                 raise EngineError(
-                    f"The {component} engine takes {code.input_count} tensors and its record names "
-                    f"{len(signature.inputs)}."
+                    f"The {component} engine and its manifest entry disagree on the number of inputs: "
+                    f"{code.input_count} and {len(signature.inputs)}."
                 )
             # A call before constants are loaded, or with some missing, would be a segmentation fault.
             code.load_constants(mapped)
