@@ -71,13 +71,13 @@ def wait_seconds(answer: httpx.Response, attempt: int) -> float:
 
 
 def describe_refusal(answer: httpx.Response) -> str:
-    """Return the status, the server's message and a remedy."""
+    """Return the status, the server's message as a sentence, and a remedy."""
     try:
         body = answer.json()
         reason = " ".join(str(body["error"]).split())
     except (ValueError, KeyError, TypeError):
         body, reason = {}, answer.text.strip()[:300] or "no reason given"
-    text = f"{answer.status_code}: {reason}"
+    text = f"{answer.status_code}: {reason.rstrip('.')}."
     if answer.status_code == 400:
         # The answer has the key `field` if the deployment refuses a value. Otherwise the message names the field.
         text += f" Change the field {body['field']}." if "field" in body else " Change the request."

@@ -57,13 +57,13 @@ def read_events(url: str, request: dict[str, Any], timeout: float) -> Iterator[d
 
 
 def describe_refusal(answer: httpx.Response) -> str:
-    """Return the status, the server's message and the seconds to wait before another attempt."""
+    """Return the status, the server's message as a sentence, and the seconds to wait before another attempt."""
     try:
         reason = " ".join(str(answer.json()["error"]).split())
     except (ValueError, KeyError, TypeError):
         reason = answer.text.strip()[:300] or "no reason given"
     seconds = answer.headers.get("Retry-After")
-    return f"{answer.status_code}: {reason}" + (f" Try again after {seconds} s." if seconds else "")
+    return f"{answer.status_code}: {reason.rstrip('.')}." + (f" Try again after {seconds} s." if seconds else "")
 
 
 def generate(request: dict[str, Any], out: Path, url: str, timeout: float, show: bool) -> list[Path]:
