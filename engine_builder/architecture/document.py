@@ -1,4 +1,4 @@
-"""Write docs/architecture.md: the walks of a request and of a load, traced with a real release.
+"""Write docs/architecture.md: the functions that a request and a load run, traced with a real release.
 
 `python -m engine_builder.architecture.document STORE RELEASE [--out FILE]`
 """
@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -30,23 +30,25 @@ from model.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
-SETTLE_SECONDS = 0.5  # the scheduler then waits for the next request
-_THREADS = {
+SETTLE_SECONDS = 0.5  # enough for all threads to finish the work of a load or request
+_THREADS = {  # the beginning of a thread's name -> its title
     "MainThread": "Main thread (the server's event loop)",
     "preheat-worker": "Scheduler",
     "preheat-encode": "Output workers",
 }
 _INTRODUCTION = """# Architecture
 
-Two walks lead through `model/`: a request, from `Model.predict` to the response, and a load, `Model.load`. A tool
-writes this page. It traces both walks with the tiny model on a CPU:
+This page lists the functions of `model/` that a request runs, from `Model.predict` to the response, and those that a
+load runs, `Model.load`. A tool writes the page from traces of the tiny model on a CPU:
 
     python -m engine_builder.architecture.document STORE RELEASE
 
-A numbered function is called from another module. Below it are the functions of its own module that it calls. A
-function is listed once, at its first call; (step) marks those that run in every denoising step. Nested functions are
-part of their outer function. Properties are left out. The diagrams show the modules that call other modules. Calls back
-into a calling module have no arrow. Arrows are numbered in the order of first calls, one thread after the other.
+A numbered function is called from another module. The line below names the functions of the same module that it leads
+to. A function is listed once, at its first call. "(step)" marks the functions that run in every denoising step. Nested
+functions are part of their outer function. Properties are left out.
+
+The diagrams show the modules that call other modules. If two modules call each other, only the first call has an arrow.
+Arrows are numbered in the order of first calls, one thread after the other.
 
 Stages, components and their facts are data: [model/pipeline/stages.py](../model/pipeline/stages.py) has the stages,
 [model/pipeline/spec.py](../model/pipeline/spec.py) the components. To add a feature, add a component, a stage or both;
@@ -54,27 +56,30 @@ Stages, components and their facts are data: [model/pipeline/stages.py](../model
 """
 _REQUEST = f"""## A request
 
-One guided image of the native size in {STEPS} steps. Caches are filled by an earlier request with another prompt and
-seed.
+One guided image of the native size in {STEPS} steps. An earlier request with another prompt and seed has filled the
+caches.
 """
 _REFINED = """### With the refiner
 
-With the refiner the same request also runs these functions. A function above is repeated if it calls one of them.
+With the refiner the same request also runs these functions. A function from the list above is repeated if it leads to
+a new function of its module.
 """
 _LOAD = """## A load
 
-The release is in a local store. The warm-up generates an image. So a function of the request is repeated only if it
-calls further functions. Threads that read ahead and hash files are not traced, because their order varies.
+The release is in a local store. The warm-up generates an image, so a load also runs the functions of a request. These
+are repeated only if they lead to a new function of their module. Threads that read ahead and hash files are not traced,
+because their order varies.
 """
 _PROMISES = """## Promises and their tests
 
-Each promise of the [README](../README.md) has tests that fail when it is broken: first what Preheat can do, then what
-is checked. [engine_builder/architecture/promises.py](../engine_builder/architecture/promises.py) has the lists.
+Each promise of the [README](../README.md) has tests that fail when the promise is broken. The first list has the things
+that Preheat can do, the second its checks.
+[engine_builder/architecture/promises.py](../engine_builder/architecture/promises.py) has both lists.
 """
 
 
-def trace(store: str, release: str) -> tuple[Recording, Recording, Recording]:
-    """Load a release and answer requests. Returns the walks of a load, a request and a request with the refiner."""
+def record_runs(store: str, release: str) -> tuple[Recording, Recording, Recording]:
+    """Load a release and answer requests. Returns recordings of a load, a request, and a request with the refiner."""
     tracer = Tracer(ROOT / "model", _THREADS)
     tracer.install()
     model = Model(config={"model_metadata": {"preheat": {"store": store, "release": release}}})
@@ -93,75 +98,85 @@ def trace(store: str, release: str) -> tuple[Recording, Recording, Recording]:
 
     async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Recording:
         request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, use_refiner=use_refiner)
-        with tracer.recording() as walk:
+        with tracer.recording() as recording:
             await answer(request)
-        return walk
+        return recording
 
-    async def record_all() -> list[Recording]:
-        walks = []
+    async def record_requests() -> list[Recording]:
+        recordings = []
         for use_refiner in (False, True):
             await record("a red circle", 1, STEPS, use_refiner)  # fills caches
-            walk = await record("a blue square", 2, STEPS, use_refiner)
-            mark_steps(walk, await record("a blue square", 2, 2 * STEPS, use_refiner), STEPS)
-            walks.append(walk)
-        return walks
+            recording = await record("a blue square", 2, STEPS, use_refiner)
+            longer_recording = await record("a blue square", 2, 2 * STEPS, use_refiner)
+            mark_steps(recording, longer_recording, additional_steps=STEPS)
+            recordings.append(recording)
+        return recordings
 
-    request, refined = asyncio.run(record_all())
-    return load, request, refined
+    request, refined_request = asyncio.run(record_requests())
+    return load, request, refined_request
 
 
-def document(load: Recording, request: Recording, refined: Recording) -> str:
+def render_page(load: Recording, request: Recording, refined_request: Recording) -> str:
     """Return the text of the page."""
-    added, loading = subtract(refined, request), subtract(load, request)
+    only_refined, only_load = subtract(refined_request, request), subtract(load, request)
     parts = [
-        _INTRODUCTION, _REQUEST, diagram(request), "", *listing(request),
-        _REFINED, *listing(added, refined), _LOAD, diagram(loading), "", *listing(loading, load),
+        _INTRODUCTION, _REQUEST, draw_diagram(request), "", *list_functions(request),
+        _REFINED, *list_functions(only_refined, refined_request),
+        _LOAD, draw_diagram(only_load), "", *list_functions(only_load, load),
         _PROMISES, *list_promises(CAPABILITIES), "", *list_promises(CHECKS),
     ]  # fmt: skip
     return "\n".join(parts).rstrip() + "\n"
 
 
-def listing(walk: Recording, whole: Recording | None = None) -> list[str]:
-    """Return the lines of a numbered list for each thread. `whole`: the walk that contains `walk`."""
+def list_functions(recording: Recording, complete: Recording | None = None) -> list[str]:
+    """Return the lines of a numbered list for each thread, and the numbers of functions.
 
-    def mark(function: Function) -> str:
+    `complete`: if `recording` is a part of another recording, that one, whose numbers are added.
+    """
+
+    def step_mark(function: Function) -> str:
         return " (step)" if function.in_each_step else ""
 
-    helpers_of: dict[FunctionId, list[Function]] = {}
-    for function in walk.functions.values():
-        helpers_of.setdefault(path_to_entry(function, walk)[-1].id, []).append(function)
+    functions_by_entry: dict[FunctionId, list[Function]] = {}
+    for function in recording.functions.values():
+        functions_by_entry.setdefault(path_to_entry(function, recording)[-1].id, []).append(function)
     lines, number = [], 0
     for thread, title in _THREADS.items():
-        in_thread = [function for function in walk.functions.values() if function.thread.startswith(thread)]
-        entered = [function for function in in_thread if function.is_entry]
-        lines += [f"**{title}**", ""] if entered else []
-        for function in entered:
+        in_thread = [function for function in recording.functions.values() if function.thread.startswith(thread)]
+        entries = [function for function in in_thread if function.is_entry]
+        if not entries:
+            continue
+        lines += [f"**{title}**", ""]
+        for entry in entries:
             number += 1
-            lines.append(f"{number}. `{function.module}.py` **{_name(function)}**{mark(function)}{_summary(function)}")
-            helpers = [other for other in helpers_of.get(function.id, []) if other is not function]
-            lines += [f"    - {', '.join(f'`{_name(other)}`{mark(other)}' for other in helpers)}"] if helpers else []
-        lines += [""] if entered else []
-    lines.append(f"{number} functions called from another module, {len(walk.functions)} in all.")
-    if whole is not None:
-        entered = [function for function in whole.functions.values() if function.is_entry]
-        lines.append(f"The whole walk: {len(entered)} and {len(whole.functions)}.")
+            lines.append(f"{number}. `{entry.module}.py` **{_name(entry)}**{step_mark(entry)}{_summary(entry)}")
+            helpers = [function for function in functions_by_entry.get(entry.id, []) if function is not entry]
+            if helpers:
+                lines.append(f"    - {', '.join(f'`{_name(helper)}`{step_mark(helper)}' for helper in helpers)}")
+        lines.append("")
+    lines.append(f"{number} functions called from another module, {len(recording.functions)} in all.")
+    if complete is not None:
+        entry_count = sum(function.is_entry for function in complete.functions.values())
+        lines.append(
+            f"With the functions listed before that run again: {entry_count} called from another module, "
+            f"{len(complete.functions)} in all."
+        )
     return [*lines, ""]
 
 
-def diagram(walk: Recording) -> str:
+def draw_diagram(recording: Recording) -> str:
     """Return a Mermaid flowchart of the modules that call other modules."""
-    order = list(_THREADS)
 
-    def position(function: Function) -> int:
-        return next(index for index, thread in enumerate(order) if function.thread.startswith(thread))
+    def thread_index(function: Function) -> int:
+        return next(index for index, thread in enumerate(_THREADS) if function.thread.startswith(thread))
 
-    calls = sorted(walk.calls, key=lambda call: position(walk.functions[call[0]]))
+    calls = sorted(recording.calls, key=lambda call: thread_index(recording.functions[call[0]]))
     pairs: dict[tuple[str, str], None] = {}
     for (source, _), (target, _) in calls:
         if source != target and (target, source) not in pairs:
             pairs[source, target] = None
-    inner = {source for source, _ in pairs}
-    arrows = [(source, target) for source, target in pairs if target in inner]
+    callers = {source for source, _ in pairs}
+    arrows = [(source, target) for source, target in pairs if target in callers]
     folders: dict[str, list[str]] = {}
     for module in dict.fromkeys(module for arrow in arrows for module in arrow):
         folders.setdefault(_folder(module), []).append(module)
@@ -183,10 +198,10 @@ def _name(function: Function) -> str:
 
 def _summary(function: Function) -> str:
     """Return the first sentence of the function's docstring, after a colon."""
-    documented = importlib.import_module(f"model.{function.module.replace('/', '.')}")
+    value = importlib.import_module(f"model.{function.module.replace('/', '.')}")
     for part in _name(function).split("."):
-        documented = getattr(documented, part)
-    sentence = " ".join((documented.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+        value = getattr(value, part)
+    sentence = " ".join((value.__doc__ or "").split()).partition(". ")[0].rstrip(".")
     return f": {sentence}" if sentence else ""
 
 
@@ -198,14 +213,15 @@ def _node(module: str) -> str:
     return module.replace("/", "_")
 
 
-def main(command_line: Iterable[str]) -> None:
+def main(command_line: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store")
     parser.add_argument("release")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "architecture.md")
-    arguments = parser.parse_args([*command_line])
+    arguments = parser.parse_args(command_line)
     logging.disable(logging.INFO)
-    arguments.out.write_text(document(*trace(arguments.store, arguments.release)))
+    load, request, refined_request = record_runs(arguments.store, arguments.release)
+    arguments.out.write_text(render_page(load, request, refined_request), encoding="utf-8")
     print(f"wrote {arguments.out}", flush=True)
     os._exit(0)  # without waiting for the model's threads
 
