@@ -101,7 +101,7 @@ def build(
     report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
     facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
     schedulers = read_noise_schedules(plan.base, plan.refiner)
-    sizes = {(height, width) for _, height, width in plan.sizes}
+    sizes = {(size.height, size.width) for size in plan.sizes}
     real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.target.device, sizes)
 
     # 4. Build and check the engines.

@@ -1,8 +1,9 @@
-"""The plan of a build: the model, the target, precisions and buckets."""
+"""The plan of a build: model, target, precisions and sizes, and the engines that follow from them."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.tensorrt.options import PlanOptions
@@ -17,10 +18,16 @@ from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
 
+_TEXT_BATCHES = (1, 2)  # of a GPU's text networks: the prompt, or the prompt and the negative prompt
 _TIMESTEPS_PER_CALL = 32  # batch of a GPU's time network; a request with more steps takes several calls
 
-Size = tuple[int, int, int]
-"""Batch, height and width in pixels."""
+
+class Size(NamedTuple):
+    """A batch of the UNet, and the height and width of its images in pixels."""
+
+    batch: int
+    height: int
+    width: int
 
 
 class SizesRefused(PreheatError):
@@ -30,22 +37,23 @@ class SizesRefused(PreheatError):
 def default_sizes(base: Checkpoint, target: Target) -> tuple[Size, ...]:
     """Return the sizes of a build without explicit sizes.
 
-    On a GPU: one image of the model's native size, without and with guidance. On a CPU: empty, because its engines are
-    dynamic.
+    A GPU gets one image of the model's native size, without and with guidance. A CPU gets no sizes, because its engines
+    are dynamic.
     """
     if target.device != "cuda":
         return ()
     facts = read_model_facts(base, None)
-    return tuple((batch, facts.native_height, facts.native_width) for batch in (1, 2))
+    return tuple(Size(batch, facts.native_height, facts.native_width) for batch in (1, 2))
 
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """The model and its refiner, and the target, precisions and buckets to build them for.
+    """The model and its refiner, and the target, precisions and sizes to build them for.
 
-    `sizes`: one engine is compiled for each size and component; without sizes engines are dynamic (CPU). `tensorrt`:
-    options of TensorRT engines, whose target differs from AOTInductor's; None: AOTInductor engines. `vae_precision`
-    None: see `precision_of`.
+    sizes: the UNet gets an engine for each. Other components get engines for the same images (`buckets_of`). Without
+        sizes, engines are dynamic (CPU).
+    tensorrt: options of TensorRT engines, whose target differs from AOTInductor's. None: AOTInductor engines.
+    vae_precision: replaces the VAE's default precision (`precision_of`).
     """
 
     model: str
@@ -60,31 +68,35 @@ class BuildPlan:
     @property
     def components(self) -> tuple[str, ...]:
         """The components to build, each followed by its variants that have sizes."""
-        sizes = self.variant_sizes
+        variant_sizes = self.variant_sizes
         return tuple(
             name
             for spec in components_of(model_parts(self.refiner is not None))
-            for name in (spec.name, *(variant.name for variant in spec.variants if sizes.get(variant.cfg)))
+            for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
 
     @property
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
-        """The sizes of the UNet's variants for guidance against zeros; empty if none are built.
+        """The sizes of the UNet's variants for images guided against zeros. Empty if no variant is built.
 
-        If batches of one and two are built, one image runs its halves concurrently: UNet and unconditional UNet. Other
-        even batches run both halves in one call. Only CUDA graphs use variants, so CPU builds leave them out. TensorRT
-        builds leave them out because each plan holds a copy of the weights.
+        "uncond": a single guided image runs its two halves concurrently, on the UNet of batch 1 and on this variant. So
+        the variant is built where the sizes have batches 1 and 2. "both": the variant runs both halves in one call. It
+        is built for all other even batches.
+
+        Only CUDA graphs use variants, so CPU builds leave them out. TensorRT builds leave them out because each plan
+        holds a copy of the weights.
         """
         if self.target.device != "cuda" or self.tensorrt:
             return {}
-        if not read_model_facts(self.base, None).force_zeros_for_empty_prompt:
+        if not read_model_facts(self.base, refiner=None).force_zeros_for_empty_prompt:
             return {}
-        single = tuple(size for size in self.sizes if size[0] == 1 and (2, *size[1:]) in self.sizes)
-        even = (size for size in self.sizes if size[0] % 2 == 0)
-        return {
-            "uncond": single,
-            "both": tuple(size for size in even if size[0] > 2 or (1, *size[1:]) not in single),
-        }
+        uncond_sizes = tuple(size for size in self.sizes if size.batch == 1 and size._replace(batch=2) in self.sizes)
+        both_sizes = tuple(
+            size
+            for size in self.sizes
+            if size.batch % 2 == 0 and not (size.batch == 2 and size._replace(batch=1) in uncond_sizes)
+        )
+        return {"uncond": uncond_sizes, "both": both_sizes}
 
     def checkpoint_of(self, component: str) -> Checkpoint:
         """Return the checkpoint that a component is read from."""
@@ -113,56 +125,64 @@ class BuildPlan:
     def buckets_of(self, network: Network) -> list[Bucket]:
         """Return the buckets that one component is compiled for.
 
-        The batch is one or two texts, up to 32 timesteps, the planned batches of a UNet, or one image.
+        With sizes the batch is 1 or 2 texts, 32 timesteps, 1 image, or the batch of each size for a UNet. Without sizes
+        there is one dynamic bucket.
         """
         spec, variant = find_component(network.component)
         if not self.sizes:
             if spec.batch_unit == "timestep":
-                return [compiler.dynamic_bucket(None, MAX_STEPS)]
+                return [compiler.dynamic_bucket(multiple=None, max_batch=MAX_STEPS)]
             return [compiler.dynamic_bucket(network.multiple)]
-        sizes: Iterable[tuple[int, int | None, int | None]]
+        shapes: Iterable[tuple[int, int | None, int | None]]
         match spec.batch_unit:
             case "text":
-                sizes = ((batch, None, None) for batch in (1, 2))
+                shapes = ((batch, None, None) for batch in _TEXT_BATCHES)
             case "timestep":
-                sizes = [(_TIMESTEPS_PER_CALL, None, None)]
+                shapes = [(_TIMESTEPS_PER_CALL, None, None)]
             case "image":
-                sizes = dict.fromkeys((1, height, width) for _, height, width in self.sizes)
+                shapes = dict.fromkeys(size._replace(batch=1) for size in self.sizes)
             case "cfg_half":
-                sizes = self.variant_sizes[variant.cfg] if variant else self.sizes
-        return [compiler.static_bucket(*size) for size in sizes]
+                shapes = self.variant_sizes[variant.cfg] if variant else self.sizes
+        return [compiler.static_bucket(batch, height, width) for batch, height, width in shapes]
 
     @property
     def draft_name(self) -> str:
-        """The name of the draft's record."""
+        """The name of the draft's record in the store.
+
+        A build with other sizes or another `vae_precision` replaces the draft: a release has one draft for each target
+        and precision.
+        """
         return f"{self.model}.{self.target.key}.{self.precision.name}"
 
     def check_sizes(self) -> None:
         """Raise SizesRefused for sizes that would fail after compiling, or when the release is loaded."""
-        checkpoints = [self.base] + ([self.refiner] if self.refiner else [])
-        step = math.lcm(*(checkpoint.size_step() for checkpoint in checkpoints))
-        for batch, height, width in self.sizes:
-            valid = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (height, width))
-            if batch < 1 or not valid:
+        checkpoints = [self.base] if self.refiner is None else [self.base, self.refiner]
+        multiple = math.lcm(*(checkpoint.size_step() for checkpoint in checkpoints))
+        for size in self.sizes:
+            sides = (size.height, size.width)
+            are_possible = all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % multiple == 0 for side in sides)
+            if size.batch < 1 or not are_possible:
                 raise SizesRefused(
-                    f"{width}x{height}@{batch} is not a possible size.",
-                    f"Give sides that are multiples of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}, and a batch of "
-                    "at least one.",
+                    f"{size.width}x{size.height}@{size.batch} is not a possible size.",
+                    f"Give sides that are multiples of {multiple} from {SMALLEST_SIDE} to {LARGEST_SIDE}, and a batch "
+                    "of at least one.",
                 )
-        facts = read_model_facts(self.base, None)
+        facts = read_model_facts(self.base, refiner=None)
         height, width = facts.native_height, facts.native_width
         default = f"{self.model} generates {width}x{height} by default"
         if not self.sizes and max(height, width) > compiler.LARGEST_DYNAMIC_SIDE:
+            side = compiler.LARGEST_DYNAMIC_SIDE
             raise SizesRefused(
-                f"{default}, and engines for a CPU take sides up to {compiler.LARGEST_DYNAMIC_SIDE}.",
-                f"Set a smaller default: {self._default_size_entry(1024, 1024)}.",
+                f"{default}, and engines for a CPU take sides up to {side}.",
+                f"Set a smaller default: {self._default_size_entry(side, side)}.",
             )
-        if self.sizes and (height, width) not in [size[1:] for size in self.sizes]:
-            _, other_height, other_width = self.sizes[0]
+        if self.sizes and not any((size.height, size.width) == (height, width) for size in self.sizes):
+            first = self.sizes[0]
             raise SizesRefused(
                 f"{default}, and that size is not built.",
-                f"Add {width}x{height}, or set another default: {self._default_size_entry(other_width, other_height)}.",
+                f"Add {width}x{height}, or set another default: {self._default_size_entry(first.width, first.height)}.",
             )
 
     def _default_size_entry(self, width: int, height: int) -> str:
+        """Return the entry of the model's defaults.json that sets its default size, and the file's path."""
         return f'{{"width": {width}, "height": {height}}} in {self.base.root}/defaults.json'

@@ -140,7 +140,7 @@ def parse_plan(
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.backends.tensorrt.options import parse_options, plan_target
-        from engine_builder.building.build_plan import BuildPlan, default_sizes
+        from engine_builder.building.build_plan import BuildPlan, Size, default_sizes
         from engine_builder.checkpoints.find import find_checkpoints
 
     options, target = None, build_target()
@@ -150,7 +150,7 @@ def parse_plan(
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
-    buckets = tuple(dict.fromkeys(parse_bucket(text) for text in sizes))
+    explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
     base, refiner_checkpoint = find_checkpoints(model, refiner)
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
@@ -158,7 +158,7 @@ def parse_plan(
         refiner=refiner_checkpoint if with_refiner else None,
         target=target,
         precision=unet_precision,
-        sizes=buckets or default_sizes(base, target),
+        sizes=explicit_sizes or default_sizes(base, target),
         tensorrt=options,
         vae_precision=vae,
     )

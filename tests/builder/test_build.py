@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.engines import BuiltEngine
 from engine_builder.building.build import build, fingerprint
-from engine_builder.building.build_plan import BuildPlan, SizesRefused, default_sizes
+from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused, default_sizes
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.commands.build import bucket_label, parse_plan, run_build
@@ -372,22 +372,23 @@ def test_dynamic_draft_is_not_current_for_a_static_plan(store_copy: WritableStor
     """The dynamic bucket begins at 64 x 64, the size of the plan."""
     build(toy_plan, store_copy, stop_build)
     with pytest.raises(BuildStarted):
-        build(replace(toy_plan, sizes=((1, 64, 64),)), store_copy, stop_build)
+        build(replace(toy_plan, sizes=(Size(1, 64, 64),)), store_copy, stop_build)
 
 
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (((1, 64, 64), (1, 64, 66)), "66x64@1 is not a possible size. Give sides that are multiples of 4 from 64 to"),
-        (((0, 64, 64),), "64x64@0 is not"),
-        (((1, 64, 64), (1, 60, 64)), "64x60@1 is not"),
-        (((1, 64, 64), (1, 64, 4100)), "4100x64@1 is not"),
-        (((2, 96, 128),), 'generates 64x64 by default, and that size is not built. Add 64x64, or set another default: '
-         '{"width": 128, "height": 96} in '),
+        ((Size(1, 64, 64), Size(1, 64, 66)), "66x64@1 is not a possible size. Give sides that are multiples of 4 "
+         "from 64 to"),
+        ((Size(0, 64, 64),), "64x64@0 is not"),
+        ((Size(1, 64, 64), Size(1, 60, 64)), "64x60@1 is not"),
+        ((Size(1, 64, 64), Size(1, 64, 4100)), "4100x64@1 is not"),
+        ((Size(2, 96, 128),), "generates 64x64 by default, and that size is not built. Add 64x64, or set another "
+         'default: {"width": 128, "height": 96} in '),
     ],
 )  # fmt: skip
 def test_refuses_impossible_sizes_before_compiling(
-    sizes: tuple[tuple[int, int, int], ...], message: str, toy_plan: BuildPlan, store_copy: WritableStore
+    sizes: tuple[Size, ...], message: str, toy_plan: BuildPlan, store_copy: WritableStore
 ) -> None:
     with pytest.raises(SizesRefused, match=re.escape(message)):
         build(replace(toy_plan, sizes=sizes), store_copy, stop_build)
@@ -395,22 +396,20 @@ def test_refuses_impossible_sizes_before_compiling(
 
 def test_checks_sizes_against_refiner_and_defaults(toy_plan: BuildPlan, folder_copy: Path, plan_of: PlanOf) -> None:
     edit_json(folder_copy / "unet" / "config.json", block_out_channels=[8, 16, 16])  # another level: larger steps
-    plan = replace(toy_plan, sizes=((1, 64, 64), (1, 68, 64)))
+    plan = replace(toy_plan, sizes=(Size(1, 64, 64), Size(1, 68, 64)))
     plan.check_sizes()
     with pytest.raises(SizesRefused, match="multiples of 8"):
         replace(plan, refiner=Checkpoint(folder_copy)).check_sizes()
 
     (folder_copy / "defaults.json").write_text('{"width": 96, "height": 128}')
-    tall = replace(plan_of(folder_copy, "tall"), sizes=((2, 128, 96),))
+    tall = replace(plan_of(folder_copy, "tall"), sizes=(Size(2, 128, 96),))
     tall.check_sizes()
     with pytest.raises(SizesRefused, match="generates 96x128 by default"):
-        replace(tall, sizes=((2, 96, 128),)).check_sizes()
+        replace(tall, sizes=(Size(2, 96, 128),)).check_sizes()
 
 
-@pytest.mark.parametrize("device, sizes", [("cuda", ((1, 64, 64), (2, 64, 64))), ("cpu", ())])
-def test_default_sizes_depend_on_the_device(
-    device: str, sizes: tuple[tuple[int, int, int], ...], toy_plan: BuildPlan
-) -> None:
+@pytest.mark.parametrize("device, sizes", [("cuda", (Size(1, 64, 64), Size(2, 64, 64))), ("cpu", ())])
+def test_default_sizes_depend_on_the_device(device: str, sizes: tuple[Size, ...], toy_plan: BuildPlan) -> None:
     assert default_sizes(toy_plan.base, replace(toy_plan.target, device=device)) == sizes
 
 

@@ -18,7 +18,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key, example_inputs, static_bucket
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
 from engine_builder.networks import blocks, winograd
@@ -189,7 +189,7 @@ def test_unconditional_unet_does_not_read_the_text() -> None:
 
 def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target: Target) -> None:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
-    sizes = ((1, 512, 512), (2, 512, 512), (5, 512, 512), (8, 512, 768))
+    sizes = (Size(1, 512, 512), Size(2, 512, 512), Size(5, 512, 512), Size(8, 512, 768))
     plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
     names = (spec.UNET, spec.UNET_UNCONDITIONAL, spec.UNET_GUIDED)
     assert {*names} <= {*plan.components}
@@ -202,14 +202,15 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
     bucket = static_bucket(2, 512, 512)
     assert len({engine_key(one, gpu, bucket) for one in networks}) == 3
 
-    pair = replace(plan, sizes=((2, 512, 512), (1, 512, 768)))  # without an engine for the conditional half alone
+    # Without an engine for the conditional half alone.
+    pair = replace(plan, sizes=(Size(2, 512, 512), Size(1, 512, 768)))
     assert not {spec.UNET_UNCONDITIONAL} & {*pair.components}
     assert pair.buckets_of(guided) == [bucket]
 
     edit_json(folder_copy / "model_index.json", force_zeros_for_empty_prompt=False)
     for other in (
         replace(plan, target=target),  # its loop cannot use them
-        replace(plan, sizes=((1, 512, 512), (5, 512, 512))),
+        replace(plan, sizes=(Size(1, 512, 512), Size(5, 512, 512))),
         replace(plan, tensorrt=PlanOptions()),
         replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
     ):

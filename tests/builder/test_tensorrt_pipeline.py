@@ -19,7 +19,7 @@ from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import NotEnoughMemory
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
@@ -55,7 +55,7 @@ def gpu_memory() -> Iterator[dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def plan(toy_plan: BuildPlan) -> BuildPlan:
-    return replace(toy_plan, target=TARGET, precision=FP16, tensorrt=PlanOptions(), sizes=((2, 64, 64),))
+    return replace(toy_plan, target=TARGET, precision=FP16, tensorrt=PlanOptions(), sizes=(Size(2, 64, 64),))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,9 @@ def test_builds_share_the_timing_cache(built: tuple[WritableStore, Manifest], pl
 
 
 def test_buckets_are_profiles_of_one_plan(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:
-    draft = build(replace(plan, model="several", sizes=((1, 64, 64), (2, 64, 64), (2, 64, 96))), built[0]).draft
+    draft = build(
+        replace(plan, model="several", sizes=(Size(1, 64, 64), Size(2, 64, 64), Size(2, 64, 96))), built[0]
+    ).draft
     unets = [engine for engine in draft.engines if engine.component == "unet"]
     assert len(unets) == 3 and len({engine.blob for engine in unets}) == 1 and len({e.key for e in unets}) == 3
     assert [engine.tensorrt.profile for engine in unets if engine.tensorrt] == [0, 1, 2]

@@ -20,7 +20,7 @@ from engine_builder.backends.aot_inductor.compile import build_target, example_i
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
 from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
+from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.building.validate import tolerance
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
@@ -51,7 +51,7 @@ def _missing() -> str:
 
 pytestmark = [pytest.mark.tensorrt, pytest.mark.skipif(bool(_missing()), reason=_missing() or "-")]
 
-SIZES = ((2, 256, 256), (4, 256, 256))
+SIZES = (Size(2, 256, 256), Size(4, 256, 256))
 
 
 def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanOptions | None = None) -> BuildPlan:
