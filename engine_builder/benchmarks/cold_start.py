@@ -1,7 +1,8 @@
 """Measure cold starts: from the start of the real server's process to its first finished image.
 
-Each run is a process with its own cache folder. The first run is not counted, because later runs find its files in the
-page cache. A start from a bucket is compared with reading the same bytes without using them: the network's share.
+Each start is a process with its own cache folder. The first start from each store is not counted: it reads files from
+the disk, and later starts find these files in the page cache. `measure_read_seconds` reads the same bytes from the S3
+bucket without using them. This is the time that the network alone takes.
 """
 
 import importlib.util
@@ -27,112 +28,126 @@ from model.store.options import StoreOptions
 from model.store.s3 import split_url
 from model.store.s3_client import connect
 
-_CONCURRENT_PHASES = ("stream",)  # they overlap with other phases, so they are left out of the sum
-_CONNECTIONS = 16  # of `time_read`
+_CONCURRENT_PHASES = ("stream",)  # left out of the sum of the phases, because they overlap with other phases
+_READ_CONNECTIONS = 16  # of `measure_read_seconds`
 _TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Start:
-    """One cold start. Durations in seconds, unless stated."""
+class MeasuredStart:
+    """The times of one cold start and of its first request."""
 
-    first_image: float
+    first_image_seconds: float
     """From the process's start to its first finished image, as the server measured it."""
-    phases: dict[str, float]
-    """The parts of `first_image`, in order; "other" is the rest."""
-    ready: float
-    """From the process's start to the answer that it is ready, as the client measured it."""
-    stages: dict[str, float]
-    """Milliseconds of the first request, by stage."""
-    bytes: int
-    """Bytes fetched into the cache folder."""
+    phase_seconds: dict[str, float]
+    """The parts of `first_image_seconds`, in order. "other" is the rest."""
+    ready_seconds: float
+    """From the process's start to the answer that the server is ready, as the client measured it."""
+    stage_milliseconds: dict[str, float]
+    """The parts of the first request, in order."""
+    fetched_bytes: int
+    """The size of the cache folder after the first request."""
 
 
 @dataclass(frozen=True)
 class NamedStore:
-    """A store to start from, and the name that rows give it."""
+    """A store to start from, and its name in the benchmark's rows."""
 
     name: str
     url: str
 
 
-def start_once(layout: Layout, origin: NamedStore, release: str, request: dict[str, Any], work: Path) -> Start:
-    """Start a server, send it one request, and stop it. Raises ServerFailed or CallFailed."""
-    with tempfile.TemporaryDirectory(prefix="cache-", dir=work, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": origin.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
+def measure_start(
+    layout: Layout, store: NamedStore, release: str, request: dict[str, Any], work_folder: Path
+) -> MeasuredStart:
+    """Start a server, send one request to the server, and stop the server. Raises ServerFailed or CallFailed.
+
+    `work_folder`: the folder of the server's cache, which is deleted afterwards.
+    """
+    with tempfile.TemporaryDirectory(prefix="cache-", dir=work_folder, ignore_cleanup_errors=True) as cache:
+        environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
         with Server(layout, environment=environment) as server:
             server.wait_ready(_TIMEOUT_SECONDS)
-            ready = time.perf_counter() - began
+            ready_seconds = time.perf_counter() - began
             response = generate(server.url, request, _TIMEOUT_SECONDS)
-            phases = cold_start_phases(server.url)
-        size = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
-        return complete_start(phases, response, ready, size)
+            server_phases = cold_start_phases(server.url)
+        fetched_bytes = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
+        return combine_measurements(server_phases, response, ready_seconds, fetched_bytes)
 
 
-def complete_start(phases: dict[str, float], response: dict[str, Any], ready: float, size: int) -> Start:
-    """Add the phase of the request and "other", the rest: HTTP, Truss, and waiting for the request."""
-    first_image = phases["first_image"]
-    phases = {name: seconds for name, seconds in phases.items() if name not in (*_CONCURRENT_PHASES, "first_image")}
+def combine_measurements(
+    server_phases: dict[str, float], response: dict[str, Any], ready_seconds: float, fetched_bytes: int
+) -> MeasuredStart:
+    """Return a start whose phases add up to the time of the first image.
+
+    `server_phases`: the seconds of each phase from the server's metrics, with "first_image". The phase "first request"
+    is added from `response`, and "other" as the rest: HTTP, Truss, and the time until the request arrived.
+    """
+    first_image_seconds = server_phases["first_image"]
+    excluded = (*_CONCURRENT_PHASES, "first_image")
+    phases = {name: seconds for name, seconds in server_phases.items() if name not in excluded}
     phases["first request"] = float(response["time"])
-    phases["other"] = max(0.0, first_image - sum(phases.values()))
-    return Start(first_image, phases, ready, response["timings"], size)
+    phases["other"] = max(0.0, first_image_seconds - sum(phases.values()))
+    return MeasuredStart(first_image_seconds, phases, ready_seconds, response["timings"], fetched_bytes)
 
 
-StartServer = Callable[[Layout, NamedStore, str, dict[str, Any], Path], Start]
+MeasureStart = Callable[[Layout, NamedStore, str, dict[str, Any], Path], MeasuredStart]
+"""A function with the arguments and the result of `measure_start`."""
 
 
 def bench_cold_starts(
     layout: Layout,
-    origins: Sequence[NamedStore],
+    stores: Sequence[NamedStore],
     release: str,
     request: dict[str, Any],
     runs: int,
-    work: Path,
-    report: Callable[[NamedStore, int, Start], None],
-    start_server: StartServer = start_once,
-) -> list[list[Start]]:
+    work_folder: Path,
+    report: Callable[[NamedStore, int, MeasuredStart], None],
+    measure: MeasureStart = measure_start,
+) -> list[list[MeasuredStart]]:
     """Start `runs` times from each store, after one start that is not counted. Returns the counted starts by store.
 
-    The stores alternate, so other work on the machine affects all equally. `report` is called after each start with its
-    number. The start that is not counted has number 0.
+    The stores alternate, so that other work on the machine affects all stores equally. `report` is called after each
+    start with the store, the start's number and the result. The start that is not counted has number 0.
     """
-    starts: list[list[Start]] = [[] for _ in origins]
+    counted_starts: list[list[MeasuredStart]] = [[] for _ in stores]
     for number in range(runs + 1):
-        for origin, counted in zip(origins, starts, strict=True):
-            start = start_server(layout, origin, release, request, work)
-            report(origin, number, start)
-            if number:
-                counted.append(start)
-    return starts
+        for store, starts_from_store in zip(stores, counted_starts, strict=True):
+            start = measure(layout, store, release, request, work_folder)
+            report(store, number, start)
+            if number > 0:
+                starts_from_store.append(start)
+    return counted_starts
 
 
-def cold_start_row(origin: NamedStore, release: str, starts: Sequence[Start], precision: str, steps: int) -> Row:
-    """Return the row of one store: seconds to the first image, and medians of the phases."""
-    size = max(start.bytes for start in starts)
+def cold_start_row(store: NamedStore, release: str, starts: Sequence[MeasuredStart], precision: str, steps: int) -> Row:
+    """Return the row of one store: seconds to the first image, and medians of the phases and of the stages."""
+    fetched_bytes = max(start.fetched_bytes for start in starts)
+    first_images = [start.first_image_seconds for start in starts]
     return make_row(
-        f"cold start, {release}, {origin.name}",
-        [start.first_image for start in starts],
-        "s",
-        precision,
-        steps,
-        1,
+        f"cold start, {release}, {store.name}",
+        first_images,
+        unit="s",
+        precision=precision,
+        steps=steps,
+        batch=1,
         digits=3,
-        stages=medians([start.stages for start in starts]),
-        phases=medians([start.phases for start in starts], 3),
-        best=round(min(start.first_image for start in starts), 3),
-        ready=round(statistics.median(start.ready for start in starts), 3),
-        **({"bytes_fetched": size} if size else {}),
+        stages=medians([start.stage_milliseconds for start in starts]),
+        phases=medians([start.phase_seconds for start in starts], 3),
+        best=round(min(first_images), 3),
+        ready=round(statistics.median(start.ready_seconds for start in starts), 3),
+        **({"bytes_fetched": fetched_bytes} if fetched_bytes else {}),
     )
 
 
-def time_read(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
-    """Read blobs from a bucket and discard them without hashing. Returns the seconds that it took."""
+def measure_read_seconds(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
+    """Read blobs from an S3 bucket, discard their bytes without hashing, and return the seconds of the reading."""
     bucket, prefix = split_url(url)
-    client = connect(options, _CONNECTIONS)
+    client = connect(options, _READ_CONNECTIONS)
     parts = [(blob, start) for blob in blobs for start in range(0, blob.bytes, options.part_bytes)]
 
-    def read(part: tuple[Blob, int]) -> None:
+    def read_part(part: tuple[Blob, int]) -> None:
         blob, start = part
         key = f"{prefix}/{blob_key(blob.sha256)}" if prefix else blob_key(blob.sha256)
         last = min(start + options.part_bytes, blob.bytes) - 1
@@ -140,36 +155,50 @@ def time_read(url: str, options: StoreOptions, blobs: Sequence[Blob]) -> float:
         while body.read(2**20):
             pass
 
-    client.list_objects_v2(Bucket=bucket, MaxKeys=1)  # opens a connection, as reading the manifest does in a server
+    client.list_objects_v2(
+        Bucket=bucket, MaxKeys=1
+    )  # open a connection before the time starts, as a server does for the manifest
     began = time.perf_counter()
-    with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        list(pool.map(read, parts))
+    with ThreadPoolExecutor(_READ_CONNECTIONS) as pool:
+        list(pool.map(read_part, parts))
     seconds = time.perf_counter() - began
     client.close()
     return seconds
 
 
 @contextmanager
-def run_test_object_store(root: Path, work: Path) -> Iterator[None]:
-    """Run the tests' object store (Ceph's gateway, tests/support/object_store.py) with an empty bucket `preheat`.
+def run_test_object_store(root: Path, work_folder: Path) -> Iterator[None]:
+    """Run the tests' object store (Ceph's gateway, tests/support/object_store.py) with an empty S3 bucket `preheat`.
 
-    Meanwhile this process's environment names it as the store's endpoint. Raises PreheatError if it is not installed.
+    While the store runs, variables of this process's environment name its endpoint and credentials. `root`: the folder
+    of the repository. Raises PreheatError if a file or a program of the object store is missing.
     """
     path = root / "tests" / "support" / "object_store.py"
     spec = importlib.util.spec_from_file_location("preheat_object_store", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise PreheatError(f"{path} was not found.", "Name a bucket instead (--s3 s3://bucket).")
+        raise PreheatError(f"{path} was not found.", "Name an S3 bucket instead (--s3 s3://bucket).")
     ceph = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ceph)
     if missing := ceph.missing_programs():
-        remedy = f"Install them ({ceph.INSTALL}), or name a bucket (--s3 s3://bucket)."
-        raise PreheatError(f"{', '.join(missing)} not installed.", remedy)
-    with ceph.ObjectStore(work / "ceph") as running:
-        previous = dict(os.environ)
-        os.environ.update(running.environment)
-        try:
-            connect(StoreOptions(endpoint=running.url), 1).create_bucket(Bucket="preheat")
-            yield
-        finally:
-            os.environ.clear()
-            os.environ.update(previous)
+        raise PreheatError(
+            f"The object store cannot run: {', '.join(missing)} not installed.",
+            f"Install them ({ceph.INSTALL}), or name an S3 bucket (--s3 s3://bucket).",
+        )
+    with ceph.ObjectStore(work_folder / "ceph") as running, _set_environment(running.environment):
+        connect(StoreOptions(endpoint=running.url), connections=1).create_bucket(Bucket="preheat")
+        yield
+
+
+@contextmanager
+def _set_environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment, and restore their previous values at the end."""
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

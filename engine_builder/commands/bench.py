@@ -128,7 +128,13 @@ def cold_start(
     out: OutOption = None,
 ) -> None:
     """Measure cold starts of the real server, from its process to its first image, by phase. The last line is JSON."""
-    from engine_builder.benchmarks.cold_start import NamedStore, Start, bench_cold_starts, cold_start_row, time_read
+    from engine_builder.benchmarks.cold_start import (
+        MeasuredStart,
+        NamedStore,
+        bench_cold_starts,
+        cold_start_row,
+        measure_read_seconds,
+    )
     from engine_builder.local_server.server import build_context, lay_out, with_metadata
     from model.loading.runtimes import find_targets
     from model.loading.select import select
@@ -152,10 +158,11 @@ def cold_start(
             metadata = {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}}
             layout = with_metadata(layout, metadata)
 
-        def report(origin: NamedStore, number: int, start: Start) -> None:
+        def report(origin: NamedStore, number: int, start: MeasuredStart) -> None:
             counted = f"run {number} of {runs}" if number else "not counted"
             console.print(
-                f"{origin.name}: ready {start.ready:.2f} s, first image {start.first_image:.2f} s ({counted})"
+                f"{origin.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s "
+                f"({counted})"
             )
 
         def measure(*origins: NamedStore) -> list[Row]:
@@ -172,7 +179,7 @@ def cold_start(
             with _bucket_with_release(s3, local, release, work) as url:
                 settings = read_settings(metadata["preheat"])
                 blobs = select(manifest, find_targets(settings.runtime), settings.buckets).blobs()
-                seconds = [time_read(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
+                seconds = [measure_read_seconds(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
                 rows = measure(local_origin, NamedStore("S3 on this machine" if s3 == "own" else "S3", url))
             read_row = make_row(
                 f"reading alone, {release}, S3", seconds, "s", precision, steps, 1, digits=3,

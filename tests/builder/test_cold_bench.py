@@ -12,13 +12,13 @@ from typer.testing import CliRunner, Result
 
 from engine_builder.benchmarks import cold_start as cold_bench
 from engine_builder.benchmarks.cold_start import (
+    MeasuredStart,
     NamedStore,
-    Start,
     cold_start_row,
-    complete_start,
+    combine_measurements,
+    measure_read_seconds,
+    measure_start,
     run_test_object_store,
-    start_once,
-    time_read,
 )
 from engine_builder.commands.main import app
 from engine_builder.local_server.client import CallFailed
@@ -37,18 +37,18 @@ REQUEST = {"prompt": "a red circle", "seed": 1, "num_inference_steps": 1}
 
 def test_phases_and_request_add_up_to_the_first_image() -> None:
     measured = {"import": 1.0, "stream": 9.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0}
-    start = complete_start(measured, {"time": 2.0, "timings": {"denoise": 1900.0}}, 1.8, 7)
+    start = combine_measurements(measured, {"time": 2.0, "timings": {"denoise": 1900.0}}, 1.8, 7)
     phases = {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first request": 2.0, "other": 0.25}
-    assert start == Start(4.0, phases, 1.8, {"denoise": 1900.0}, 7)
+    assert start == MeasuredStart(4.0, phases, 1.8, {"denoise": 1900.0}, 7)
 
 
 def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
     local, bucket = NamedStore("local", "a"), NamedStore("bucket", "b")
     started: list[NamedStore] = []
 
-    def start_server(layout: Layout, origin: NamedStore, *_: object) -> Start:
-        started.append(origin)
-        return Start(float(len(started)), {}, 0.0, {}, 0)
+    def measure(layout: Layout, store: NamedStore, *_: object) -> MeasuredStart:
+        started.append(store)
+        return MeasuredStart(float(len(started)), {}, 0.0, {}, 0)
 
     reported: list[tuple[str, int]] = []
     measured = cold_bench.bench_cold_starts(
@@ -58,26 +58,34 @@ def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
         REQUEST,
         2,
         tmp_path,
-        lambda origin, number, _: reported.append((origin.name, number)),
-        start_server,
+        lambda store, number, _: reported.append((store.name, number)),
+        measure,
     )
     assert started == [local, bucket] * 3
     assert reported == [(name, number) for number in range(3) for name in ("local", "bucket")]
-    assert [[start.first_image for start in starts] for starts in measured] == [[3.0, 5.0], [4.0, 6.0]]
+    assert [[start.first_image_seconds for start in starts] for starts in measured] == [[3.0, 5.0], [4.0, 6.0]]
 
 
 def test_starts_a_real_server(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
-    start = start_once(layout, NamedStore("local", store.url), release, REQUEST, tmp_path)
-    assert start.bytes == 0, "a local store needs no cache"
+    start = measure_start(layout, NamedStore("local", store.url), release, REQUEST, tmp_path)
+    assert start.fetched_bytes == 0, "a local store needs no cache"
     assert not list(tmp_path.iterdir()), "the cache folder remains"
-    assert {"import", "resolve", "weights", "engines", "warm_up", "first request", "other"} <= start.phases.keys()
-    assert sum(start.phases.values()) == pytest.approx(start.first_image, abs=0.01)
-    assert start.phases["import"] < start.ready < start.first_image
-    assert 0 < start.stages["denoise"] < 1000 * start.phases["first request"]
+    assert {
+        "import",
+        "resolve",
+        "weights",
+        "engines",
+        "warm_up",
+        "first request",
+        "other",
+    } <= start.phase_seconds.keys()
+    assert sum(start.phase_seconds.values()) == pytest.approx(start.first_image_seconds, abs=0.01)
+    assert start.phase_seconds["import"] < start.ready_seconds < start.first_image_seconds
+    assert 0 < start.stage_milliseconds["denoise"] < 1000 * start.phase_seconds["first request"]
     row = cold_start_row(NamedStore("local", store.url), release, [start, start], "fp32", 1).to_dict()
-    assert row["unit"] == "s" and row["runs"] == 2 and row["phases"].keys() == start.phases.keys()
+    assert row["unit"] == "s" and row["runs"] == 2 and row["phases"].keys() == start.phase_seconds.keys()
     assert row["best"] == row["p50"] == row["value"]
-    assert row["ready"] == round(start.ready, 3) and row["stages"].keys() == start.stages.keys()
+    assert row["ready"] == round(start.ready_seconds, 3) and row["stages"].keys() == start.stage_milliseconds.keys()
 
 
 def cold_start(*arguments: str) -> Result:
@@ -90,11 +98,11 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any
     recorded: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
 
     def record(
-        layout: Layout, origins: object, release: str, request: dict[str, Any], runs: int, *_: object
-    ) -> list[list[Start]]:
+        layout: Layout, stores: object, release: str, request: dict[str, Any], runs: int, *_: object
+    ) -> list[list[MeasuredStart]]:
         config = yaml.safe_load((layout.app / "config.yaml").read_text())
         recorded.append((runs, request, config["model_metadata"]["preheat"]))
-        return [[Start(4.0, {"import": 1.0}, 3.0, {"denoise": 900.0}, 0)] * runs]
+        return [[MeasuredStart(4.0, {"import": 1.0}, 3.0, {"denoise": 900.0}, 0)] * runs]
 
     monkeypatch.setattr(cold_bench, "bench_cold_starts", record)
     return recorded
@@ -142,7 +150,7 @@ def test_refuses_an_invalid_size(arguments: list[str], store: Store, release: st
     assert refused.exit_code == 2 and arguments[0] in refused.output and arguments[1] in refused.output
 
 
-def test_time_read_reads_every_byte_once(
+def test_measured_reading_reads_every_byte_once(
     store: Store, release: str, open_bucket: Opener, proxy: FaultyProxy, bucket: str, tmp_path: Path
 ) -> None:
     destination = open_bucket("a/prefix", cache_dir=tmp_path / "unused")
@@ -153,7 +161,7 @@ def test_time_read_reads_every_byte_once(
     options = StoreOptions(
         endpoint=proxy.url, access_key_id=ceph.ACCESS_KEY, secret_access_key=ceph.SECRET_KEY, region="us-east-1"
     )
-    assert time_read(f"s3://{bucket}/a/prefix", options, blobs) > 0
+    assert measure_read_seconds(f"s3://{bucket}/a/prefix", options, blobs) > 0
     for blob in blobs:
         ranges = proxy.requested_ranges(blob.sha256)
         starts = sorted(int(requested.partition("=")[2].partition("-")[0]) for requested in ranges)
@@ -162,10 +170,12 @@ def test_time_read_reads_every_byte_once(
 
 
 def test_reports_a_missing_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PreheatError, match="Name a bucket instead"):
+    with pytest.raises(PreheatError, match="Name an S3 bucket instead"):
         run_test_object_store(tmp_path, tmp_path).__enter__()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(PreheatError, match="not installed. Install them .apt-get install"):
+    with pytest.raises(
+        PreheatError, match="The object store cannot run: .* not installed. Install them .apt-get install"
+    ):
         run_test_object_store(REPOSITORY, tmp_path).__enter__()
 
 
