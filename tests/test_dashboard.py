@@ -11,7 +11,7 @@ from tests.support.metrics import declared_metrics
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[1] / "docs" / "grafana" / "preheat.json").read_text())
 METRICS = declared_metrics()
-LABELS = {sample: labels for metric in METRICS for sample, labels in metric.samples().items()}
+LABELS = {series: labels for metric in METRICS for series, labels in metric.labels_by_series().items()}
 
 
 def targets() -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def test_expression_names_existing_metrics_and_labels(target: dict[str, Any]) ->
 
 def test_shows_every_metric() -> None:
     shown = {name for target in targets() for name in sample_names(target)}
-    assert [metric.name for metric in METRICS if not shown & metric.samples().keys()] == []
+    assert [metric.name for metric in METRICS if not shown & metric.labels_by_series().keys()] == []
 
 
 def test_panels_do_not_overlap() -> None:
