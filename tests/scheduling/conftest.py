@@ -1,4 +1,4 @@
-"""A scheduler on linear networks. With `gate`, its steps wait until the test allows them."""
+"""A scheduler on linear networks. The fixture `gate` holds each denoising step until the test allows the step."""
 
 from collections.abc import Iterator
 
@@ -25,20 +25,21 @@ def limits() -> Limits:
 
 @pytest.fixture
 def device_failures() -> list[str]:
-    """Has an entry for each call of the scheduler's `on_device_failure`."""
+    """The calls of the scheduler's `on_device_failure`, an entry for each."""
     return []
 
 
 @pytest.fixture
 def scheduler(model: LoadedModel, limits: Limits, device_failures: list[str]) -> Iterator[Scheduler]:
-    scheduler = Scheduler(Runner(model), limits, lambda: device_failures.append("failed"))
+    scheduler = Scheduler(Runner(model), limits, on_device_failure=lambda: device_failures.append("called"))
     yield scheduler
     scheduler.close()
 
 
 @pytest.fixture
 def gate(model: LoadedModel, scheduler: Scheduler) -> Iterator[Gate]:
-    """Depends on the scheduler, so that the gate is open before the scheduler is closed."""
+    """Each step waits until the test calls `run` or `open`."""
+    # Depends on `scheduler`, so that the gate opens before the scheduler closes, which waits for its step.
     gate = Gate(model)
     yield gate
     gate.open()
