@@ -158,7 +158,7 @@ def list_functions(recording: Recording, complete: Recording | None = None) -> l
     if complete is not None:
         entry_count = sum(function.is_entry for function in complete.functions.values())
         lines.append(
-            f"With the functions listed before that run again: {entry_count} called from another module, "
+            f"Including functions that are listed above: {entry_count} called from another module, "
             f"{len(complete.functions)} in all."
         )
     return [*lines, ""]
