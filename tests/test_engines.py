@@ -14,7 +14,7 @@ from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
 from tests.support import releases
-from tests.support.releases import BUCKET, SIGNATURE, Toy
+from tests.support.releases import TOY_BUCKET, TOY_SIGNATURE, Toy
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
@@ -30,13 +30,13 @@ def open_engine(
     engine_bytes: bytes,
     weights: Mapping[str, torch.Tensor] | None = None,
     constant_map: bytes | None = None,
-    signature: Signature = SIGNATURE,
+    signature: Signature = TOY_SIGNATURE,
     device: torch.device = CPU,
 ) -> AotInductorEngine:
     """Open an engine as the UNet. `constant_map`: JSON that maps the engine's constants to weights."""
     weights = releases.toy_tensors(0) if weights is None else weights
     constant_map = releases.toy_constants() if constant_map is None else constant_map
-    return AotInductorEngine("unet", engine_bytes, signature, BUCKET, constant_map, weights, device)
+    return AotInductorEngine("unet", engine_bytes, signature, TOY_BUCKET, constant_map, weights, device)
 
 
 def latents(batch: int = 2, height: int = 64, width: int = 96, seed: int = 0) -> torch.Tensor:
@@ -160,9 +160,9 @@ def test_refuses_bytes_that_are_not_an_engine(engine_bytes: bytes) -> None:
 
 def test_refuses_another_number_of_inputs(engine_bytes: bytes) -> None:
     """If the engine were called with another number of inputs, its native code would end the process."""
-    two_inputs = SIGNATURE.inputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
+    two_inputs = TOY_SIGNATURE.inputs + (TensorSpec(name="z", dtype="float32", shape=("rows",)),)
     with pytest.raises(EngineError, match="unet engine .* number of inputs: 1 and 2.*`preheat build`"):
-        open_engine(engine_bytes, signature=Signature(inputs=two_inputs, outputs=SIGNATURE.outputs))
+        open_engine(engine_bytes, signature=Signature(inputs=two_inputs, outputs=TOY_SIGNATURE.outputs))
 
 
 def test_names_the_component_whose_code_fails(engine_bytes: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_names_the_component_whose_code_fails(engine_bytes: bytes, monkeypatch: 
         engine.run({"x": latents()})
 
 
-OUTPUT = SIGNATURE.outputs[0]
+OUTPUT = TOY_SIGNATURE.outputs[0]
 OTHER_OUTPUTS: dict[str, tuple[tuple[TensorSpec, ...], str]] = {
     "two": (
         (OUTPUT, TensorSpec(name="z", dtype="float32", shape=("rows",))),
@@ -197,7 +197,7 @@ OTHER_OUTPUTS: dict[str, tuple[tuple[TensorSpec, ...], str]] = {
 def test_refuses_outputs_that_contradict_the_manifest(
     engine_bytes: bytes, outputs: tuple[TensorSpec, ...], message: str
 ) -> None:
-    engine = open_engine(engine_bytes, signature=Signature(inputs=SIGNATURE.inputs, outputs=outputs))
+    engine = open_engine(engine_bytes, signature=Signature(inputs=TOY_SIGNATURE.inputs, outputs=outputs))
     with pytest.raises(EngineError, match=f"unet engine .*{message}.*`preheat build`"):
         engine.run({"x": latents()})
 
@@ -211,7 +211,7 @@ class BucketedEngine(EagerEngine):
     `batches`: the batch of each call.
     """
 
-    def __init__(self, batch: Span, side: int | None = None, signature: Signature = SIGNATURE) -> None:
+    def __init__(self, batch: Span, side: int | None = None, signature: Signature = TOY_SIGNATURE) -> None:
         super().__init__("unet", Toy(0), signature)
         span = Span(min=side, max=side) if side else Span(min=8, max=512, multiple=8)
         self.bucket = Bucket(batch=batch, height=span, width=span)
@@ -266,8 +266,8 @@ def test_uses_the_engine_of_the_size() -> None:
 
 def test_refuses_inputs_of_unequal_batches() -> None:
     """A batch of 4 is split into two calls of 2. The last two entries of an input of batch 6 would be lost."""
-    two_inputs = SIGNATURE.inputs + (TensorSpec(name="t", dtype="float32", shape=("rows",)),)
-    signature = Signature(inputs=two_inputs, outputs=SIGNATURE.outputs)
+    two_inputs = TOY_SIGNATURE.inputs + (TensorSpec(name="t", dtype="float32", shape=("rows",)),)
+    signature = Signature(inputs=two_inputs, outputs=TOY_SIGNATURE.outputs)
     engines = EngineSet([BucketedEngine(Span(min=1, max=2), signature=signature)])
     with pytest.raises(EngineError, match="input t is"):
         engines.run({"x": latents(4, 64, 64), "t": torch.zeros(6)}, 64, 64)
@@ -294,7 +294,8 @@ def test_keeps_variants_apart_from_other_engines() -> None:
 
 def test_refuses_a_set_of_engines_with_different_inputs() -> None:
     renamed = Signature(
-        inputs=(TensorSpec(name="other", dtype="float32", shape=SIGNATURE.inputs[0].shape),), outputs=SIGNATURE.outputs
+        inputs=(TensorSpec(name="other", dtype="float32", shape=TOY_SIGNATURE.inputs[0].shape),),
+        outputs=TOY_SIGNATURE.outputs,
     )
     with pytest.raises(EngineError, match="differ in what they take and return.*`preheat build`"):
         EngineSet([BucketedEngine(Span(min=1, max=1)), BucketedEngine(Span(min=2, max=2), signature=renamed)])
@@ -306,7 +307,7 @@ def test_refuses_a_set_of_engines_with_different_inputs() -> None:
 
 
 def test_eager_engine_records_copies_of_its_inputs() -> None:
-    engine = EagerEngine("unet", Toy(3), SIGNATURE, recording=True)
+    engine = EagerEngine("unet", Toy(3), TOY_SIGNATURE, recording=True)
     x = latents()
     torch.testing.assert_close(engine.run({"x": x})["y"], Toy(3)(x)[0])
     original = x.clone()

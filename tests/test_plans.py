@@ -63,7 +63,7 @@ def engine_record(
         "constants": releases.put_blob(store, constants),
         "tensorrt": plan,
     }
-    return releases.draft(store).engines[0].model_copy(update=entries | changes)
+    return releases.draft_release(store).engines[0].model_copy(update=entries | changes)
 
 
 def test_opens_a_plan_once_for_all_of_its_engines(store: WritableLocalStore, fake: Fake) -> None:
@@ -108,7 +108,7 @@ def test_refuses_damaged_literals(store: WritableLocalStore, fake: Fake) -> None
 
 def select_engines(store: WritableLocalStore, engines: list[EngineRecord], weight_bytes: int) -> Selection:
     """Return a selection of engines in which each component has `weight_bytes` of weights."""
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     by_component: dict[str, list[EngineRecord]] = {}
     for engine in engines:
         by_component.setdefault(engine.component, []).append(engine)
@@ -126,7 +126,7 @@ def test_memory_of_plans_is_weights_and_workspaces(store: WritableLocalStore) ->
     engines.append(engine_record(store, "refiner_unet", 0))  # on the stream of the base's UNet
     # One copy of the weights for each plan, and the largest workspace of each stream.
     assert tensorrt_bytes(select_engines(store, engines, 5000)) == 3 * 5000 + 1024 + 64
-    assert tensorrt_bytes(select_engines(store, list(releases.draft(store).engines), 5000)) == 0
+    assert tensorrt_bytes(select_engines(store, list(releases.draft_release(store).engines), 5000)) == 0
 
 
 def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) -> None:
@@ -142,7 +142,7 @@ def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) ->
 @pytest.fixture
 def plan_release(store: WritableLocalStore) -> Manifest:
     """The toy release with plans that accept only its weights. It is not written to the store."""
-    draft = releases.draft(store)
+    draft = releases.draft_release(store)
     constants = json.dumps({"w": {"tensor": "b.bias", "dtype": "float32", "shape": [4]}}).encode()
     engines = []
     for engine in draft.engines:

@@ -26,7 +26,7 @@ from model.store.manifest import Blob, Manifest
 from model.store.precision import INT8
 from model.store.sink import Sink
 from tests.support import releases
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def store(tmp_path: Path) -> WritableLocalStore:
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft_release(store, releases.compiled_toy()))
     return store
 
 
@@ -72,7 +72,7 @@ class RecordingStore(LocalStore):
 
 def prefetch_of(store: LocalStore, **settings: Any) -> Prefetch:
     """Start a prefetch of `store`, and wait for its end."""
-    prefetch = Prefetch(read_settings({"store": store.url, "release": NAME} | settings), {}, lambda *_: store)
+    prefetch = Prefetch(read_settings({"store": store.url, "release": RELEASE_NAME} | settings), {}, lambda *_: store)
     prefetch.wait()
     return prefetch
 
@@ -95,10 +95,10 @@ def add_unused_records(manifest: Manifest) -> Manifest:
 
 @pytest.mark.parametrize("buckets", [[], [ServedBucket(height=64, width=64, rows=2)]])
 def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, buckets: list[ServedBucket]) -> None:
-    manifest = add_unused_records(store.read_release(NAME))
+    manifest = add_unused_records(store.read_release(RELEASE_NAME))
     recording = RecordingStore(store.root)
     releases.write_manifest(store.root, json.loads(manifest.to_json()))
-    load_release(recording, NAME, [cpu_target()], buckets, ColdStart())
+    load_release(recording, RELEASE_NAME, [cpu_target()], buckets, ColdStart())
     unknown = replace(cpu_target(), product="x86_64_v9")
     selection = select(manifest, [unknown, cpu_target()], buckets)
     assert {blob.sha256 for blob in selection.blobs()} == recording.blobs_read
@@ -110,8 +110,8 @@ def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
     recording = RecordingStore(store.root)
     opened = prefetch_of(recording).store()
     assert opened is recording
-    assert recording.fetched == store.read_release(NAME).blobs().keys() and not recording.blobs_read
-    assert load_release(opened, NAME, [cpu_target()], [], ColdStart()).release == NAME
+    assert recording.fetched == store.read_release(RELEASE_NAME).blobs().keys() and not recording.blobs_read
+    assert load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart()).release == RELEASE_NAME
 
 
 def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, mo
         advise(file, *arguments)
 
     monkeypatch.setattr(os, "posix_fadvise", record)
-    blobs = store.read_release(NAME).blobs().values()
+    blobs = store.read_release(RELEASE_NAME).blobs().values()
     store.fetch(blobs)
     assert advised == [blob.bytes for blob in blobs]
 
@@ -138,7 +138,7 @@ def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: 
 
 def test_fetches_nothing_of_an_untrusted_release(store: WritableLocalStore) -> None:
     key = Ed25519PrivateKey.generate()
-    store.write_release(signing.sign(store.read_release(NAME).model_copy(update={"version": "2"}), key))
+    store.write_release(signing.sign(store.read_release(RELEASE_NAME).model_copy(update={"version": "2"}), key))
     recording = RecordingStore(store.root)
     prefetch_of(recording, public_key=str(signing.public_key(key)))
     assert not recording.fetched
@@ -157,20 +157,20 @@ def test_leaves_errors_to_the_load(store: WritableLocalStore, release: str) -> N
 
 def test_reports_a_store_that_is_not_configured() -> None:
     with pytest.raises(ConfigError, match="No store is configured"):
-        Prefetch(read_settings({"store": "", "release": NAME}), {}).store()
+        Prefetch(read_settings({"store": "", "release": RELEASE_NAME}), {}).store()
 
 
 def test_leaves_a_damaged_blob_to_the_load(store: WritableLocalStore) -> None:
-    blob = store.read_release(NAME).weights[0].blobs[0]
+    blob = store.read_release(RELEASE_NAME).weights[0].blobs[0]
     path = store.root / "blobs" / "sha256" / blob.sha256
     path.write_bytes(path.read_bytes()[:-1])
     opened = prefetch_of(store).store()
     with pytest.raises(StoreError, match=blob.sha256[:12]):
-        load_release(opened, NAME, [cpu_target()], [], ColdStart())
+        load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart())
 
 
 def test_reports_a_store_that_cannot_be_opened_each_time() -> None:
-    prefetch = Prefetch(read_settings({"store": "ftp://nowhere", "release": NAME}), {})
+    prefetch = Prefetch(read_settings({"store": "ftp://nowhere", "release": RELEASE_NAME}), {})
     for _ in range(2):
         with pytest.raises(StoreError, match="ftp://nowhere"):
             prefetch.store()

@@ -31,7 +31,7 @@ from tests.support import object_store as ceph
 from tests.support import releases
 from tests.support.cached_blobs import file_names
 from tests.support.faulty_proxy import FaultyProxy, RecordedRequest
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WAIT_SECONDS = 60  # enough for any machine
@@ -50,7 +50,7 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def manifest(open_bucket: Opener, tmp_path: Path) -> Manifest:
     """The manifest of a release in the bucket."""
     store = open_bucket(cache_dir=tmp_path / "unused")
-    manifest = releases.draft(store, releases.compiled_toy())
+    manifest = releases.draft_release(store, releases.compiled_toy())
     store.write_release(manifest)
     return manifest
 
@@ -63,7 +63,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def settings(manifest: Manifest, proxy: FaultyProxy, bucket: str, cache: Path) -> dict[str, Any]:
-    return {"store": f"s3://{bucket}", "release": NAME, "cache_dir": str(cache), "endpoint": proxy.url}
+    return {"store": f"s3://{bucket}", "release": RELEASE_NAME, "cache_dir": str(cache), "endpoint": proxy.url}
 
 
 class Start(Protocol):
@@ -113,7 +113,7 @@ def gate(proxy: FaultyProxy) -> Iterator[Gate]:
 
 def load(prefetch: Prefetch, settings: dict[str, Any]) -> str:
     keys = read_settings(settings).public_key
-    return load_release(prefetch.store(), NAME, [cpu_target()], [], ColdStart(), keys).release
+    return load_release(prefetch.store(), RELEASE_NAME, [cpu_target()], [], ColdStart(), keys).release
 
 
 def worker_pids(parent: int) -> list[int]:
@@ -156,9 +156,9 @@ def test_load_finds_everything_in_the_cache(
     prefetch = start()
     prefetch.wait()
     assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
-    assert len(proxy.requested_ranges(f"/releases/{NAME}.json")) == 1
+    assert len(proxy.requested_ranges(f"/releases/{RELEASE_NAME}.json")) == 1
     proxy.requests.clear()
-    assert load(prefetch, settings) == NAME
+    assert load(prefetch, settings) == RELEASE_NAME
     assert not proxy.requests, "the manifest or a blob was requested again"
 
 
@@ -203,7 +203,7 @@ def test_load_waits_for_blobs_in_flight(
     assert loading.is_alive() and not file_names(cache)
     gate.opened.set()
     loading.join()
-    assert loaded == [NAME]
+    assert loaded == [RELEASE_NAME]
     for digest in manifest.blobs():
         assert len(proxy.requested_ranges(digest)) == 1
 
@@ -241,7 +241,7 @@ def test_process_ends_with_a_killed_parent(
     assert not file_names(cache) and file_names(cache, "partial")
     gate.opened.set()
     prefetch = start()
-    assert load(prefetch, settings) == NAME
+    assert load(prefetch, settings) == RELEASE_NAME
     prefetch.wait()
     assert file_names(cache) == manifest.blobs().keys() and not file_names(cache, "partial")
 
@@ -266,7 +266,7 @@ def test_load_continues_after_the_process_is_killed(
             killed.set()
 
     proxy.on_bytes = kill
-    assert load(start(), settings) == NAME
+    assert load(start(), settings) == RELEASE_NAME
     assert killed.is_set()
     wait_until(lambda: "prefetch ended with exit code -9; the load continues without it" in caplog.text)
     assert file_names(cache) == manifest.blobs().keys()
@@ -323,14 +323,14 @@ def test_leaves_errors_to_the_load(
     prefetch.wait()
     for _ in range(2):
         with pytest.raises(error, match=message):
-            load_release(prefetch.store(), changes.get("release", NAME), [cpu_target()], [], ColdStart())
+            load_release(prefetch.store(), changes.get("release", RELEASE_NAME), [cpu_target()], [], ColdStart())
     assert not caplog.records and capfd.readouterr().err == ""
 
 
 def test_load_fetches_if_the_process_fails(
     start: Start, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert load(start(python="/bin/false"), settings) == NAME
+    assert load(start(python="/bin/false"), settings) == RELEASE_NAME
     wait_until(lambda: "prefetch ended with exit code 1" in caplog.text)
 
 
@@ -344,7 +344,7 @@ def test_thread_fetches_if_no_process_can_be_started(
 
 def test_preset_manifest_is_parsed_strictly_and_used_once(open_bucket: Opener, manifest: Manifest) -> None:
     store: S3Store = open_bucket()
-    store.preset_manifest(NAME, manifest.to_json()[:-1])
+    store.preset_manifest(RELEASE_NAME, manifest.to_json()[:-1])
     with pytest.raises(ManifestError, match="is not JSON"):
-        store.read_release(NAME)
-    assert store.read_release(NAME) == manifest
+        store.read_release(RELEASE_NAME)
+    assert store.read_release(RELEASE_NAME) == manifest

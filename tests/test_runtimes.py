@@ -50,7 +50,7 @@ def installed(install: Install) -> None:
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return releases.draft(WritableLocalStore(tmp_path_factory.mktemp("store")))
+    return releases.draft_release(WritableLocalStore(tmp_path_factory.mktemp("store")))
 
 
 def engines_for(draft: Manifest, target: str, milliseconds: float | None, **changed: Any) -> list[EngineRecord]:

@@ -24,7 +24,7 @@ from model.weights.safetensors_header import Extent
 from model.weights.stream import CopyLane, stream_weights, tensor_view
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.releases import NAME, cpu_target, put_blob
+from tests.support.releases import RELEASE_NAME, cpu_target, put_blob
 from tests.support.waiting import TIMEOUT_SECONDS
 
 CPU = torch.device("cpu")
@@ -180,18 +180,18 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
 
 def test_load_streams_weights_and_verifies_them(store: WritableLocalStore) -> None:
     """Weights stream while other blobs are fetched and verified."""
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft_release(store, releases.compiled_toy()))
     cold_start = ColdStart()
-    loaded = load_release(store, NAME, [cpu_target()], [], cold_start)
+    loaded = load_release(store, RELEASE_NAME, [cpu_target()], [], cold_start)
     x = torch.randn(2, 4, 8, 8)
     for seed, name in enumerate(BASE_COMPONENTS):
         torch.testing.assert_close(loaded.model.engines[name].run({"x": x}, 64, 64)["y"], releases.Toy(seed)(x)[0])
     assert {"resolve", "fetch", "verify", "stream", "weights", "engines"} <= cold_start.phases.keys()
-    digest = store.read_release(NAME).weights[0].blobs[0].sha256
+    digest = store.read_release(RELEASE_NAME).weights[0].blobs[0].sha256
     file = store.root / "blobs" / "sha256" / digest
     file.write_bytes(file.read_bytes()[:-1] + b"\7")
     with pytest.raises(CorruptBlob, match=digest[:12]):
-        load_release(store, NAME, [cpu_target()], [], ColdStart())
+        load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart())
 
 
 def test_failing_load_stops_streaming(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_failing_load_stops_streaming(tmp_path: Path) -> None:
             raise StoreError("The store is offline.")
 
     store = FailingStore(tmp_path / "store")
-    manifest = releases.draft(store, refiner=True)
+    manifest = releases.draft_release(store, refiner=True)
     store.write_release(manifest)
     with pytest.raises(StoreError, match="offline"):
-        load_release(store, NAME, [cpu_target()], [], ColdStart())
+        load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart())
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("preheat-weights")]
     ended.set()
     assert not threads
@@ -223,7 +223,7 @@ def test_failing_load_stops_streaming(tmp_path: Path) -> None:
 
 def test_shared_weights_are_streamed_once(tmp_path: Path) -> None:
     store = RecordingStore(tmp_path / "store")
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     cache = WeightsCache(store, CPU)
     one = manifest.weights[0]
     other = manifest.weights[1].model_copy(update={"blobs": one.blobs})

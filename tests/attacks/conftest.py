@@ -27,7 +27,7 @@ from model.store.store import Store
 from tests.support import object_store as ceph
 from tests.support import releases
 from tests.support.object_store import ObjectStore
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 
 @dataclass
@@ -54,7 +54,7 @@ class AttackedRelease:
         """Return the file of a blob in the store, which a test may overwrite."""
         return self.store.root / "blobs" / "sha256" / digest
 
-    def load(self, name: str = NAME) -> Loaded:
+    def load(self, name: str = RELEASE_NAME) -> Loaded:
         """Load the release as a server does."""
         manifest = self.entries if self.manifest_bytes is None else self.manifest_bytes
         releases.write_manifest(self.store.root, manifest)
@@ -65,7 +65,7 @@ class AttackedRelease:
             if isinstance(store, S3Store):
                 store.close()
 
-    def assert_refused(self, kind: type[PreheatError], words: str, name: str = NAME) -> str:
+    def assert_refused(self, kind: type[PreheatError], words: str, name: str = RELEASE_NAME) -> str:
         """Load the release, which must raise this error with these words. Returns the message."""
         with pytest.raises(PreheatError) as caught:
             self.load(name)
@@ -125,7 +125,7 @@ def mirror_bucket(s3: Any, object_store: ObjectStore) -> MirrorBucket:
 def valid_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with one valid release. Do not write to it."""
     store = WritableLocalStore(tmp_path_factory.mktemp("attacked") / "store")
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft_release(store, releases.compiled_toy()))
     return store.root
 
 
@@ -157,7 +157,7 @@ def attacked(request: pytest.FixtureRequest, valid_release: Path, tmp_path: Path
         bucket.upload(store.root)
         return bucket.open(cache)
 
-    manifest = store.read_release(NAME)
+    manifest = store.read_release(RELEASE_NAME)
     attacked = AttackedRelease(store, manifest, cache, open_store, json.loads(manifest.to_json()))
     around = sorted(path.name for path in tmp_path.parent.iterdir())
     yield attacked

@@ -26,7 +26,7 @@ from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
 from tests.attacks.conftest import AttackedRelease
 from tests.support import releases
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]
 EntryPath = tuple[Any, ...]
@@ -118,7 +118,7 @@ def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded:
-    return load_release(store, NAME, [cpu_target()], [], ColdStart(), keys or [])
+    return load_release(store, RELEASE_NAME, [cpu_target()], [], ColdStart(), keys or [])
 
 
 def try_to_load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loaded | str:
@@ -133,7 +133,7 @@ def try_to_load(store: LocalStore, keys: list[PublicKey] | None = None) -> Loade
 
 def parse_or_none(data: bytes) -> Manifest | None:
     try:
-        return parse_manifest(data, NAME)
+        return parse_manifest(data, RELEASE_NAME)
     except PreheatError:
         return None
 
@@ -175,7 +175,7 @@ def test_a_thousand_mutated_manifests(attacked: AttackedRelease) -> None:
             without_key[outcome] += 1
             continue
         without_key["loaded"] += 1
-        assert outcome.release == NAME
+        assert outcome.release == RELEASE_NAME
         assert {digest: blob.bytes for digest, blob in manifest.blobs().items()}.items() <= original_blobs.items()
         types = leaf_types(manifest.model_dump(mode="json"))
         assert len(types.keys() & original_types.keys()) > 0.9 * len(types), "a large change was accepted"
@@ -238,7 +238,7 @@ def test_a_thousand_changed_blobs_in_a_folder(attacked: AttackedRelease) -> None
         with pytest.raises(CorruptBlob, match=path.name[:12]):
             load(LocalStore(attacked.store.root) if number % 2 else attacked.store)
         replace_file(path, blobs[path])
-    assert load(attacked.store).release == NAME
+    assert load(attacked.store).release == RELEASE_NAME
 
 
 def test_a_thousand_changed_blobs_in_a_bucket(

@@ -9,14 +9,14 @@ import pytest
 from engine_builder.stores.local import WritableLocalStore
 from tests.loading.helpers import Entries
 from tests.support import releases
-from tests.support.releases import NAME
+from tests.support.releases import RELEASE_NAME
 
 
 @pytest.fixture(scope="session")
 def valid_store(tmp_path_factory: pytest.TempPathFactory) -> WritableLocalStore:
     """A store with the release. Do not write to it."""
     store = WritableLocalStore(tmp_path_factory.mktemp("valid") / "store")
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft_release(store, releases.compiled_toy()))
     return store
 
 
@@ -29,4 +29,4 @@ def store(valid_store: WritableLocalStore, tmp_path: Path) -> WritableLocalStore
 @pytest.fixture
 def entries(valid_store: WritableLocalStore) -> Entries:
     """The manifest as JSON, which a test may change and write with `releases.write_manifest`."""
-    return dict(json.loads(valid_store.read_release(NAME).to_json()))
+    return dict(json.loads(valid_store.read_release(RELEASE_NAME).to_json()))

@@ -15,7 +15,7 @@ from model.settings import ServedBucket
 from model.store.store import Store
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 Entries = dict[str, Any]
 Change = Callable[[Entries], object]
@@ -27,7 +27,7 @@ REBUILD = "`preheat build`, `preheat publish`"
 
 def load(
     store: Store,
-    name: str = NAME,
+    name: str = RELEASE_NAME,
     targets: list[Target] | None = None,
     buckets: list[ServedBucket] | None = None,
 ) -> Loaded:

@@ -12,7 +12,7 @@ from engine_builder.stores.local import WritableLocalStore
 from model.errors import PreheatError
 from model.model import Model
 from model.pipeline.loaded_model import LoadedModel
-from tests.support.releases import NAME
+from tests.support.releases import RELEASE_NAME
 
 
 def count_loaded_models() -> int:
@@ -54,7 +54,7 @@ def test_memory_of_a_failed_load_is_freed_before_the_next(
     """The release loads, and its warm-up fails, because its networks are not those of an SDXL."""
     gc.collect()
     before = count_loaded_models()
-    model = Model(config={"model_metadata": {"preheat": {"store": valid_store.url, "release": NAME}}})
+    model = Model(config={"model_metadata": {"preheat": {"store": valid_store.url, "release": RELEASE_NAME}}})
     for _ in range(2):
         gc.disable()  # so that only the load itself frees the memory
         with suppress(PreheatError):

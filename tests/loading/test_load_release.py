@@ -20,13 +20,13 @@ from tests.loading.helpers import UNET, Entries, load, make_static
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
 from tests.support.linear_networks import Stub
-from tests.support.releases import NAME, SIGNATURE, Toy, cpu_target, put_blob
+from tests.support.releases import RELEASE_NAME, TOY_SIGNATURE, Toy, cpu_target, put_blob
 
 
 def test_serves_a_release(valid_store: WritableLocalStore) -> None:
     cold_start = ColdStart()
-    loaded = load_release(valid_store, NAME, [cpu_target()], [], cold_start)
-    assert (loaded.release, loaded.target, loaded.runtime) == (NAME, cpu_target().key, "aot_inductor")
+    loaded = load_release(valid_store, RELEASE_NAME, [cpu_target()], [], cold_start)
+    assert (loaded.release, loaded.target, loaded.runtime) == (RELEASE_NAME, cpu_target().key, "aot_inductor")
     assert loaded.served.sizes == SizeRange(64, 512, 8) and not loaded.served.has_refiner
     assert loaded.served.defaults.num_inference_steps == 4
     toy_bytes = sum(tensor.nbytes for tensor in releases.toy_tensors(0).values())
@@ -39,7 +39,7 @@ def test_serves_a_release(valid_store: WritableLocalStore) -> None:
 
 def test_refiner_shares_equal_weights(store: WritableLocalStore) -> None:
     """A text encoder with the base's weights is neither fetched nor opened a second time."""
-    manifest = releases.draft(store, releases.compiled_toy(), refiner=True)
+    manifest = releases.draft_release(store, releases.compiled_toy(), refiner=True)
     second = next(record for record in manifest.weights if record.component == "text_encoder_2")
     shared_weights = tuple(
         record.model_copy(update={"blobs": second.blobs}) if record.component == "refiner_text_encoder_2" else record
@@ -72,7 +72,7 @@ def test_configured_buckets_limit_the_sizes(valid_store: WritableLocalStore) -> 
 
 def test_buckets_do_not_limit_components_without_sizes(store: WritableLocalStore) -> None:
     """On a GPU, the times of 32 steps are embedded at once: a larger batch than that of any UNet bucket."""
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     [time] = [engine for engine in manifest.engines if engine.component == "unet_time"]
     large = time.model_copy(update={"bucket": Bucket(batch=Span(min=32, max=32))})
     manifest = manifest.model_copy(update={"engines": (large,)})
@@ -98,12 +98,12 @@ def test_serves_quantized_engines_only_without_better_ones(store: WritableLocalS
     for record in (entries["engines"][UNET], entries["weights"][UNET]):
         record["precision"] = "int8"
     releases.write_manifest(store.root, entries)
-    assert load(store).release == NAME
+    assert load(store).release == RELEASE_NAME
     # The release has no fp8 weights, so it loads only if this engine is not chosen.
     fp8 = copy.deepcopy(entries["engines"][3]) | {"precision": "fp8", "key": "0" * 64}
     entries["engines"].insert(0, fp8)
     releases.write_manifest(store.root, entries)
-    assert load(store).release == NAME
+    assert load(store).release == RELEASE_NAME
 
 
 def test_static_engines_serve_their_common_sizes(store: WritableLocalStore, entries: Entries) -> None:
@@ -145,13 +145,13 @@ class StubPlans(Plans):
     """Opens a stub for every engine."""
 
     def open(self, record, weights, stream):  # type: ignore[no-untyped-def]
-        return Stub(record.component, SIGNATURE)
+        return Stub(record.component, TOY_SIGNATURE)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 def test_gpu_engines_outside_the_loops_run_as_graphs(kind: str, store: WritableLocalStore) -> None:
     """The loops capture their engines in graphs of their own, and a graph cannot be captured within a graph."""
-    record, device = releases.draft(store).engines[0], torch.device(kind)
+    record, device = releases.draft_release(store).engines[0], torch.device(kind)
     plan = TensorRTPlan(profile=0, literals=record.constants, onnx=record.constants, refit="any", workspace_bytes=0)
     graphed, names = set(), {*BASE_COMPONENTS, *REFINER_COMPONENTS, *CFG_VARIANTS}
     for name in names:

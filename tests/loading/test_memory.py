@@ -15,7 +15,7 @@ from model.store.manifest import Bucket, Manifest, Span
 from model.validation import MAX_STEPS
 from tests.loading.helpers import Entries, refusal
 from tests.support import releases
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 GPU = torch.device("cuda:0")
 
@@ -25,7 +25,7 @@ def weight_bytes(manifest: Manifest) -> int:
 
 
 def test_refuses_weights_beyond_the_memory_of_a_gpu(valid_store: WritableLocalStore) -> None:
-    manifest = valid_store.read_release(NAME)
+    manifest = valid_store.read_release(RELEASE_NAME)
     selection = select(manifest, [cpu_target()], [])
     check_memory(GPU, selection, free=weight_bytes(manifest))
     with pytest.raises(OutOfDeviceMemory, match="use a GPU with more memory"):
@@ -64,7 +64,7 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
         tokens=77, text_width=8, text_width_2=8, pooled_width=8, context_width=16, latent_channels=4, time_ids=6,
         vae_scale=8, time_embeds_width=1280, keys_values_width=166_400,
     )  # fmt: skip
-    draft = releases.draft(store)
+    draft = releases.draft_release(store)
     others = [engine for engine in draft.engines if engine.component != "unet"]
     [dynamic] = [engine for engine in draft.engines if engine.component == "unet"]
     unets = []

@@ -170,7 +170,7 @@ def test_wrong_byte_is_refused_after_one_retry(store: WritableS3Store, proxy: Fa
 def test_damaged_manifest_is_requested_again(
     store: WritableS3Store, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path, fault: Fault
 ) -> None:
-    manifest = releases.draft(WritableLocalStore(tmp_path / "local"))
+    manifest = releases.draft_release(WritableLocalStore(tmp_path / "local"))
     for key in ("releases/toy/1.json", "records/drafts/x.json"):
         s3.put_object(Bucket=bucket, Key=key, Body=manifest.to_json())
     for read in (lambda: store.read_release("toy/1"), lambda: store.read_record("drafts", "x")):

@@ -26,7 +26,7 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> WritableStore:
 
 
 def test_deletes_only_unnamed_blobs(any_store: WritableStore) -> None:
-    manifest = releases.draft(any_store)
+    manifest = releases.draft_release(any_store)
     any_store.write_release(manifest)
     named = set(manifest.blobs())
     drafted, recorded, unnamed = (any_store.put_bytes(data) for data in (b"drafted", b"recorded", b"unnamed"))
@@ -60,7 +60,7 @@ def test_deletes_nothing_if_a_manifest_is_unreadable(
     any_store: WritableStore, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     unnamed = any_store.put_bytes(b"unnamed")
-    manifest = releases.draft(any_store)
+    manifest = releases.draft_release(any_store)
     any_store.write_release(manifest)
     newer = manifest.to_json().replace(b'"schema_version": 1', b'"schema_version": 2')
     if any_store.url.startswith("s3:"):
@@ -123,7 +123,7 @@ def test_refuses_age_of_a_running_build() -> None:
 def test_copies_release_to_bucket_and_back(open_bucket: Opener, tmp_path: Path) -> None:
     folder, back = (open_writable_store(tmp_path / name) for name in ("folder", "back"))
     remote = open_bucket()
-    manifest = releases.draft(folder)
+    manifest = releases.draft_release(folder)
     folder.write_release(manifest)
     assert copy_release(folder, remote, "toy/1") == (manifest, True)
     assert copy_release(remote, back, "toy/1") == (manifest, True)
@@ -131,14 +131,14 @@ def test_copies_release_to_bucket_and_back(open_bucket: Opener, tmp_path: Path) 
     for digest, blob in manifest.blobs().items():
         assert back.get(digest, blob.bytes).read_bytes() == folder.get(digest, blob.bytes).read_bytes()
     other = open_writable_store(tmp_path / "other")
-    other.write_release(releases.draft(other).model_copy(update={"created": "2027-01-01T00:00:00+00:00"}))
+    other.write_release(releases.draft_release(other).model_copy(update={"created": "2027-01-01T00:00:00+00:00"}))
     with pytest.raises(ReleaseExists, match="has another release toy/1"):
         copy_release(other, remote, "toy/1")
 
 
 def test_damaged_blob_is_not_copied(open_bucket: Opener, tmp_path: Path) -> None:
     folder, remote = open_writable_store(tmp_path / "folder"), open_bucket()
-    manifest = releases.draft(folder)
+    manifest = releases.draft_release(folder)
     folder.write_release(manifest)
     path = folder.get(manifest.weights[0].blobs[0].sha256, manifest.weights[0].blobs[0].bytes)
     path.write_bytes(bytes(len(path.read_bytes())))

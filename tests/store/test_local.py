@@ -184,7 +184,7 @@ def test_refuses_pipes_folders_and_loops(store: WritableLocalStore) -> None:
 
 
 def test_release_is_written_once(store: WritableLocalStore) -> None:
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     store.write_release(manifest)
     written = (store.root / "releases/toy/1.json").read_bytes()
     with pytest.raises(ReleaseExists, match="toy/1 is already published.*Choose another version"):
@@ -206,7 +206,7 @@ def test_missing_release_lists_available_ones(store: WritableLocalStore) -> None
 
 
 def test_refuses_release_with_bad_blob_path(store: WritableLocalStore) -> None:
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     digests = list(manifest.blobs())
     for digest in (digests[0], digests[-1], digests[len(digests) // 2]):
         path = blob_path(store, digest)
@@ -224,7 +224,7 @@ def test_refuses_release_with_bad_blob_path(store: WritableLocalStore) -> None:
 
 def test_refuses_unreadable_manifest(store: WritableLocalStore) -> None:
     """`model_copy` validates nothing, so a publisher can hold a manifest that readers would refuse."""
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     broken = [
         {"engines": manifest.engines * 2},
         {"settings": manifest.settings.model_copy(update={"vae_scaling_factor": float("nan")})},
@@ -238,7 +238,7 @@ def test_refuses_unreadable_manifest(store: WritableLocalStore) -> None:
 
 
 def test_lists_only_valid_release_names(store: WritableLocalStore) -> None:
-    store.write_release(releases.draft(store))
+    store.write_release(releases.draft_release(store))
     folder = store.root / "releases"
     for other in ("toy/.hidden.json", "toy/a b.json", "toy/readme.txt", "toy/.incoming-x.json", ".DS_Store"):
         (folder / other).write_text("{}")
@@ -249,7 +249,7 @@ def test_lists_only_valid_release_names(store: WritableLocalStore) -> None:
 
 def test_exactly_one_racing_publisher_wins(store: WritableLocalStore, tmp_path: Path) -> None:
     """Three processes publish thirty versions concurrently. Each version is the whole manifest of one of them."""
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     draft = tmp_path / "draft.json"
     draft.write_bytes(manifest.to_json())
     script = """
@@ -338,7 +338,7 @@ def test_deletes_files_of_dead_writers_after_a_day(store: WritableLocalStore) ->
             os.utime(folder / name, (now - age, now - age))
     (folders[0] / ".incoming-folder").mkdir()
     os.utime(folders[0] / ".incoming-folder", (0, 0))
-    store.write_release(releases.draft(store))
+    store.write_release(releases.draft_release(store))
     for folder in folders:
         assert not (folder / ".incoming-old").exists()
         assert (folder / ".incoming-young").exists() and (folder / "not-ours").exists()
@@ -434,7 +434,7 @@ READ_ONLY = """
 
 
 def test_read_only_disk_is_read_but_not_written(store: WritableLocalStore) -> None:
-    store.write_release(releases.draft(store))
+    store.write_release(releases.draft_release(store))
     before = files(store.root)
     lines = finish(python(READ_ONLY, store.root, prefix=own_mounts())).splitlines()
     assert len(lines) == 3 and all("Read-only file system" in line and "another store" in line for line in lines)
@@ -466,6 +466,6 @@ def test_opens_by_path_and_by_url(tmp_path: Path) -> None:
 
 
 def test_manifest_survives_writing_and_reading(store: WritableLocalStore) -> None:
-    manifest = releases.draft(store, refiner=True)
+    manifest = releases.draft_release(store, refiner=True)
     store.write_release(manifest)
     assert WritableLocalStore(store.root).read_release("toy/1") == manifest

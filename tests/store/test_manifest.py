@@ -17,7 +17,7 @@ Entries = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    return releases.draft(WritableLocalStore(tmp_path_factory.mktemp("store")))
+    return releases.draft_release(WritableLocalStore(tmp_path_factory.mktemp("store")))
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def entries(manifest: Manifest) -> Entries:
     return json.loads(manifest.to_json())
 
 
-def refusal(data: bytes | Entries, name: str = releases.NAME) -> str:
+def refusal(data: bytes | Entries, name: str = releases.RELEASE_NAME) -> str:
     """Return the error of a manifest that must be refused."""
     with pytest.raises(ManifestError) as caught:
         parse_manifest(data if isinstance(data, bytes) else json.dumps(data).encode(), name)

@@ -9,7 +9,7 @@ import pytest
 from engine_builder.stores.local import WritableLocalStore
 from tests.store.processes import finish, own_mounts, python
 from tests.support import releases
-from tests.support.releases import NAME, cpu_target
+from tests.support.releases import RELEASE_NAME, cpu_target
 
 SERVE = """
     import json, subprocess, sys, tempfile
@@ -40,7 +40,7 @@ SERVE = """
 
 def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store, releases.compiled_toy()))
+    store.write_release(releases.draft_release(store, releases.compiled_toy()))
     (tmp_path / "temporary").mkdir()
     before = {path: path.stat().st_mtime_ns for path in sorted(store.root.rglob("*"))}
     target = cpu_target()
@@ -62,7 +62,7 @@ def test_serves_read_only_folder_without_copying(tmp_path: Path) -> None:
 def test_serves_user_without_write_permission(tmp_path: Path) -> None:
     """The user of an image may differ from the folder's owner."""
     store = WritableLocalStore(tmp_path / "store")
-    store.write_release(releases.draft(store))
+    store.write_release(releases.draft_release(store))
     for folder in (tmp_path, *tmp_path.parents):
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o055)
@@ -83,4 +83,6 @@ def test_serves_user_without_write_permission(tmp_path: Path) -> None:
             print(error)
     """
     output = finish(python(script, store.root))
-    assert "cannot be written: Permission denied" in output and WritableLocalStore(store.root).releases() == [NAME]
+    assert "cannot be written: Permission denied" in output and WritableLocalStore(store.root).releases() == [
+        RELEASE_NAME
+    ]

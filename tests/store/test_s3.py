@@ -218,8 +218,8 @@ def test_records_are_kept_rewritten_and_listed(open_bucket: Opener) -> None:
 def test_prefixes_of_a_bucket_are_separate_stores(open_bucket: Opener) -> None:
     one, other = open_bucket("a"), open_bucket("a/b")
     digest = one.put_bytes(b"bytes")
-    one.write_release(releases.draft(one))
-    assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.NAME]
+    one.write_release(releases.draft_release(one))
+    assert not other.has(digest) and other.releases() == [] and one.releases() == [releases.RELEASE_NAME]
 
 
 def test_lists_releases_of_several_pages(open_bucket: Opener, s3: Any, bucket: str) -> None:
@@ -237,9 +237,9 @@ def test_lists_releases_of_several_pages(open_bucket: Opener, s3: Any, bucket: s
 
 def test_release_is_written_once(open_bucket: Opener) -> None:
     store = open_bucket()
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     store.write_release(manifest)
-    assert open_bucket().read_release(releases.NAME) == manifest
+    assert open_bucket().read_release(releases.RELEASE_NAME) == manifest
     with pytest.raises(ReleaseExists, match="toy/1 is already published"):
         open_bucket().write_release(manifest)
     with pytest.raises(ReleaseNotFound, match=r"Release toy/2 was not found in s3://\S+\. Available: toy/1\."):
@@ -248,7 +248,7 @@ def test_release_is_written_once(open_bucket: Opener) -> None:
 
 def test_refuses_release_with_bad_blob(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket()
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     digest = manifest.weights[2].blobs[0].sha256
     key = f"blobs/sha256/{digest}"
     s3.put_object(Bucket=bucket, Key=key, Body=b"short")
@@ -263,7 +263,7 @@ def test_refuses_release_with_bad_blob(open_bucket: Opener, s3: Any, bucket: str
 def test_publisher_with_lost_answer_wins(open_bucket: Opener, proxy: FaultyProxy) -> None:
     """botocore repeats the request, which then finds the name taken by itself."""
     store = open_bucket(endpoint=proxy.url)
-    manifest = releases.draft(store)
+    manifest = releases.draft_release(store)
     proxy.inject(Fault("drop_answer", method="PUT", path="/releases/"))
     store.write_release(manifest)
     puts = [request for request in proxy.requests if request.method == "PUT" and "/releases/" in request.path]
@@ -300,7 +300,7 @@ def test_exactly_one_racing_publisher_wins(
 ) -> None:
     store = open_bucket()
     draft = tmp_path / "draft.json"
-    draft.write_bytes(releases.draft(store).to_json())
+    draft.write_bytes(releases.draft_release(store).to_json())
     versions = " ".join(map(str, range(12)))
     environment = object_store.environment | {"PREHEAT_CACHE_DIR": str(tmp_path / "publishers")}
     publishers = {

@@ -26,7 +26,7 @@ from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature
 from tests.store.processes import finish, python
 from tests.support import releases
-from tests.support.releases import NAME
+from tests.support.releases import RELEASE_NAME
 
 Entries = dict[str, Any]
 
@@ -47,7 +47,7 @@ def public(key_file: Path) -> PublicKey:
 def store(tmp_path: Path) -> WritableLocalStore:
     """A store with a draft of the toy, as after a build, and no release."""
     store = WritableLocalStore(tmp_path / "store")
-    draft = releases.draft(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
+    draft = releases.draft_release(store).model_copy(update={"version": "draft", "builder": {"source": "1"}})
     store.write_record("drafts", "toy.cpu.fp32", draft.to_json())
     return store
 
@@ -73,23 +73,23 @@ def test_signature_survives_writing_and_copying(
     store: WritableLocalStore, signed: Manifest, public: PublicKey, tmp_path: Path
 ) -> None:
     assert signed.signature is not None and signed.signature.key_id == public.key_id
-    read = store.read_release(NAME)
+    read = store.read_release(RELEASE_NAME)
     check_signature(read, [public])
-    copied, _ = copy_release(store, WritableLocalStore(tmp_path / "other"), NAME)
-    check_signature(WritableLocalStore(tmp_path / "other").read_release(NAME), [public])
+    copied, _ = copy_release(store, WritableLocalStore(tmp_path / "other"), RELEASE_NAME)
+    check_signature(WritableLocalStore(tmp_path / "other").read_release(RELEASE_NAME), [public])
     assert copied == read == signed
 
 
 def test_signature_ignores_json_formatting(signed: Manifest, public: PublicKey) -> None:
     entries = json.loads(signed.to_json())
     shuffled = json.dumps(dict(reversed(entries.items())), indent=5).encode()
-    check_signature(parse_manifest(shuffled, NAME), [public])
+    check_signature(parse_manifest(shuffled, RELEASE_NAME), [public])
 
 
 def test_unsigned_manifest_has_no_signature_entry(store: WritableLocalStore) -> None:
     manifest, _ = publish(store, "toy")
     assert "signature" not in json.loads(manifest.to_json())
-    check_signature(store.read_release(NAME), [])
+    check_signature(store.read_release(RELEASE_NAME), [])
 
 
 def test_one_of_several_trusted_keys_suffices(signed: Manifest, public: PublicKey, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_refuses_every_change_after_signing(
     entries = json.loads(signed.to_json())
     edit(entries)
     with pytest.raises(UntrustedRelease, match="toy/1 does not match this manifest.*changed after signing.*--sign"):
-        check_signature(parse_manifest(json.dumps(entries).encode(), NAME), [public])
+        check_signature(parse_manifest(json.dumps(entries).encode(), RELEASE_NAME), [public])
 
 
 def test_refuses_unsigned_release_with_a_trusted_key(store: WritableLocalStore, public: PublicKey) -> None:

@@ -149,7 +149,7 @@ def _models(folder: Path) -> list[str]:
 def _good_store(folder: Path) -> Path:
     """Write a store with the release toy/1, whose engines are not engines."""
     store = open_writable_store(folder)
-    store.write_release(releases.draft(store))
+    store.write_release(releases.draft_release(store))
     return folder
 
 

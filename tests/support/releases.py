@@ -1,7 +1,7 @@
-"""A release without a model: all components are one small linear network, and the tokenizers know three words.
+"""A release of toy networks: each component is a `Toy` with its own weights. The tokenizers know three words.
 
-With `FAKE_ENGINE` nothing is compiled, and only opening the engines fails. `compiled_toy()` compiles the network once a
-process, which takes some ten seconds.
+A release with `FAKE_ENGINE` needs no compiler. Everything but opening the engines works. `compiled_toy` compiles a
+`Toy` once in each process, which takes some ten seconds.
 """
 
 import functools
@@ -41,17 +41,17 @@ from model.store.manifest import (
 from model.store.precision import FP32
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
-NAME = "toy/1"
+RELEASE_NAME = "toy/1"
 _SHAPE = ("rows", 4, "height/8", "width/8")
-SIGNATURE = Signature(
+TOY_SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", dtype="float32", shape=_SHAPE),),
     outputs=(TensorSpec(name="y", dtype="float32", shape=_SHAPE),),
 )
-BUCKET = compiler.dynamic_bucket(8, max_batch=4, max_side=512)
+TOY_BUCKET = compiler.dynamic_bucket(8, max_batch=4, max_side=512)
 
 
 class Toy(nn.Module):
-    """[batch, 4, height/8, width/8] -> the same shape, through two linear layers over the channels."""
+    """[batch, 4, height/8, width/8] -> the same shape: linear, ReLU, linear, over the channels."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Toy(nn.Module):
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """The bytes of an engine and of its map of constants."""
+    """The bytes of an engine, and of its map of constants (JSON)."""
 
     engine: bytes
     constants: bytes
@@ -78,14 +78,22 @@ FAKE_ENGINE = EngineFiles(b"not an engine", b"{}")
 @functools.cache
 def compiled_toy() -> EngineFiles:
     """Compile a `Toy` for this machine."""
-    network = Network("unet", Toy().eval(), SIGNATURE, {}, FP32, "plain", 8)
+    network = Network(
+        component="unet",
+        module=Toy().eval(),
+        signature=TOY_SIGNATURE,
+        architecture={},
+        precision=FP32,
+        layout="plain",
+        multiple=8,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        compiled = compiler.compile_network(network, compiler.build_target(), BUCKET, Path(folder) / "toy.pt2")
+        compiled = compiler.compile_network(network, compiler.build_target(), TOY_BUCKET, Path(folder) / "toy.pt2")
         return EngineFiles(compiled.package.read_bytes(), compiled.constants_json())
 
 
 def cpu_target() -> Target:
-    """Return the CPU target that this machine builds for."""
+    """Return the CPU target that this machine builds for: never x86_64_v4, which no build targets."""
     return next(target for target in detect_targets() if target.product != "x86_64_v4")
 
 
@@ -95,32 +103,44 @@ def toy_tensors(seed: int) -> dict[str, torch.Tensor]:
 
 
 def put_blob(store: WritableStore, data: bytes) -> Blob:
-    """Put bytes into the store and return their entry of a manifest."""
+    """Put bytes into the store. Return the manifest's entry for them."""
     return Blob(sha256=store.put_bytes(data), bytes=len(data))
 
 
 def tokenizer_json() -> bytes:
+    """Return a tokenizer file of the words <s>, </s> and cat. All other words become cat."""
     tokenizer = Tokenizer(WordLevel({"<s>": 0, "</s>": 1, "cat": 2}, unk_token="cat"))
     tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     return str(tokenizer.to_str()).encode()
 
 
-def draft(
-    store: WritableStore, files: EngineFiles = FAKE_ENGINE, refiner: bool = False, bucket: Bucket = BUCKET
+def draft_release(
+    store: WritableStore, files: EngineFiles = FAKE_ENGINE, refiner: bool = False, bucket: Bucket = TOY_BUCKET
 ) -> Manifest:
-    """Store all blobs and return the manifest, unpublished. Each component has two blobs of weights."""
-    names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
+    """Put all blobs of a release into the store, and return its unpublished manifest.
+
+    Each component has two blobs of weights.
+    """
+    component_names = BASE_COMPONENTS + (REFINER_COMPONENTS if refiner else ())
     engine, constants = put_blob(store, files.engine), put_blob(store, files.constants)
     weights = []
-    for seed, name in enumerate(names):
+    for seed, name in enumerate(component_names):
         tensors = toy_tensors(seed)
         layers = [{key: tensors[key] for key in tensors if key.startswith(layer)} for layer in ("a", "b")]
         blobs = tuple(put_blob(store, save(layer)) for layer in layers)
         weights.append(WeightsRecord(component=name, precision="fp32", layout="plain", blobs=blobs))
-    record = TokenizerRecord(
+    tokenizer = TokenizerRecord(
         blob=put_blob(store, tokenizer_json()), max_length=8, pad_token_id=1, bos_token_id=0, eos_token_id=1
     )
-    schedule = NoiseSchedule(1000, 0.00085, 0.012, "scaled_linear", "leading", 1, False).to_dict()
+    schedule = NoiseSchedule(
+        num_train_timesteps=1000,
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        timestep_spacing="leading",
+        steps_offset=1,
+        set_alpha_to_one=False,
+    ).to_dict()
     return Manifest(
         model="toy",
         version="1",
@@ -140,8 +160,8 @@ def draft(
         ),
         defaults={"num_inference_steps": 4},
         schedulers={"base": schedule} | ({"refiner": schedule} if refiner else {}),
-        tokenizers={"tokenizer": record, "tokenizer_2": record},
-        architectures={name: hashlib.sha256(b"toy").hexdigest() for name in names},
+        tokenizers={"tokenizer": tokenizer, "tokenizer_2": tokenizer},
+        architectures={name: hashlib.sha256(b"toy").hexdigest() for name in component_names},
         engines=tuple(
             EngineRecord(
                 component=name,
@@ -152,31 +172,31 @@ def draft(
                 bucket=bucket,
                 precision="fp32",
                 layout="plain",
-                signature=SIGNATURE,
+                signature=TOY_SIGNATURE,
                 blob=engine,
                 constants=constants,
                 accuracy=Accuracy(worst=0.0, mean=0.0, relative=0.0, cases=1),
                 build_seconds=1.5,
             )
-            for name in names
+            for name in component_names
         ),
         weights=tuple(weights),
     )
 
 
-def write_manifest(root: Path, entries: dict[str, Any] | bytes, name: str = NAME) -> None:
+def write_manifest(root: Path, content: dict[str, Any] | bytes, name: str = RELEASE_NAME) -> None:
     """Write a manifest, valid or not, into the store in `root`."""
     path = root / "releases" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(entries if isinstance(entries, bytes) else json.dumps(entries).encode())
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
 def toy_constants(changes: dict[str, dict[str, Any]] | None = None) -> bytes:
-    """Return the map of constants of a `Toy` as JSON, with some entries changed."""
-    entries: dict[str, dict[str, Any]] = {
+    """Return the map of constants of a `Toy` as JSON. `changes`: the entries to change or add, by name."""
+    constants: dict[str, dict[str, Any]] = {
         name: {"tensor": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
         for name, tensor in toy_tensors(0).items()
     }
     for name, change in (changes or {}).items():
-        entries[name] = entries.get(name, {}) | change
-    return json.dumps(entries, sort_keys=True).encode()
+        constants[name] = constants.get(name, {}) | change
+    return json.dumps(constants, sort_keys=True).encode()
