@@ -15,7 +15,7 @@ from tests.support import stub_truss
 from tests.support.noise_model import NOISE_MODEL
 from tests.support.scripted_server import Answer, ScriptedServer
 
-SCRIPT = base64.b64encode(b"#!/bin/sh").decode()
+SHELL_SCRIPT_BASE64 = base64.b64encode(b"#!/bin/sh").decode()
 UNUSED_URL = "http://127.0.0.1:9"  # the port of the discard service, which does not run
 
 
@@ -76,7 +76,7 @@ def test_generate_reports_an_invalid_stream(body: bytes, message: str) -> None:
         pytest.param('Calling...\n{"data": "abc', "cut off", id="cut off"),
         pytest.param('{"data": "not base64!"}', "not base64", id="not base64"),
         pytest.param('{"data": "é"}', "not base64", id="not ASCII"),
-        pytest.param(f'{{"data": "{SCRIPT}"}}', "not a PNG, JPEG or WebP", id="not an image"),
+        pytest.param(f'{{"data": "{SHELL_SCRIPT_BASE64}"}}', "not a PNG, JPEG or WebP", id="not an image"),
         pytest.param('{"data": null}', "returned no image", id="null"),
         pytest.param('{"data":' + "[" * 200_000, "not JSON", id="nested too deeply"),
         # The response is read from the first brace on.

@@ -129,9 +129,9 @@ def render_page(load: Recording, request: Recording, refined_request: Recording)
 
 
 def list_functions(recording: Recording, complete: Recording | None = None) -> list[str]:
-    """Return the lines of a numbered list for each thread, and the numbers of functions.
+    """Return the lines of a numbered list for each thread, and a line with the counts of functions.
 
-    `complete`: if `recording` is a part of another recording, that one, whose numbers are added.
+    `complete`: the recording that `recording` is a part of. Its counts get a second line.
     """
 
     def step_mark(function: Function) -> str:

@@ -170,7 +170,7 @@ class GraphLoop:
     def _active_cond_slots(self, image: ImageState) -> list[int]:
         """Return the conditioning slots that an image's next step reads.
 
-        After guidance has ended, only the conditional text's slot is read.
+        After guidance has ended, only the conditional text's slot is read. Another image may take the other slot.
         """
         return self._image_cond_slots[image][-image.unet_batch :]
 
