@@ -1,4 +1,4 @@
-"""Records that all backends share: built engines and graphs in a store, progress reports, the result of a build.
+"""What all backends share: records of built engines and graphs, progress reports, a build's result and its error.
 
 The key of a record covers everything that was compiled. A record is reused only if every blob it names is intact. This
 module does not know what the blobs contain.
@@ -11,13 +11,17 @@ from typing import ClassVar, Self
 from pydantic import BaseModel
 
 from engine_builder.stores.store import WritableStore
-from model.errors import CorruptBlob
+from model.errors import CorruptBlob, PreheatError
 from model.store.manifest import Blob, EngineRecord
 
 ReportProgress = Callable[[str, str, int, int], None]
 """Called with the component, the current activity, the number of finished steps and the number of all steps."""
 ReportActivity = Callable[[str, str, int], None]
 """Called with the component, the current activity and the number of components that are finished."""
+
+
+class CompileError(PreheatError):
+    """A network could not be exported or compiled."""
 
 
 class BuiltRecord(BaseModel):

@@ -1,4 +1,4 @@
-"""Compilation in several processes: same results as in one, readable errors, no process left behind."""
+"""Compilation in several processes: readable errors, no process left behind. test_build.py has the results."""
 
 import multiprocessing
 import os
@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from engine_builder.backends.aot_inductor.compile import CompileError, dynamic_bucket
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket
 from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, compile_jobs
-from engine_builder.building.build import build
+from engine_builder.backends.built import CompileError
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.stores.store import WritableStore
 from model.store.precision import FP32
-from tests.builder.helpers import engine_keys, forget_drafts, forget_engine
 from tests.conftest import REPOSITORY
 
 SMALL = ("unet_text", "unet_time")  # the components that compile fastest
@@ -36,27 +34,6 @@ def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[CompileJob]:
 
 def no_processes() -> bool:
     return multiprocessing.active_children() == []
-
-
-def test_two_processes_compile_the_same_engines(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    before = build(toy_plan, store_copy).draft
-    forget_drafts(store_copy)
-    for component in SMALL:
-        forget_engine(store_copy, before, component)
-    reports: list[tuple[str, str, int, int]] = []
-    process_counts: list[int] = []
-
-    def report(*progress: object) -> None:
-        reports.append(progress)  # type: ignore[arg-type]
-        process_counts.append(len(multiprocessing.active_children()))
-
-    result = build(toy_plan, store_copy, report, processes=2)
-    assert sorted(result.compiled) == sorted(SMALL)
-    assert engine_keys(result.draft) == engine_keys(before)
-    assert [component for component, doing, *_ in reports if doing == "compiling"] == list(SMALL)
-    done = [number for *_, number, _ in reports]
-    assert done == sorted(done) and max(process_counts) == 2
-    assert no_processes()
 
 
 def test_load_error_of_a_process_is_raised(jobs: list[CompileJob], tmp_path: Path) -> None:

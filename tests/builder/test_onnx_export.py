@@ -14,7 +14,8 @@ import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 
-from engine_builder.backends.aot_inductor.compile import CompileError, example_inputs
+from engine_builder.backends.aot_inductor.compile import example_inputs
+from engine_builder.backends.built import CompileError
 from engine_builder.backends.onnx import export as onnx_export
 from engine_builder.backends.onnx.engine import OnnxEngine
 from engine_builder.backends.onnx.export import OnnxGraph, count_operators, export_graph, graph_key, read_literals

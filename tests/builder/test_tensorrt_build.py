@@ -11,7 +11,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from engine_builder.backends.aot_inductor.compile import CompileError, dynamic_bucket, static_bucket
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
+from engine_builder.backends.built import CompileError
 from engine_builder.backends.tensorrt.build import build_plan
 from engine_builder.backends.tensorrt.options import (
     COMPATIBILITY,
@@ -252,20 +253,25 @@ def test_progress_keeps_the_interrupt_that_stops_a_build() -> None:
 
 
 class FakeBuilder:
-    """Records `calls` in order. `unsupported` (node indices), `parses`, `builds` and `takes_cache` set its answers."""
+    """Records `calls` in order. The other attributes set its answers.
+
+    `unsupported`: indices of nodes.
+    """
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.unsupported: list[int] = []
-        self.parses = self.builds = self.takes_cache = True
+        self.parses = self.builds = self.takes_profiles = self.takes_cache = True
         self.config = SimpleNamespace(
             set_flag=lambda flag: self.record("set", flag),
             clear_flag=lambda flag: self.record("clear", flag),
             set_memory_pool_limit=lambda pool, size: self.record("limit", pool, size),
-            add_optimization_profile=lambda profile: self.record("profile", dict(profile.shapes)) or 0,
+            add_optimization_profile=lambda profile: (
+                self.record("profile", dict(profile.shapes)) or (0 if self.takes_profiles else -1)
+            ),
             create_timing_cache=lambda data: SimpleNamespace(data=data, serialize=lambda: b"updated " + data),
-            set_timing_cache=lambda cache, loose: (
-                self.record("cache", cache.data, loose) or self.takes_cache or not cache.data
+            set_timing_cache=lambda cache, ignore_mismatch: (
+                self.record("cache", cache.data, ignore_mismatch) or self.takes_cache or not cache.data
             ),
         )
 
@@ -369,7 +375,7 @@ def build(model: Path, report: Callable[[str], None] = lambda _: None, options: 
 def test_build_sets_all_options(fake: FakeBuilder, model: Path) -> None:
     lines: list[str] = []
     built = build(model, lines.append, options=PlanOptions(compatibility="same_compute_capability", level=5))
-    assert (built.data, built.timing_cache) == (b"plan", b"updated old")
+    assert (built.plan, built.timing_cache) == (b"plan", b"updated old")
     assert fake.calls_of("network") == [(2,), (2,)]  # strongly typed, for the check and for the build
     assert set(fake.calls_of("set")) == {("STRIP_PLAN",), ("REFIT_IDENTICAL",)}
     assert set(fake.calls_of("clear")) == {("REFIT",), ("TF32",)}
@@ -400,6 +406,14 @@ def test_refuses_unsupported_nodes_before_building(fake: FakeBuilder, model: Pat
 def test_refuses_a_graph_that_does_not_parse(fake: FakeBuilder, model: Path) -> None:
     fake.parses = False
     with pytest.raises(CompileError, match=r"cannot read unet's ONNX graph: Neg x1 \(first: b\): why\."):
+        build(model)
+    assert not fake.calls_of("build")
+
+
+def test_refused_profile_is_named_by_its_shapes(fake: FakeBuilder, model: Path) -> None:
+    fake.takes_profiles = False
+    shapes = r"sample \[2, 4, 64, 64\] to \[2, 4, 64, 64\], time_ids"
+    with pytest.raises(CompileError, match=f"refused the shapes of unet: {shapes}"):
         build(model)
     assert not fake.calls_of("build")
 

@@ -15,10 +15,10 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine_builder.backends.built import CompileError
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
-from model.errors import PreheatError
 from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
 
@@ -29,10 +29,6 @@ LARGEST_DYNAMIC_SIDE = 1024  # pixels; limit of CPU engines
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 _CPU_LOOP_THREADS = 8  # parts that a CPU engine's loops are split into, on any number of cores
 MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
-
-
-class CompileError(PreheatError):
-    """A network could not be exported or compiled."""
 
 
 def build_target() -> Target:

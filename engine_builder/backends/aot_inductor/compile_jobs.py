@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from engine_builder.backends.aot_inductor import compile as compiler
-from engine_builder.backends.aot_inductor.compile import CompiledNetwork, CompileError
+from engine_builder.backends.aot_inductor.compile import CompiledNetwork
+from engine_builder.backends.built import CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.worker_process import end_process, end_with_parent

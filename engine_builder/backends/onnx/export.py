@@ -25,13 +25,13 @@ from onnx import TensorProto
 from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import (
-    CompileError,
     describe_constant,
     dynamic_bucket,
     dynamic_shapes,
     trace_inputs,
     without_warnings,
 )
+from engine_builder.backends.built import CompileError
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions
 from model.engines.shapes import dtype_name
 from model.store.manifest import Bucket, Signature

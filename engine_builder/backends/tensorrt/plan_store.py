@@ -174,15 +174,15 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
         stored, graph = load_or_export_graph(network, store)
         serialized = planned.build(graph, report)
         report("refitting and checking")
-        engines, accuracies = planned.check(serialized.data, stored, graph)
+        engines, accuracies = planned.check(serialized.plan, stored, graph)
         device = _device(network).type
         built = BuiltPlan(
-            plan=put_blob(store, serialized.data),
+            plan=put_blob(store, serialized.plan),
             constants=stored.constants,
             literals=stored.literals,
             onnx=stored.graph,
             runtime_version=planned.version,
-            build_seconds=round(serialized.seconds, 1),
+            build_seconds=round(serialized.build_seconds, 1),
             workspace_bytes=[engine.workspace_bytes for engine in engines],
             benchmarks=[
                 time_engine(engine, largest_inputs(network.signature, engine.bucket, device)) for engine in engines
