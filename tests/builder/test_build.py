@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -271,8 +272,8 @@ def test_does_not_store_an_engine_that_fails_its_check(
     assert BuiltEngine.find(store_copy, engine.key) is None
 
 
-def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
-    """One engine does not open, another computes something else."""
+def test_two_processes_recompile_engines_that_fail_their_check(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
+    """One stored engine does not open, another computes something else."""
     draft = build(toy_plan, store_copy).draft
     engines = {engine.component: engine for engine in draft.engines}
     for component, change in (("unet_text", drop_constant), ("unet_time", swap_weights)):
@@ -283,11 +284,22 @@ def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableSto
         store_copy.write_record("engines", engines[component].key, json.dumps(record).encode())
     forget_drafts(store_copy)
     lines: list[str] = []
-    result = build(toy_plan, store_copy, lambda component, activity, *_: lines.append(f"{component} {activity}"))
+    finished_steps: list[int] = []
+    process_counts: list[int] = []
+
+    def report(component: str, activity: str, finished: int, steps: int) -> None:
+        lines.append(f"{component} {activity}")
+        finished_steps.append(finished)
+        process_counts.append(len(multiprocessing.active_children()))
+
+    result = build(toy_plan, store_copy, report, processes=2)
     assert sorted(result.compiled) == ["unet_text", "unet_time"]
-    reported = [line for line in lines if "recompiling: the stored engine failed its check. The " in line]
-    assert [line.partition(" ")[0] for line in reported] == ["unet_text", "unet_time"]
-    assert "constant map disagree" in reported[0] and "differs by" in reported[1]
+    reasons = [line for line in lines if "recompiling: the stored engine failed its check. The " in line]
+    assert [line.partition(" ")[0] for line in reasons] == ["unet_text", "unet_time"]
+    assert "constant map disagree" in reasons[0] and "differs by" in reasons[1]
+    assert [line for line in lines if line.endswith(" compiling")] == ["unet_text compiling", "unet_time compiling"]
+    assert finished_steps == sorted(finished_steps)
+    assert max(process_counts) == 2 and not multiprocessing.active_children()
     rebuilt = {engine.component: engine for engine in result.draft.engines}
     for component in ("unet_text", "unet_time"):
         assert rebuilt[component].constants == engines[component].constants
@@ -297,7 +309,7 @@ def test_recompiles_a_stored_engine_that_fails_its_check(store_copy: WritableSto
             stated = json.loads(package.read(f"{component}-{engines[component].key[:12]}/preheat.json"))
         assert Bucket.model_validate(stated["bucket"]) == rebuilt[component].bucket
         assert Signature.model_validate(stated["signature"]) == rebuilt[component].signature
-    assert rebuilt.keys() == engines.keys()
+    assert engine_keys(result.draft) == engine_keys(draft)
 
 
 def test_draft_names_the_checked_engine(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
