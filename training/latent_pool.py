@@ -43,8 +43,8 @@ class Batch:
 def chunk_number(stage: str, index: int) -> int:
     """Return the number of a stage's chunk with this index.
 
-    The stages never share a number, and so never use the same chunk. Blocks of numbers belong to the base and the refiner
-    alternately. The first block belongs to the autoencoder, which numbers its chunks by step.
+    The stages never share a number, and so never use the same chunk. Blocks of numbers belong to the base and the
+    refiner alternately. The first block belongs to the autoencoder, which numbers its chunks by step.
     """
     own_block, offset = divmod(index, CHUNKS_PER_BLOCK)
     block = 1 + own_block * len(STAGES) + STAGES.index(stage)
