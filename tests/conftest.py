@@ -3,8 +3,8 @@
 Engines are kept in `.preheat` between runs and found by their keys, so only the first run of a clean clone compiles
 (some five minutes on two cores). Slow fixtures print their progress.
 
-The object store is Ceph's gateway, started once a run, with one bucket for each test. Without Ceph its tests are
-skipped, or fail if PREHEAT_REQUIRE_OBJECT_STORE is set.
+The object store is Ceph's gateway, started once a run. Each test has its own S3 bucket. Without Ceph the tests with an
+object store are skipped, or fail if PREHEAT_REQUIRE_OBJECT_STORE is set.
 """
 
 import fcntl
@@ -23,6 +23,7 @@ import torch
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile_jobs import default_processes
+from engine_builder.backends.built import ReportProgress
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
@@ -44,7 +45,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
 KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
-# Enough for any machine: a test that waits this long fails.
+# A test fails if a server takes longer to become ready. Enough for any machine.
 READY_SECONDS = 180
 Opener = Callable[..., WritableS3Store]
 
@@ -74,55 +75,67 @@ def show_progress(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @contextmanager
-def file_lock(lock: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold a lock between processes, so that only one of two concurrent test runs compiles."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with lock.open("w") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
+def make_build_report(show_progress: Callable[[str], None], store_name: str) -> ReportProgress:
+    """Return a function that prints the progress of a build into the store of this name."""
+
+    def report(component: str, activity: str, finished_steps: int, steps: int) -> None:
+        show_progress(f"{store_name} {finished_steps}/{steps}: {component}: {activity}")
+
+    return report
+
+
 @pytest.fixture(scope="session")
 def target() -> Target:
-    """The CPU target of this machine."""
-    on_cpu = [target for target in detect_targets() if target.device == "cpu"]
-    if not on_cpu:
-        pytest.skip(
-            "these engines are built for the CPU, and this machine serves from its GPU: set CUDA_VISIBLE_DEVICES="
-        )
+    """The CPU target that this machine builds for. Tests that use this fixture are skipped on a machine with a GPU."""
+    if all(detected.device != "cpu" for detected in detect_targets()):
+        pytest.skip("The fixtures build engines for the CPU, and this machine uses its GPU: set CUDA_VISIBLE_DEVICES=")
     return compiler.build_target()
 
 
 @pytest.fixture(scope="session")
-def store(target: Target, show_progress: Callable[[str], None]) -> WritableStore:
-    """A local store with a release of data/tiny-sdxl and its refiner."""
+def published(target: Target, show_progress: Callable[[str], None]) -> tuple[WritableStore, str]:
+    """A local store with a release of data/tiny-sdxl and its refiner, and the name of this release.
+
+    The store is kept between runs, and may have releases of older versions of data/tiny-sdxl.
+    """
     store = open_writable_store(KEPT_STORE)
-    base, refiner = Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner")
-
-    def report(component: str, activity: str, done: int, steps: int) -> None:
-        show_progress(f"test store {done}/{steps}: {component}: {activity}")
-
+    plan = BuildPlan("tiny-sdxl", Checkpoint(MODEL_FOLDER), Checkpoint(MODEL_FOLDER / "refiner"), target, FP32)
+    report = make_build_report(show_progress, "test store")
     with file_lock(KEPT_STORE.with_suffix(".lock")):
-        build(BuildPlan("tiny-sdxl", base, refiner, target, FP32), store, report, processes=default_processes(target))
-        publish(store, "tiny-sdxl")
-    return store
+        build(plan, store, report, processes=default_processes(target))
+        manifest, _ = publish(store, "tiny-sdxl")
+    return store, manifest.name
 
 
 @pytest.fixture(scope="session")
-def release(store: WritableStore) -> str:
-    """The name of the release of the current data/tiny-sdxl."""
-    return publish(store, "tiny-sdxl")[0].name
+def store(published: tuple[WritableStore, str]) -> WritableStore:
+    """A local store that has `release`."""
+    return published[0]
+
+
+@pytest.fixture(scope="session")
+def release(published: tuple[WritableStore, str]) -> str:
+    """The name of the release of data/tiny-sdxl with its refiner in `store`."""
+    return published[1]
 
 
 @pytest.fixture(scope="session")
 def loaded(store: WritableStore, release: str) -> Loaded:
-    """That release, loaded in this process, on the CPU."""
-    return load_release(store, release, detect_targets(), [], ColdStart())
+    """`release`, loaded in this process on the CPU."""
+    return load_release(store, release, detect_targets(), buckets=[], cold_start=ColdStart())
 
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]) -> Layout:
-    """The files of this repository's server image, laid out as its Dockerfile does."""
+    """The files of the server image of this repository, laid out as the image's Dockerfile does."""
     show_progress("laying out the server image")
     folder = tmp_path_factory.mktemp("image")
     config = REPOSITORY / "truss" / "configs" / "cpu-demo.yaml"
@@ -137,7 +150,7 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
     show_progress: Callable[[str], None],
 ) -> Iterator[Server]:
-    """The real Truss server process, serving that release."""
+    """A real Truss server process that serves `release`."""
     show_progress("starting a server")
     log = tmp_path_factory.mktemp("server") / "server.log"
     with Server(layout, environment={"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}, log=log) as running:
@@ -147,7 +160,7 @@ def server(
 
 @pytest.fixture(scope="session")
 def toy_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers folder of the smallest SDXL. It compiles in under a minute and generates noise."""
+    """A diffusers folder of the toy: the smallest SDXL, which compiles in under a minute and generates noise."""
     return toy_sdxl.write(tmp_path_factory.mktemp("toy") / "toy-sdxl", MODEL_FOLDER / "tokenizer")
 
 
@@ -161,24 +174,22 @@ def toy_plan(toy_folder: Path, target: Target) -> BuildPlan:
 def toy_store(
     toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
 ) -> WritableStore:
-    """A store with the toy, published as toy-sdxl/1. Tests that write copy it first."""
-
-    def report(component: str, activity: str, done: int, steps: int) -> None:
-        show_progress(f"toy store {done}/{steps}: {component}: {activity}")
-
+    """A local store with the toy, published as toy-sdxl/1. Tests that write copy the store first."""
     folder = tmp_path_factory.mktemp("toy-store") / "store"
+    report = make_build_report(show_progress, "toy store")
     with file_lock(KEPT_TOYS.with_suffix(".lock")):
         build(toy_plan, open_writable_store(KEPT_TOYS), report, processes=default_processes(toy_plan.target))
+        # The kept drafts may be those of other toys.
         shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
     store = open_writable_store(folder)
-    build(toy_plan, store)
+    build(toy_plan, store)  # writes the draft, and finds the compiled engines by their keys
     publish(store, "toy-sdxl")
     return store
 
 
 @pytest.fixture(scope="session")
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
-    """A running S3-compatible store."""
+    """A running object store with the S3 protocol."""
     if missing := ceph.missing_programs():
         reason = f"no object store ({', '.join(missing)} not installed): {ceph.INSTALL}"
         if os.environ.get("PREHEAT_REQUIRE_OBJECT_STORE"):
@@ -190,7 +201,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectSto
 
 @pytest.fixture(scope="session")
 def s3(object_store: ObjectStore) -> Iterator[Any]:
-    """A boto3 client that inspects and damages the object store."""
+    """A boto3 client of the object store, for tests that inspect or damage stored objects."""
     client = boto3.client(
         "s3",
         endpoint_url=object_store.url,
@@ -204,7 +215,7 @@ def s3(object_store: ObjectStore) -> Iterator[Any]:
 
 @pytest.fixture
 def bucket(s3: Any) -> str:
-    """The name of a new bucket."""
+    """The name of a new, empty S3 bucket."""
     name = f"preheat-{uuid.uuid4().hex[:12]}"
     s3.create_bucket(Bucket=name)
     return name
@@ -219,7 +230,10 @@ def proxy(object_store: ObjectStore) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Iterator[Opener]:
-    """Return a function that opens `bucket` as a store, given some StoreOptions. All stores are closed at the end."""
+    """Return a function that opens an S3 bucket, by default `bucket`, as a store with the given StoreOptions.
+
+    All opened stores are closed at the end of the test.
+    """
     opened: list[WritableS3Store] = []
 
     def open_store(prefix: str = "", name: str = bucket, **options: Any) -> WritableS3Store:
