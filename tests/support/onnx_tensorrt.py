@@ -81,7 +81,7 @@ class _Builder:
         config.set_memory_pool_limit = lambda pool, size: None
         config.add_optimization_profile = lambda profile: config.profiles.append(profile.shapes) or 0
         config.create_timing_cache = lambda data: SimpleNamespace(data=data, serialize=lambda: data + b"+")
-        config.set_timing_cache = lambda cache, loose: True
+        config.set_timing_cache = lambda cache, ignore_mismatch: True
         return config
 
     def build_serialized_network(self, network: Any, config: Any) -> bytes:
