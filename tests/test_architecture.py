@@ -1,4 +1,4 @@
-"""docs/architecture.md has the walks of the current code. Its tracer counts functions as the page states."""
+"""docs/architecture.md lists the functions that run. The tracer counts functions as the page states."""
 
 import ast
 import importlib
@@ -88,7 +88,7 @@ def record(folder: Path, work: Callable[[], object], thread: str = "traced") -> 
     return found
 
 
-def test_page_has_the_walks_of_the_code(store: WritableStore, release: str, tmp_path: Path) -> None:
+def test_page_lists_the_functions_that_run(store: WritableStore, release: str, tmp_path: Path) -> None:
     page = tmp_path / "architecture.md"
     command = [sys.executable, "-m", "engine_builder.architecture.document", store.url, release, "--out", str(page)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
