@@ -147,7 +147,7 @@ def test_cuda_graph_captures_and_replays_an_engine(built: tuple[WritableStore, M
     record = next(e for e in manifest.engines if e.component == UNET and e.bucket.batch.max == 2)
     weights = next(w for w in manifest.weights if w.component == UNET)
     tensors = WeightsCache(store, device).load(weights)
-    engine = Plans(store, device).open(record, tensors)
+    engine = Plans(store, device).open(record, tensors, stream="denoising")
     cases = [example_inputs(record.signature, 2, 256, 256, "cuda", seed) for seed in (1, 2)]
     with torch.inference_mode():
         expected = [{name: t.clone() for name, t in engine.run(case).items()} for case in cases]
