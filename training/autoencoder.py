@@ -151,7 +151,9 @@ def _measured_images(run: TrainingRun, count: int) -> Tensor:
     """Render `count` scenes that no training step uses. A CPU, which is only for tests, renders fewer."""
     if run.device.type == "cpu":
         count = min(count, MAX_MEASURED_IMAGES_ON_CPU)
-    vectors = torch.from_numpy(next(_scene_chunks(run, run.settings.seed, count, -1)).vectors).to(run.device)
+    height, width = run.settings.native_size
+    [chunk] = run.workers.stream([ChunkRequest(run.settings.seed, -1, count, 0, width / height)])
+    vectors = torch.from_numpy(chunk.vectors).to(run.device)
     return torch.cat([render_images(part, run.settings.native_size) for part in vectors.split(128)])
 
 

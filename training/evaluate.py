@@ -149,7 +149,6 @@ def main(
     make_generator: called like ImageGenerator.
     """
     options = _parse_arguments(arguments)
-    started = time.monotonic()
     defaults = json.loads((options.model / "defaults.json").read_text())
     guidance = defaults["guidance_scale"] if options.guidance is None else options.guidance
     denoising_frac = defaults["denoising_frac"] if options.denoising_frac is None else options.denoising_frac
@@ -164,6 +163,7 @@ def main(
         scheduler=options.scheduler,
         denoising_frac=denoising_frac,
     )
+    started = time.monotonic()
     results: dict[str, dict[str, float]] = {}
     failures: list[str] = []
     for refined in (False, True) if options.refiner else (False,):
