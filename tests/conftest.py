@@ -11,6 +11,7 @@ import fcntl
 import gc
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,10 @@ KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 # A test fails if a server takes longer to become ready. Enough for any machine.
 READY_SECONDS = 180
 Opener = Callable[..., WritableS3Store]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs like this. Programs that the tests start would ignore interrupts, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -148,7 +148,7 @@ def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release
     with subprocess.Popen(command, cwd=stub_truss.REPOSITORY, stdout=subprocess.PIPE, text=True) as first:
         try:
             eventually(is_listening, "the first server listens")
-            second = subprocess.run(command, cwd=stub_truss.REPOSITORY, capture_output=True, text=True)
+            second = subprocess.run(command, cwd=stub_truss.REPOSITORY, capture_output=True, text=True, timeout=60)
             assert second.returncode == 1 and f"Port {port} of 127.0.0.1 is taken" in second.stderr
             assert "Traceback" not in second.stderr
             assert first.stdout is not None
@@ -158,5 +158,9 @@ def test_second_serve_command_on_a_port_is_refused(store: WritableStore, release
             assert httpx.post(url, json=body, timeout=60, trust_env=False).json()["status"] == "success"
         finally:
             os.kill(first.pid, signal.SIGINT)
-            first.communicate()
+            try:
+                first.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                first.kill()
+                raise
     assert first.returncode == 0
