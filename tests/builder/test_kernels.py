@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +49,20 @@ def run(module: str, folder: str, environment: dict[str, str]) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """The run in the interpreter, and a compilation with each folder's Triton. Two run at once."""
+    with ThreadPoolExecutor(2) as pool:
+        started = {"interpret": pool.submit(run, "interpret", FOLDERS[0], {"TRITON_INTERPRET": "1"})}
+        for folder in FOLDERS:
+            environment = {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+            started[folder] = pool.submit(run, "compile", folder, environment)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def interpreted(runs: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
     """Relative errors by norm, and types of run-time arguments."""
-    return run("interpret", FOLDERS[0], {"TRITON_INTERPRET": "1"})
+    return runs["interpret"].result()
 
 
 @pytest.mark.parametrize("kernel", ["text", "self", "geglu", "winograd"])
@@ -66,7 +79,7 @@ def test_kernels_take_no_floats_at_run_time(interpreted: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: Path(folder).name or "installed")
-def test_every_kernel_compiles_for_a_gpu(folder: str, tmp_path: Path) -> None:
-    shared_bytes = run("compile", folder, {"TRITON_CACHE_DIR": str(tmp_path)})
+def test_every_kernel_compiles_for_a_gpu(folder: str, runs: dict[str, Future[dict[str, Any]]]) -> None:
+    shared_bytes = runs[folder].result()
     assert shared_bytes.keys() == KERNELS
     assert max(shared_bytes.values()) <= SHARED_BYTES_OF_A_PROGRAM
