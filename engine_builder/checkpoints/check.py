@@ -63,10 +63,10 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
         _check_class(path, key, value[0] if isinstance(value, list) and len(value) == 1 else value, subfolder)
 
 
-def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, readers: Collection[tuple[Checkpoint, str]]) -> None:
+def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, encoders: Collection[tuple[Checkpoint, str]]) -> None:
     """Parse a tokenizer as a server does, and check that its text encoders take its ids. Raises CheckpointError.
 
-    `readers`: the text encoders, as checkpoint and subfolder.
+    `encoders`: the text encoders, as checkpoint and subfolder.
     """
     folder = checkpoint.root / tokenizer
     try:
@@ -78,8 +78,8 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, readers: Collection[
     except MissingComponent as error:
         raise CheckpointError(f"{folder} is not a CLIP tokenizer: {error.args[0]}", DOWNLOAD_AGAIN) from error
     largest = max(Tokenizer.from_buffer(data).get_vocab(with_added_tokens=True).values())
-    for reader, encoder in readers:
-        config, path = reader.config(encoder), reader.root / encoder / "config.json"
+    for encoder_checkpoint, subfolder in encoders:
+        config, path = encoder_checkpoint.config(subfolder), encoder_checkpoint.root / subfolder / "config.json"
         if (positions := config.size("max_position_embeddings")) != settings.max_length:
             raise CheckpointError(
                 f"{folder} encodes a prompt as {settings.max_length} tokens, but {path} takes {positions}.",

@@ -7,7 +7,7 @@ import torch
 
 from engine_builder.checkpoints.check import check_files, check_tokenizer, read_shapes
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.networks.network import load_shapes
+from engine_builder.networks.network import load_meta_module
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import BASE, REFINER, SDXL
 
@@ -26,25 +26,25 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         for folder, spec in networks.items():
             wrapper = WRAPPERS[spec.wrapper]
             _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)
-    for tokenizer, readers in _readers_of_tokenizers(checkpoints).items():
-        check_tokenizer(base, tokenizer, readers)
+    for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
+        check_tokenizer(base, tokenizer, encoders)
 
 
-def _readers_of_tokenizers(checkpoints: dict[str, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
+def _encoders_by_tokenizer(checkpoints: dict[str, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
     """Return each tokenizer's text encoders, as checkpoint and subfolder."""
-    readers: dict[str, list[tuple[Checkpoint, str]]] = {}
+    encoders: dict[str, list[tuple[Checkpoint, str]]] = {}
     for denoiser in (BASE, REFINER):
         if denoiser.part in checkpoints:
             for component, tokenizer in denoiser.text_encoders:
                 encoder = (checkpoints[denoiser.part], SDXL[component].checkpoint_folder)
-                readers.setdefault(tokenizer, []).append(encoder)
-    return readers
+                encoders.setdefault(tokenizer, []).append(encoder)
+    return encoders
 
 
 def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name: str) -> None:
     """Check that a config.json describes a network, and that the stored tensors have its shapes.
 
-    Missing tensors are found later, by the library that loads them, because it also accepts their older names.
+    Missing tensors are found later, when the library loads the weights, because it also accepts older tensor names.
     """
     config, path = checkpoint.config(folder), checkpoint.root / folder / "config.json"
     for key in _LAYER_COUNTS:
@@ -53,7 +53,7 @@ def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name
             raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from 1 to {_MAX_LAYERS}.")
     stored = read_shapes(checkpoint, folder)
     try:
-        network = load_shapes(package, class_name, checkpoint, folder, torch.float32)
+        network = load_meta_module(package, class_name, checkpoint, folder, torch.float32)
     except Exception as error:  # the libraries raise many types for values of the wrong type
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{path} does not describe a {class_name} ({type(error).__name__}: {reason}).") from error

@@ -125,7 +125,7 @@ def load_network(
     config = checkpoint.config(spec.checkpoint_folder)
     widths = checkpoint.widths()
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
-    read = load_shapes if device == "meta" else (reader or ModuleReader()).read
+    read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
     network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
     if spec.checkpoint_folder == "unet":
@@ -170,7 +170,9 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
     return cast(nn.Module, network)
 
 
-def load_shapes(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> nn.Module:
+def load_meta_module(
+    library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype
+) -> nn.Module:
     """Return the network that a subfolder's config.json describes, with shapes only."""
     network_class = getattr(importlib.import_module(library), class_name)
     config = checkpoint.config(subfolder)
