@@ -7,8 +7,8 @@ Every sampler served here is linear in its inputs. With `eps` the UNet's predict
 
 so a step is seven numbers (`COEFFICIENTS`), and a denoising loop names no sampler.
 
-The UNet timesteps and the draws of noise equal those of diffusers 0.42.1, with a scheduler that `from_config` makes
-from the same scheduler_config.json. The latents are equal except for rounding. The noise schedule is rounded to float32
+The UNet timesteps and the draws of noise equal those of diffusers 0.42.1. There, `from_config` makes the scheduler from
+the same scheduler_config.json. The latents are equal except for rounding. The noise schedule is rounded to float32
 where diffusers rounds it; all derived numbers are float64 until `pad_schedules` writes float32.
 
 One deviation: with trailing spacing some step counts (61 of 1,000) give diffusers one step too many, at timestep -1,
@@ -86,8 +86,8 @@ def split_schedule(
     the model's number of training timesteps. The refiner (StableDiffusionXLImg2ImgPipeline, `denoising_start`) takes
     the others and continues with the base's latents: nothing is rescaled and no noise is drawn in between.
 
-    Run one after the other, with one generator, the two give the result of the two pipelines. Steps keep the sigmas
-    and the noise of the whole schedule: a base that stops early ends on an ordinary step, where LCM draws noise. The
+    The base and then the refiner, with one generator, give the result of the two pipelines. Steps keep the sigmas and
+    the noise of the whole schedule: a base that stops early ends on an ordinary step, where LCM draws noise. The
     refiner has no history: its first entry has coefficient 0 for the previous denoised estimate, so DPM++ is first
     order there. The buffer of that estimate must still hold finite numbers.
 
@@ -100,7 +100,7 @@ def split_schedule(
     base_steps = int(np.count_nonzero(schedule.timesteps >= round(training_steps - denoising_frac * training_steps)))
     coefficients = schedule.coefficients.copy()
     if 0 < base_steps < schedule.steps:
-        # Without m1, m0 + (m0 - m1) / 2r becomes m0: the two coefficients are added.
+        # `_dpm` adds a correction to `denoised` and subtracts it from `prev`. The sum of the two has no correction.
         denoised, prev = COEFFICIENTS.index("denoised"), COEFFICIENTS.index("prev")
         coefficients[base_steps, denoised] += coefficients[base_steps, prev]
         coefficients[base_steps, prev] = 0.0
@@ -217,11 +217,11 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
 def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """DPM-Solver++ (2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2, and its SDE-DPM-Solver++ (2M).
 
-    h is the step in log(alpha / sigma). exp(-h) is `shrink`, a ratio of EDM's sigmas, which is finite at the last step
-    too. r is the previous h over this one. The data prediction is m0 + (m0 - m1) / 2r (midpoint). It is m0 in the first
-    step, which has no m1, and in the last, whose h is infinite. The SDE draws noise at every step, with coefficient 0
-    at the last. Karras sigmas are those of EDM, equation 5, with rho = 7. They cover the whole training range for any
-    spacing. Their timesteps are rounded, the sigmas are not.
+    h is the step in log(alpha / sigma). `shrink` is exp(-h), a ratio of EDM's sigmas. It is 0 in the last step, where
+    h is infinite. r is the previous h over this one. The data prediction is m0 + (m0 - m1) / 2r (midpoint). It is m0 in
+    the first step, which has no m1, and in the last. The SDE draws noise at every step, with coefficient 0 at the last.
+    Karras sigmas are those of EDM, equation 5, with rho = 7. They cover the whole training range for any spacing. Their
+    timesteps are rounded, the sigmas are not.
     """
     sigmas = _sigmas(schedule)
     if name == "DPM++ 2M":
@@ -253,9 +253,9 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
 def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """Multistep latent consistency sampling: Luo et al. 2023 (arXiv 2310.04378), algorithm 3.
 
-    c_skip and c_out are those of diffusers. Steps are chosen from those of the distillation, for any spacing and
-    offset. Each step predicts the denoised image and adds noise for the next one. The last step neither draws nor adds
-    noise.
+    c_skip and c_out are those of diffusers. The steps are some of the distillation's. The scheduler's timestep spacing
+    and offset have no effect. Each step predicts the denoised image and adds noise for the next one. The last step
+    neither draws nor adds noise.
     """
     alphas, original, sigma_data = schedule.alphas_cumprod(), schedule.original_inference_steps, 0.5
     chosen = np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
