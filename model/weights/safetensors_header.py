@@ -14,9 +14,9 @@ from model.errors import CorruptBlob
 from model.store.manifest_json import refuse_repeated_keys
 
 _PREFIX_BYTES = 8  # of the header length
-HEADER_LIMIT = 4 * 2**20  # bytes; a blob of SDXL's UNet has some 150 KiB
+HEADER_LIMIT = 4 * 2**20  # bytes; the header of SDXL's UNet has some 150 KiB
 _MAX_TENSORS = 2**14  # SDXL's UNet has 1,680
-_MAX_NAME_CHARACTERS = 512  # as in a map of constants
+_MAX_NAME_CHARACTERS = 512  # the limit of tensor names in an engine's map of constants
 _MAX_DIMENSIONS = 8
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -35,25 +35,25 @@ class Extent:
 
 
 class InvalidHeader(ValueError):
-    """The header is invalid. The message is the cause that `invalid_weights` reports."""
+    """The header is invalid. `invalid_weights` puts the message into the error for the blob."""
 
 
-def read_header(start: bytes | memoryview, size: int) -> dict[str, Extent]:
-    """Return extents by tensor name, in the order of their bytes. `start`: the first bytes of a file of `size` bytes.
+def read_header(first_bytes: bytes | memoryview, size: int) -> dict[str, Extent]:
+    """Return extents by tensor name, in the order of their bytes.
 
-    The extents cover the file after the header without gap or overlap, and each is aligned to its item size. Raises
-    InvalidHeader.
+    `first_bytes`: the start of a file of `size` bytes, with the whole header. The extents cover the rest of the file
+    without gap or overlap, and each is aligned to its item size. Raises InvalidHeader.
     """
     if size < _PREFIX_BYTES:
         raise InvalidHeader(f"it has {size} bytes")
-    length = int.from_bytes(start[:_PREFIX_BYTES], "little")
+    length = int.from_bytes(first_bytes[:_PREFIX_BYTES], "little")
     if length > HEADER_LIMIT:
         raise InvalidHeader(f"its header would have {length} bytes, more than {HEADER_LIMIT}")
     end = _PREFIX_BYTES + length
     if end > size:
         raise InvalidHeader("its header is longer than the file")
     try:
-        entries = json.loads(bytes(start[_PREFIX_BYTES:end]), object_pairs_hook=refuse_repeated_keys)
+        entries = json.loads(bytes(first_bytes[_PREFIX_BYTES:end]), object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise InvalidHeader(f"its header is not JSON: {str(error)[:100]!r}") from error
     if not isinstance(entries, dict):
