@@ -121,7 +121,8 @@ def _write_text_encoder(network: CLIPTextModel | CLIPTextModelWithProjection, fo
     """Write a text encoder with SDXL's tensor names.
 
     SDXL's files name every tensor of both encoders `text_model.…`. transformers 5 would leave the prefix out for the
-    first encoder. The config states float32 so that a load without a dtype matches the other networks.
+    first encoder. transformers loads the dtype that the config states: float32, which diffusers' networks load by
+    default.
     """
     network.config.dtype = "float32"
     network.config.architectures = [type(network).__name__]

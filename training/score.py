@@ -191,7 +191,7 @@ def _differences_in_order(objects: tuple[DetectedObject, ...], statement: Statem
 def _object_difference(detected: DetectedObject, stated: StatedObject, count: int) -> str:
     """count: number of objects in the image, which the limit between small and large depends on."""
     if detected.colour != stated.colour:
-        return f"an object is {detected.colour}, not {stated.colour}"
+        return f"an object's colour is {detected.colour}, not {stated.colour}"
     if detected.shape != stated.shape:
         return f"the {detected.colour} object's shape is {detected.shape}, not {stated.shape}"
     size = "large" if detected.radius >= MIN_LARGE_RADIUS[min(count, 3)] else "small"

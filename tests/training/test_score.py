@@ -140,7 +140,7 @@ def erase_everything(image: np.ndarray) -> None:
 
 
 DAMAGE: dict[Callable[[np.ndarray], None], str] = {
-    paint_half_of_the_circle: "an object is unclear, not red",
+    paint_half_of_the_circle: "an object's colour is unclear, not red",
     paint_the_bottom: "the background does not have one named colour",
     erase_a_quarter_of_the_circle: "shape is unclear, not circle",
     fill_with_noise: "the background does not have one named colour",
