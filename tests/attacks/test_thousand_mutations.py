@@ -61,7 +61,7 @@ def objects_and_lists(node: Any) -> list[Any]:
 
 
 def similar_value(value: Any, rng: random.Random) -> Any:
-    """Return another value that is usually as valid."""
+    """Change a number, string or boolean a little: the result is often valid too. Return other values unchanged."""
     if type(value) is int:
         return value + rng.choice([-1, 1, 7])
     if isinstance(value, float):
@@ -139,10 +139,10 @@ def parse_or_none(data: bytes) -> Manifest | None:
 
 
 def test_a_thousand_mutated_manifests(attacked: AttackedRelease) -> None:
-    """A signed release: every manifest with another meaning is refused.
+    """With a trusted key, every manifest is refused unless it parses to the original.
 
-    Without a configured key, a valid manifest with another number (of steps, of a date) looks like a published one. It
-    must then load blobs of the original release only. Other errors, crashes and unverified bytes must not happen.
+    Without a key, a manifest with another number (of steps, of a date) can be valid and load. It must name only blobs
+    of the original release, and must have nearly the same entries. Every other manifest must raise a PreheatError.
     """
     rng = random.Random(20260101)
     key = Ed25519PrivateKey.generate()
@@ -193,7 +193,10 @@ def read_blobs(attacked: AttackedRelease) -> Blobs:
 
 
 def damage_blob(blobs: Blobs, path: Path, rng: random.Random) -> bytes | None:
-    """Return changed bytes, or None for a deleted blob: a bit, cut, longer, another blob, noise, rotated."""
+    """Return the damaged bytes of a blob, or None to delete it.
+
+    The damage: a flipped bit, missing or added bytes at the end, another blob or zeros, noise, or rotated bytes.
+    """
     data = blobs[path]
     at = rng.randrange(len(data))
     match rng.randrange(8):
@@ -227,7 +230,7 @@ def replace_file(path: Path, data: bytes | None) -> None:
 
 
 def test_a_thousand_changed_blobs_in_a_folder(attacked: AttackedRelease) -> None:
-    """The store has verified them before. Each change is refused, and each restored blob loads."""
+    """A new store refuses each change, and so does a store that verified the original blob. The restored blobs load."""
     rng = random.Random(20260102)
     blobs = read_blobs(attacked)
     load(attacked.store)

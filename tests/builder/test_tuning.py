@@ -53,7 +53,7 @@ def test_restores_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
     with pytest.raises(KeyError), use_tuning_cache(tmp_path / "h200") as folder:
         assert cache_dir() == str(folder) == str(tmp_path / "h200")
-        os.environ["TRITON_CACHE_DIR"] = "/elsewhere"  # as Inductor does if it is not set
+        os.environ["TRITON_CACHE_DIR"] = "/elsewhere"  # Inductor sets this variable too, if it is unset
         raise KeyError
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "/somewhere"
     default = cache_dir()  # now Inductor itself has set the variable
