@@ -95,6 +95,7 @@ class Model:
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
         try:
             with self._cold_start.phase("warm_up"):
+                # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
                 scheduler.preview_map = scheduler.call(lambda: warm_up(loaded)).result()
         except BaseException:
             scheduler.close()

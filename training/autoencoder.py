@@ -3,8 +3,8 @@
 The autoencoder trains on random crops of images first and on whole images at the end. It is not compiled, because
 compiling would take longer than it saves.
 
-After stage one the latents' channels are centred and scaled to one deviation. This is folded into `quant_conv` and
-`post_quant_conv`, so that `scaling_factor` alone gives zero mean and unit variance.
+After stage one the latents' channels are centred and scaled to a common standard deviation. The change is folded into
+`quant_conv` and `post_quant_conv`. So `scaling_factor` alone gives every channel zero mean and unit variance.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from training.run import TrainingRun
 
 SOFT_SHARE = 0.25  # share of the images with soft edges
 MAX_EDGE_PIXELS = 8.0
-MAX_MEASURED_IMAGES_ON_CPU = 8
+MAX_EVALUATION_IMAGES_ON_CPU = 8
 EDGE_WEIGHT = 10.0  # additional weight of pixels near an edge in the decoder's loss
-EDGE_STEP = 0.05  # difference of neighbouring pixels that is an edge, of a range of 2
+MIN_EDGE_DIFFERENCE = 0.05  # a larger `neighbour_difference` is an edge; pixels are in -1..1
 EDGE_REACH_PIXELS = 3
 LATENT_NOISE = 0.05  # standard deviation of noise on the latents, so that the decoder tolerates small errors
 
@@ -85,7 +85,7 @@ def train_autoencoder(run: TrainingRun, network: AutoencoderKL) -> float:
 
     seconds = run.optimize("vae", optimizer, loss)
     chunks.close()
-    images = _measured_images(run, 512)
+    images = _evaluation_images(run, 512)
     factor = centre_latents(network, images)
     error = mean_absolute_error(network, images[:256])
     run.log(f"vae scaling factor {factor:.5f}, mean absolute error {error:.5f}")
@@ -114,7 +114,7 @@ def train_decoder(run: TrainingRun, network: AutoencoderKL) -> float:
         inputs = images.to(compute_dtype(run.device))
         with torch.no_grad():
             latents = encoder["quant_conv"](encoder["encoder"](inputs)).float().chunk(2, dim=1)[0]
-            is_edge = (neighbour_difference(images) > EDGE_STEP).float()
+            is_edge = (neighbour_difference(images) > MIN_EDGE_DIFFERENCE).float()
             near_edge = F.max_pool2d(is_edge, 2 * EDGE_REACH_PIXELS + 1, stride=1, padding=EDGE_REACH_PIXELS)
             weights = 1 + EDGE_WEIGHT * near_edge
         decoded = network.decoder(network.post_quant_conv((latents + noise).to(inputs.dtype))).float()
@@ -132,7 +132,7 @@ def train_decoder(run: TrainingRun, network: AutoencoderKL) -> float:
     seconds = run.optimize("decoder", optimizer, loss)
     chunks.close()
     network.eval()
-    run.log(f"vae mean absolute error {mean_absolute_error(network, _measured_images(run, 64)):.5f}")
+    run.log(f"vae mean absolute error {mean_absolute_error(network, _evaluation_images(run, 64)):.5f}")
     return seconds
 
 
@@ -147,10 +147,10 @@ def _sample_edge_pixels(uniform: Tensor, softness: Tensor) -> Tensor:
     return torch.where(uniform < SOFT_SHARE, soft, SHARP_EDGE_PIXELS)
 
 
-def _measured_images(run: TrainingRun, count: int) -> Tensor:
+def _evaluation_images(run: TrainingRun, count: int) -> Tensor:
     """Render `count` scenes that no training step uses. A CPU, which is only for tests, renders fewer."""
     if run.device.type == "cpu":
-        count = min(count, MAX_MEASURED_IMAGES_ON_CPU)
+        count = min(count, MAX_EVALUATION_IMAGES_ON_CPU)
     height, width = run.settings.native_size
     [chunk] = run.workers.stream([ChunkRequest(run.settings.seed, -1, count, 0, width / height)])
     vectors = torch.from_numpy(chunk.vectors).to(run.device)
@@ -158,9 +158,10 @@ def _measured_images(run: TrainingRun, count: int) -> Tensor:
 
 
 def neighbour_difference(values: Tensor) -> Tensor:
-    """Return the difference to the next row plus that to the next column, [batch, 1, height, width].
+    """Return each pixel's absolute difference to the pixel below plus that to the pixel on its right.
 
-    Each is the largest of all channels of `values` [batch, channels, height, width], and 0 at the last row or column.
+    `values`: [batch, channels, height, width]. Returns [batch, 1, height, width]. Each of the two differences is the
+    maximum over the channels. It is 0 where the neighbour is outside the image.
     """
     rows = F.pad(values.diff(dim=2).abs().amax(1, keepdim=True), (0, 0, 0, 1))
     columns = F.pad(values.diff(dim=3).abs().amax(1, keepdim=True), (0, 1, 0, 0))
@@ -191,7 +192,7 @@ def centre_latents(network: AutoencoderKL, images: Tensor) -> float:
 
 @torch.no_grad()
 def mean_absolute_error(network: AutoencoderKL, images: Tensor) -> float:
-    """Encode and decode images, and return the mean absolute error, of a range of 2."""
+    """Encode and decode images, and return the mean absolute error of pixels in -1..1."""
     errors = [
         F.l1_loss(network.decode(network.encode(part).latent_dist.mean).sample, part) for part in images.split(64)
     ]

@@ -34,7 +34,7 @@ FIRST_SAMPLED_TIMESTEP = 951  # of 20 steps: a sampler starts there, from pure n
 MAX_TIMESTEP_WEIGHT = 50.0  # largest weight of a timestep in the base's loss
 REFINER_TIMESTEPS = 210  # the refiner trains on the timesteps below; it takes over at 200
 EDGE_WEIGHT = 10.0  # additional weight near an edge in the refiner's loss: corners of small objects are few
-EDGE_STEP = 1.5  # difference of neighbouring latents that is an edge; the latents' deviation is 1
+MIN_EDGE_DIFFERENCE = 1.5  # a larger `neighbour_difference` is an edge; the latents' standard deviation is 1
 
 
 def alphas_cumprod(device: torch.device) -> Tensor:
@@ -193,7 +193,7 @@ def train_base(run: TrainingRun, networks: Networks) -> float:
 
 def edge_weights(latents: Tensor) -> Tensor:
     """Return loss weights [batch, 1, height/8, width/8]: 1, and 1 + EDGE_WEIGHT for latents next to an edge."""
-    near_edge = F.max_pool2d(neighbour_difference(latents), 3, stride=1, padding=1) > EDGE_STEP
+    near_edge = F.max_pool2d(neighbour_difference(latents), 3, stride=1, padding=1) > MIN_EDGE_DIFFERENCE
     return 1 + EDGE_WEIGHT * near_edge.float()
 
 

@@ -22,7 +22,7 @@ from engine_builder.benchmarks.rows import Row, make_row, percentile
 from engine_builder.replicas.traffic import poisson_arrivals
 
 RequestOf = Callable[[int], dict[str, Any]]
-"""Returns the request with a number."""
+"""Makes the JSON body of a request from the request's number."""
 
 _TIMEOUT_SECONDS = 600
 

@@ -10,7 +10,8 @@ from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
 
 SAMPLE = "sample"  # the input of a step's networks that the loop computes: the scaled latents
-COND, BATCH = "cond ", "batch "  # prefixes of a conditioning input's buffers: by slot, and in batch order
+# Prefixes of the names of a conditioning input's buffers: indexed by slot, and by entry of the UNet's batch.
+COND_BY_SLOT, COND_BY_ENTRY = "cond ", "batch "
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ def conditioning_inputs(networks: Sequence[Signature]) -> dict[str, TensorSpec]:
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
     """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height."""
     pixels = {"height": height, "width": width}
-    divided = [size if isinstance(size, int) else size.partition("/") for size in spec.shape[1:]]
-    return tuple(size if isinstance(size, int) else pixels[size[0]] // int(size[2] or 1) for size in divided)
+    parsed = [size if isinstance(size, int) else size.partition("/") for size in spec.shape[1:]]
+    return tuple(size if isinstance(size, int) else pixels[size[0]] // int(size[2] or 1) for size in parsed)
 
 
 def buffer_shapes(
@@ -55,7 +56,10 @@ def buffer_shapes(
 
     Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
     batch has entries. If an engine of batch 1 exists, there are at least two conditioning slots, because it runs twice
-    for a guided image. Conditioning for all steps is stored a second time, in batch order.
+    for a guided image.
+
+    Conditioning that is the same in all steps is stored twice: by slot and by batch entry. Conditioning that differs by
+    step is stored by slot only.
     """
     slots, cond_slots = max(batches), max(*batches, 2 if 1 in batches else 1)
     [sample] = [spec for spec in networks[-1].inputs if spec.name == SAMPLE]
@@ -73,7 +77,7 @@ def buffer_shapes(
     for name, spec in conditioning_inputs(networks).items():
         entry = entry_shape(spec, height, width)
         if name in by_step:
-            shapes[COND + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)
+            shapes[COND_BY_SLOT + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)
         else:
-            shapes[COND + name] = shapes[BATCH + name] = BufferShape((cond_slots, *entry), spec.dtype)
+            shapes[COND_BY_SLOT + name] = shapes[COND_BY_ENTRY + name] = BufferShape((cond_slots, *entry), spec.dtype)
     return shapes

@@ -23,7 +23,7 @@ import torch
 
 from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
-from model.denoising.buffers import BATCH, COND, SAMPLE, buffer_shapes
+from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, SAMPLE, buffer_shapes
 from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room, unet_batch
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide
@@ -78,9 +78,11 @@ class GraphLoop:
             self._latent_slot_count = len(self._latents)
             self._latent_slot_indices = buffers["slot_indices"].copy_(torch.arange(self._latent_slot_count))
             # Conditioning is stored by slot, and again by batch entry. The copy changes only when the mapping does.
-            self._cond_by_slot = {name.removeprefix(COND): buffers[name] for name in buffers if name.startswith(COND)}
+            self._cond_by_slot = {
+                name.removeprefix(COND_BY_SLOT): buffers[name] for name in buffers if name.startswith(COND_BY_SLOT)
+            }
             self._cond_by_entry = {
-                name.removeprefix(BATCH): buffers[name] for name in buffers if name.startswith(BATCH)
+                name.removeprefix(COND_BY_ENTRY): buffers[name] for name in buffers if name.startswith(COND_BY_ENTRY)
             }
             # One buffer, so that a new `_Mapping` takes one upload. There are as many entries as conditioning slots.
             self._mapping_buffer = buffers["mapping"]

@@ -18,7 +18,7 @@ _TEST_PROMPT = "A photo, caf\u00e9 \u6f22 \U0001f600 in 4K!?"
 
 @contextmanager
 def _as_missing_component() -> Iterator[None]:
-    """Raise MissingComponent in place of the library's errors. Its panics are not `Exception`s."""
+    """Raise MissingComponent in place of the library's errors. Its Rust panics do not derive from Exception."""
     try:
         yield
     except BaseException as error:

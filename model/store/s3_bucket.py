@@ -1,7 +1,8 @@
 """Read a bucket of any S3-compatible service: blobs in ranges, small objects whole.
 
-botocore retries requests. This module retries bodies that break off, each from its last byte. Lasting failures become
-StoreErrors. Importing this module imports boto3, which takes longer than fetching a small model.
+botocore retries requests. If a blob's body breaks off, this module requests only the missing bytes. Small objects are
+read again from the start. Lasting failures become StoreErrors. Importing this module imports boto3, which takes longer
+than fetching a small model.
 """
 
 import hashlib
@@ -27,11 +28,11 @@ from model.store.s3_errors import code_of, is_missing, store_error
 _LIST_PAGE_KEYS = 1000  # keys of one response, the maximum of S3
 _LONGEST_PAUSE_SECONDS = 5.0
 _CHUNK_BYTES = 2**20  # read from a connection at a time
-_BODY_ERRORS = (BotoCoreError, HTTPError)  # while a body is read; failed requests are StoreErrors by then
+_BODY_ERRORS = (BotoCoreError, HTTPError)  # of reading a body; `_requesting` turns those of requests into StoreErrors
 
 
 class Bucket:
-    """The objects of a bucket whose keys begin with a prefix. Keys in calls are without that prefix.
+    """The objects of a bucket whose keys begin with a prefix. Methods take and return keys without the prefix.
 
     Serves up to `connections` threads. The constructor raises StoreError if no client can be made.
     """

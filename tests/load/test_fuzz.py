@@ -77,7 +77,10 @@ def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def bodies(draw: st.DrawFn, properties: dict[str, Any]) -> bytes:
-    """Generate JSON of valid values with up to three invalid ones, an unknown or missing field, or cut text."""
+    """Generate a JSON body of valid values, up to three of them replaced by others, often invalid.
+
+    Some bodies have an unknown field, lack the prompt, or are truncated.
+    """
     names = draw(st.sets(st.sampled_from(sorted(properties.keys() - {"prompt"}))))
     body = {name: draw(valid_values(properties[name])) for name in sorted(names | {"prompt"})}
     invalid_count = draw(st.integers(0, 3))
@@ -87,14 +90,15 @@ def bodies(draw: st.DrawFn, properties: dict[str, Any]) -> bytes:
         body[draw(st.text(max_size=10))] = draw(any_json)
     if draw(st.integers(0, 19)) == 0:
         del body["prompt"]
-    # Accepted sizes and counts become small, so that each image takes little time.
+    # Replace sizes and counts that the server may accept by small ones, so that each image takes little time. One side
+    # in five is kept. If it is missing or null, which means the native size, it becomes 65, which no server serves.
     for name, small in SMALL_VALUES.items():
         value = body.get(name, properties[name].get("default"))
         if value is None or type(value) is int:
             limits = next(part for part in properties[name].get("anyOf", [properties[name]]) if "minimum" in part)
             if value is None or limits["minimum"] <= value <= limits["maximum"]:
-                keeps_size = name in ("width", "height") and draw(st.integers(0, 4)) == 0
-                body[name] = (value or 65) if keeps_size else small
+                allows_any_side = name in ("width", "height") and draw(st.integers(0, 4)) == 0
+                body[name] = (value or 65) if allows_any_side else small
     text = json.dumps(body).encode()
     if draw(st.integers(0, 19)) == 0:
         text = text[: draw(st.integers(0, len(text)))]

@@ -19,9 +19,9 @@ def test_new_request_joins_after_one_step(gate: Gate, scheduler: Scheduler) -> N
     second = scheduler.submit(params(2))
     gate.open()
     results(first, second)
-    joint = [2 in seeds for seeds in gate.seeds].index(True)
-    assert joint <= 2  # it misses the step in flight, and at most one that begins while it arrives
-    assert gate.seeds[joint] == [1, 2]
+    first_joint_step = [2 in seeds for seeds in gate.seeds].index(True)
+    assert first_joint_step <= 2  # the second request misses the running step, and perhaps one that begins meanwhile
+    assert gate.seeds[first_joint_step] == [1, 2]
 
 
 def test_images_of_a_request_join_singly_in_order_of_arrival(gate: Gate, scheduler: Scheduler) -> None:
@@ -96,7 +96,7 @@ def test_short_request_does_not_overtake(gate: Gate, scheduler: Scheduler) -> No
     assert gate.seeds == [[0]] * 4 + [[1, 2]] + [[1]] * 3
 
 
-def test_request_runs_whole_beyond_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
+def test_images_of_one_request_may_exceed_the_efficient_number(gate: Gate, scheduler: Scheduler) -> None:
     gate.limit_batch(capacity=8, efficient=2)
     jobs = [scheduler.submit(params(0)), scheduler.submit(params(10, num_images=2))]
     gate.open()
@@ -114,8 +114,8 @@ def test_all_join_once_enough_wait_to_fill_the_batch(gate: Gate, scheduler: Sche
     results(*jobs)
     full = gate.seeds.index([0, 1, 2, 3])
     assert gate.seeds[:full] in ([[0]], [[0], [0]])
-    assert gate.seeds[4] == [1, 2, 3, 4]  # the first has left, and four remain
-    assert gate.seeds[-1] == [4] and len(gate.seeds) == 8  # the fifth joined then, and not after the other three
+    assert gate.seeds[4] == [1, 2, 3, 4]  # the first image is done, and the fifth takes its entries
+    assert gate.seeds[-1] == [4] and len(gate.seeds) == 8  # the fifth did not wait for the other three
 
 
 def test_images_in_the_refiner_count_as_running(gate: Gate, scheduler: Scheduler) -> None:
@@ -135,7 +135,7 @@ def test_refiner_admits_beyond_the_efficient_number(gate: Gate, scheduler: Sched
 
 
 def test_images_wait_for_a_full_refiner(gate: Gate, scheduler: Scheduler) -> None:
-    """One step of the base and three of the refiner: two images are in it when the next two come from the base."""
+    """Each image takes one base step and three refiner steps. Two images fill the refiner when the next two arrive."""
     jobs = [scheduler.submit(params(seed, use_refiner=True, denoising_frac=0.25)) for seed in range(4)]
     gate.open()
     results(*jobs)

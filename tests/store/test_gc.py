@@ -19,7 +19,7 @@ from tests.support.faulty_proxy import Fault, FaultyProxy
 
 @pytest.fixture(params=["folder", "bucket"])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> WritableStore:
-    """A store of either kind; only the one in a bucket needs the object store."""
+    """A store of either kind. Only the S3 bucket needs Ceph, so only its case requests `open_bucket`."""
     if request.param == "folder":
         return open_writable_store(tmp_path / "folder")
     return request.getfixturevalue("open_bucket")("gc")
@@ -31,8 +31,8 @@ def test_deletes_only_unnamed_blobs(any_store: WritableStore) -> None:
     named = set(manifest.blobs())
     drafted, recorded, unnamed = (any_store.put_bytes(data) for data in (b"drafted", b"recorded", b"unnamed"))
     draft = manifest.model_copy(update={"model": "other"}).to_json()
-    spare = manifest.tokenizers["tokenizer"].blob.sha256
-    any_store.write_record("drafts", "other", draft.replace(spare.encode(), drafted.encode()))
+    tokenizer = manifest.tokenizers["tokenizer"].blob.sha256
+    any_store.write_record("drafts", "other", draft.replace(tokenizer.encode(), drafted.encode()))
     any_store.write_record("engines", "key", f'{{"blob": {{"sha256": "{recorded}"}}, "a newer": "field"}}'.encode())
     young = find_garbage(any_store, 3600)
     assert (young.blobs, young.young_count, young.named_count) == ({}, 1, len(named) + 2)
@@ -49,8 +49,8 @@ def test_keeps_blobs_put_or_named_since_the_search(any_store: WritableStore) -> 
     garbage = find_garbage(any_store, 0, now=now + 60)
     assert set(garbage.blobs) == {drafted, put}
     any_store.write_record("drafts", "x", f'"{drafted}"'.encode())
-    since = replace(garbage, keep_after=now - 60)  # as if both were put again after the search
-    assert delete_garbage(any_store, since) == 0
+    put_again = replace(garbage, keep_after=now - 60)  # as if both blobs were put again after the search
+    assert delete_garbage(any_store, put_again) == 0
     assert any_store.has(drafted) and any_store.has(put)
     assert delete_garbage(any_store, garbage) == len(b"put")
     assert any_store.has(drafted) and not any_store.has(put)
@@ -113,7 +113,7 @@ def test_deletes_unfinished_uploads(open_bucket: Opener, s3: Any, bucket: str) -
     assert [u["Key"] for u in s3.list_multipart_uploads(Bucket=bucket)["Uploads"]] == [f"other/blobs/sha256/{digest}"]
 
 
-def test_refuses_age_of_a_running_build() -> None:
+def test_refuses_short_and_invalid_ages() -> None:
     assert (read_age("2h"), read_age("7d")) == (7200, 7 * 86400)
     for age in ("0s", "119m", "7", "d", "-1d"):
         with pytest.raises(BadAge):
