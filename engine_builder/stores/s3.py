@@ -22,7 +22,7 @@ class WritableS3Store(S3Store):
     """`s3://bucket[/prefix]` store for the builder. Thread-safe."""
 
     def _connect(self) -> WritableBucket:
-        return WritableBucket(self.bucket, self._prefix, self.url, self._options, CONNECTIONS)
+        return WritableBucket(self._bucket_name, self._prefix, self.url, self._options, CONNECTIONS)
 
     @property
     def _writable(self) -> WritableBucket:

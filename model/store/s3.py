@@ -1,8 +1,8 @@
 """Read a store in a bucket of any S3-compatible service, over a network that may fail. Implements `Store`.
 
 Blobs are fetched in parallel ranges into the cache folder (model/store/blob_cache.py). They are hashed there in order
-while later ranges arrive, and nothing is used before its SHA-256 is verified. Requests are sent by
-model/store/s3_bucket.py. It is imported at the first request, which a complete cache never needs.
+while later ranges arrive, and nothing is used before its SHA-256 is verified. model/store/s3_bucket.py sends the
+requests. It is imported at the first request. A blob in the cache needs no request.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONNECTIONS = 16
 _CONCURRENT_BLOBS = 8
-_CHUNK_BYTES = 2**20  # that are hashed at a time
+_CHUNK_BYTES = 2**20  # hashed at a time, if a blob goes only to the cache
 
 
 class S3Store:
@@ -35,8 +35,8 @@ class S3Store:
 
     def __init__(self, url: str, options: StoreOptions | None = None) -> None:
         self._options = options = options or StoreOptions()
-        self.bucket, self._prefix = split_url(url)
-        self.url = f"s3://{self.bucket}" + (f"/{self._prefix}" if self._prefix else "")
+        self._bucket_name, self._prefix = split_url(url)
+        self.url = f"s3://{self._bucket_name}" + (f"/{self._prefix}" if self._prefix else "")
         self._cache = BlobCache(options.cache_folder, options.cache_bytes)
         self._connected: Bucket | None = None
         self._connecting = Lock()
@@ -53,7 +53,7 @@ class S3Store:
     def _connect(self) -> "Bucket":
         from model.store.s3_bucket import Bucket
 
-        return Bucket(self.bucket, self._prefix, self.url, self._options, CONNECTIONS)
+        return Bucket(self._bucket_name, self._prefix, self.url, self._options, CONNECTIONS)
 
     def close(self) -> None:
         """Close the connections and unpin the blobs. Otherwise garbage collection does both."""
@@ -122,7 +122,7 @@ class S3Store:
                     sink.filled(at, buffer)
                     at += len(buffer)
                 for task in fetching.values():
-                    task.result()  # the loop does not wait for the part of an empty blob
+                    task.result()  # an empty blob has one part, and the loop above did not wait for it
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
