@@ -12,7 +12,7 @@ from model.loading.target import Target, gpu_product, make_torch_tag
 from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
-# The accelerators of truss from whose names gpu_product does not get the product. H100_40GB is a MIG slice of a GPU.
+# gpu_product cannot derive the product from these names of Truss's accelerators. H100_40GB is a MIG slice of a GPU.
 _PRODUCTS = {"H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
 # Compute capabilities (developer.nvidia.com/cuda-gpus). A plan can serve every GPU of one capability.
 _CAPABILITIES = {
@@ -55,7 +55,7 @@ def list_runnable_targets(
     """
     product = _PRODUCTS.get(accelerator, gpu_product(accelerator)) if accelerator else ""
     if runtime == "tensorrt":
-        return _list_tensorrt_targets(manifest, accelerator, product, tensorrt_version)
+        return _require_tensorrt_targets(manifest, accelerator, product, tensorrt_version)
     plan_targets = []
     if runtime == "fastest":
         try:
@@ -63,7 +63,7 @@ def list_runnable_targets(
         except TensorRTUnavailable:
             pass  # a server with this version serves engines of AOTInductor
     try:
-        return plan_targets + _list_torch_targets(manifest, accelerator, product, torch_version)
+        return plan_targets + _require_torch_targets(manifest, accelerator, product, torch_version)
     except NoEngineForTarget:
         if plan_targets:
             return plan_targets
@@ -71,7 +71,7 @@ def list_runnable_targets(
 
 
 def parse_target(key: str) -> Target | None:
-    """Return the Target with this key, or None if no Target of a GPU or CPU has it.
+    """Return the Target with this key, or None if the text is not a target's key.
 
     Examples are "cuda-h100-sm90-torch2.11-cu130", "cuda-sm90-trt11.4" and "cpu-x86_64_v3-torch2.13".
     """
@@ -81,10 +81,10 @@ def parse_target(key: str) -> Target | None:
     return Target(match["device"], match["product"] or "", match["capability"] or "", match["runtime_tag"])
 
 
-def _list_torch_targets(manifest: Manifest, accelerator: str, product: str, torch_version: str) -> list[Target]:
+def _require_torch_targets(manifest: Manifest, accelerator: str, product: str, torch_version: str) -> list[Target]:
     """Return the AOTInductor targets of the release for the device and torch version. Raises NoEngineForTarget.
 
-    `product`: the GPU's, "" for a CPU. Of a CPU's targets the highest x86-64 level comes first.
+    `product`: the GPU's, "" for a CPU. For a CPU, the target of the highest x86-64 level comes first.
     """
     parsed = [parse_target(key) for key in sorted(manifest.targets, reverse=True)]
     of_device = [
@@ -96,21 +96,21 @@ def _list_torch_targets(manifest: Manifest, accelerator: str, product: str, torc
     ]
     if not of_device:
         raise NoEngineForTarget(
-            f"The config requests {f'the GPU {accelerator}' if accelerator else 'a CPU'}. {_describe(manifest)}.",
+            f"The config requests {f'the GPU {accelerator}' if accelerator else 'a CPU'}. {_name_targets(manifest)}.",
             "Build on that device and publish a new release, or choose another accelerator under resources.",
         )
-    # An engine of a CPU runs with every build of the torch version.
+    # A CPU engine runs with every build of a torch version, for example +cpu and +cu130.
     tag = make_torch_tag(torch_version, torch_version.partition("+")[2] if product else "")
     of_version = [target for target in of_device if f"{target.runtime_tag}-".startswith(f"{tag}-")]
     if not of_version:
         raise NoEngineForTarget(
-            f"The config pins torch=={torch_version}, which runs engines of {tag}. {_describe(manifest)}.",
+            f"The config pins torch=={torch_version}, which runs engines of {tag}. {_name_targets(manifest)}.",
             "Pin the torch of the release under requirements, or build and publish with the pinned one.",
         )
     return of_version
 
 
-def _list_tensorrt_targets(
+def _require_tensorrt_targets(
     manifest: Manifest, accelerator: str, product: str, tensorrt_version: str | None
 ) -> list[Target]:
     """Return the TensorRT targets of the release that the GPU and the version run, best first.
@@ -120,14 +120,14 @@ def _list_tensorrt_targets(
     if product not in _CAPABILITIES:
         device = f"{accelerator}, whose compute capability is not known" if accelerator else "a CPU"
         raise NoEngineForTarget(
-            f"The config chooses the runtime tensorrt for {device}. {_describe(manifest)}.",
+            f"The config chooses the runtime tensorrt for {device}. {_name_targets(manifest)}.",
             "Set runtime to aot_inductor, or choose another accelerator under resources.",
         )
     targets = _find_tensorrt_targets(manifest, product, tensorrt_version)
     if not targets:
         pin = f"tensorrt-cu13=={tensorrt_version}" if tensorrt_version else "no TensorRT"
         raise NoEngineForTarget(
-            f"The config chooses the runtime tensorrt for {accelerator} and pins {pin}. {_describe(manifest)}.",
+            f"The config chooses the runtime tensorrt for {accelerator} and pins {pin}. {_name_targets(manifest)}.",
             "Pin the TensorRT of the release under requirements, or set runtime to aot_inductor.",
         )
     return targets
@@ -145,6 +145,6 @@ def _find_tensorrt_targets(manifest: Manifest, product: str, tensorrt_version: s
     return [target for target in targets if target.key in manifest.targets]
 
 
-def _describe(manifest: Manifest) -> str:
-    """Return the start of a sentence that names the targets of the release."""
+def _name_targets(manifest: Manifest) -> str:
+    """Return a sentence that names the targets of the release, without its full stop."""
     return f"Release {manifest.name} has engines for {', '.join(manifest.targets) or 'nothing'}"
