@@ -148,7 +148,7 @@ def _decode_images(response: dict[str, Any]) -> list[bytes]:
 
 
 def _paths(out: Path, suffixes: list[str]) -> list[Path]:
-    """Return the path of each image, numbered if there are several. A suffix of `out` for images is replaced."""
+    """Return the path of each image, numbered if there are several. An image suffix of `out` is replaced."""
     stem = out.with_suffix("") if out.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp") else out
     numbers = [f"-{number}" for number in range(1, len(suffixes) + 1)] if len(suffixes) > 1 else [""]
     jpeg_suffix = out.suffix if out.suffix.lower() == ".jpeg" else ".jpg"
@@ -161,8 +161,8 @@ def _paths(out: Path, suffixes: list[str]) -> list[Path]:
 def save_predicted(output: IO[bytes], out: Path) -> list[Path]:
     """Write the images in the output of `truss predict`: a line of text, then the response as JSON.
 
-    `truss predict` exits with 0 even if the server refused the request. Raises CallFailed, also for such a refusal, and
-    NotWritable.
+    `truss predict` exits with 0 even if the server refused the request. Raises CallFailed for a refused request or an
+    invalid response, and NotWritable.
     """
     text = output.read().decode(errors="replace")
     start = text.find("{")
@@ -176,7 +176,7 @@ def save_predicted(output: IO[bytes], out: Path) -> list[Path]:
 
 
 def _error_text(response: object) -> str:
-    """Return the error message of a response without an image, else its JSON."""
+    """Return the error message of a response. Without a message, return a clause that quotes its JSON."""
     error = response.get("error") if isinstance(response, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or error
