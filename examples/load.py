@@ -50,7 +50,7 @@ def explain(answer: httpx.Response) -> str:
     return f"{answer.status_code}: {reason}"
 
 
-async def check(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, dict[str, str]]:
+async def send_first_request(client: httpx.AsyncClient, url: str, body: str) -> tuple[int, dict[str, str]]:
     """Send one request that is not measured. Return the number of its images, and its engine. Raises Failed."""
     try:
         answer = await client.post(url, content=body)
@@ -92,11 +92,11 @@ async def run(url: str, body: str, rate: float, seconds: float, timeout: float, 
     if secure and (key := os.environ.get("BASETEN_API_KEY", "").strip()):
         headers["Authorization"] = f"Api-Key {key}"
     results, arrivals, generator = Results(), 0, random.Random(seed)
-    # No limit of connections. Otherwise a request would wait for one, and the loop would no longer be open.
+    # Without a limit of connections, no request waits for the end of another. So arrivals keep the given rate.
     # A proxy from the environment cannot reach a local server.
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=secure) as client:
-        images, engine = await check(client, url, body)
+        images, engine = await send_first_request(client, url, body)
         began = due = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while (due := due + generator.expovariate(rate)) < began + seconds:
