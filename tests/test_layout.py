@@ -68,11 +68,11 @@ def layer(module: str) -> int:
 def upward_imports(graph: Graph) -> list[str]:
     """Return the imports of model/ that lead to a higher layer, or out of model/."""
     found = []
-    for module, targets in graph.items():
+    for module, imported_modules in graph.items():
         if module.startswith("model."):
-            for target in targets - {"model"}:
-                if not target.startswith("model.") or layer(target) > layer(module):
-                    found.append(f"{module} -> {target}")
+            for imported in imported_modules - {"model"}:
+                if not imported.startswith("model.") or layer(imported) > layer(module):
+                    found.append(f"{module} -> {imported}")
     return sorted(found)
 
 
@@ -85,9 +85,9 @@ def find_cycle(graph: Graph) -> list[str]:
     return []
 
 
-def with_import(graph: Graph, module: str, target: str) -> Graph:
-    """Return the graph as if `module` imported `target`, too."""
-    return graph | {module: graph[module] | {target}}
+def with_import(graph: Graph, module: str, imported: str) -> Graph:
+    """Return the graph with one more import: `module` imports `imported`."""
+    return graph | {module: graph[module] | {imported}}
 
 
 def test_every_module_of_model_has_a_layer(graph: Graph) -> None:
@@ -99,7 +99,7 @@ def test_no_module_imports_a_higher_layer(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    "module, target",
+    "module, imported",
     [
         ("model.pipeline.prompt", "model.api.request"),
         ("model.denoising.step", "model.pipeline.params"),
@@ -107,8 +107,8 @@ def test_no_module_imports_a_higher_layer(graph: Graph) -> None:
         ("model.loading.load", "engine_builder.building.build"),
     ],
 )
-def test_finds_an_upward_import(graph: Graph, module: str, target: str) -> None:
-    assert upward_imports(with_import(graph, module, target)) == [f"{module} -> {target}"]
+def test_finds_an_upward_import(graph: Graph, module: str, imported: str) -> None:
+    assert upward_imports(with_import(graph, module, imported)) == [f"{module} -> {imported}"]
 
 
 def test_has_no_import_cycle(graph: Graph) -> None:

@@ -70,15 +70,15 @@ class RecordingStore(LocalStore):
         super().stream(digest, size, sink)
 
 
-def prefetch_of(store: LocalStore, **settings: Any) -> Prefetch:
-    """Start a prefetch of `store`, and wait for its end."""
+def run_prefetch(store: LocalStore, **settings: Any) -> Prefetch:
+    """Start a prefetch from `store`, wait for its end, and return it."""
     prefetch = Prefetch(read_settings({"store": store.url, "release": RELEASE_NAME} | settings), {}, lambda *_: store)
     prefetch.wait()
     return prefetch
 
 
 def add_unused_records(manifest: Manifest) -> Manifest:
-    """Add the engines of another target, of another precision, and weights of both that no engine here uses."""
+    """Add engines of another target and precision, and weights of another precision and layout. All are unused."""
 
     def copy(record: Any, number: int, **changes: Any) -> Any:
         blob = Blob(sha256=f"{number:064d}", bytes=1)
@@ -108,7 +108,7 @@ def test_selects_exactly_the_blobs_that_a_load_reads(store: WritableLocalStore, 
 
 def test_fetches_all_blobs_and_reads_none(store: WritableLocalStore) -> None:
     recording = RecordingStore(store.root)
-    opened = prefetch_of(recording).store()
+    opened = run_prefetch(recording).store()
     assert opened is recording
     assert recording.fetched == store.read_release(RELEASE_NAME).blobs().keys() and not recording.blobs_read
     assert load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart()).release == RELEASE_NAME
@@ -130,9 +130,9 @@ def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, mo
 
 @pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt", "fastest"])
 def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: str) -> None:
-    """Without a GPU, only AOTInductor is served. A load for TensorRT fails, and reports it."""
+    """Without a GPU no TensorRT engine can run, so `tensorrt` fetches nothing. The load then reports the error."""
     recording = RecordingStore(store.root)
-    prefetch_of(recording, runtime=runtime)
+    run_prefetch(recording, runtime=runtime)
     assert bool(recording.fetched) == (runtime != "tensorrt")
 
 
@@ -140,16 +140,16 @@ def test_fetches_nothing_of_an_untrusted_release(store: WritableLocalStore) -> N
     key = Ed25519PrivateKey.generate()
     store.write_release(signing.sign(store.read_release(RELEASE_NAME).model_copy(update={"version": "2"}), key))
     recording = RecordingStore(store.root)
-    prefetch_of(recording, public_key=str(signing.public_key(key)))
+    run_prefetch(recording, public_key=str(signing.public_key(key)))
     assert not recording.fetched
-    prefetch_of(recording, public_key=str(signing.public_key(key)), release="toy/2")
+    run_prefetch(recording, public_key=str(signing.public_key(key)), release="toy/2")
     assert recording.fetched
 
 
 @pytest.mark.parametrize("release", ["toy/9", "../x", ""])
 def test_leaves_errors_to_the_load(store: WritableLocalStore, release: str) -> None:
     recording = RecordingStore(store.root)
-    opened = prefetch_of(recording, release=release).store()
+    opened = run_prefetch(recording, release=release).store()
     assert not recording.fetched
     with pytest.raises(ReleaseNotFound):
         opened.read_release("toy/9")
@@ -164,12 +164,12 @@ def test_leaves_a_damaged_blob_to_the_load(store: WritableLocalStore) -> None:
     blob = store.read_release(RELEASE_NAME).weights[0].blobs[0]
     path = store.root / "blobs" / "sha256" / blob.sha256
     path.write_bytes(path.read_bytes()[:-1])
-    opened = prefetch_of(store).store()
+    opened = run_prefetch(store).store()
     with pytest.raises(StoreError, match=blob.sha256[:12]):
         load_release(opened, RELEASE_NAME, [cpu_target()], [], ColdStart())
 
 
-def test_reports_a_store_that_cannot_be_opened_each_time() -> None:
+def test_every_call_reports_an_invalid_store_url() -> None:
     prefetch = Prefetch(read_settings({"store": "ftp://nowhere", "release": RELEASE_NAME}), {})
     for _ in range(2):
         with pytest.raises(StoreError, match="ftp://nowhere"):

@@ -38,7 +38,7 @@ def loaded() -> Loaded:
 
 
 class FakeProbe(DeviceProbe):
-    """A clock that only calls of the base's UNet advance, by `seconds` of their batch.
+    """A fake clock. Each call of the base's UNet advances it by `seconds[batch]`, and nothing else does.
 
     The first measured steps take longer, by the factors `slow_start`.
     """
@@ -119,7 +119,7 @@ def test_measures_unguided_images_if_the_release_has_no_guidance(loaded: Loaded)
 
 
 def test_rising_clocks_do_not_raise_the_efficient_batch(loaded: Loaded) -> None:
-    """Each of two images costs 96 % of a single one. The first steps of the single one are slower than later ones."""
+    """A step of two images takes 1.91 times as long as a step of one. The first steps run at low clocks."""
     probe = FakeProbe(loaded.model, {2: 0.0287, 4: 0.0549}, slow_start=(1.4, 1.2, 1.05), clocks_rise=True)
     with torch.inference_mode():
         warm_up(loaded, probe)
@@ -137,7 +137,7 @@ def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
     assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not probe.measured
 
 
-def test_other_sizes_of_a_dynamic_engine_get_as_many_pixels(loaded: Loaded) -> None:
+def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) -> None:
     model = linear_model()
     for name in (spec.UNET, spec.REFINER_UNET):
         side = Span(min=16, max=1024, multiple=8)
@@ -159,11 +159,11 @@ def test_encodes_text_in_every_batch_size(guidance_scale: float, loaded: Loaded)
     )
     with torch.inference_mode():
         warm_up(replace(loaded, served=served))
-    texts = (
+    networks = (
         spec.TEXT_ENCODER, spec.TEXT_ENCODER_2, spec.UNET_TEXT, spec.REFINER_TEXT_ENCODER_2,
         spec.REFINER_UNET_TEXT,
     )  # fmt: skip
-    for name in texts:
+    for name in networks:
         batches = {len(next(iter(inputs.values()))) for inputs in stub(loaded.model, name).seen}
         assert batches == {1, 2}, name
 

@@ -156,11 +156,11 @@ def assert_refused(folder: Path, plan_of: PlanOf, tmp_path: Path, file: str, wor
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as unix_socket, chdir(path.parent):  # its path has at most 108 characters
+    with socket.socket(socket.AF_UNIX) as unix_socket, chdir(path.parent):  # a socket's path is limited to 108 bytes
         unix_socket.bind(path.name)
 
 
-KINDS: dict[str, Callable[[Path], object]] = {
+NOT_REGULAR_FILES: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "socket": make_socket,
     "folder": Path.mkdir,
@@ -170,7 +170,7 @@ KINDS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NOT_REGULAR_FILES)
 @pytest.mark.parametrize(
     "file", [INDEX, "unet/config.json", UNET_WEIGHTS, "tokenizer/merges.txt", TOKENIZER_CONFIG, "vae/other.json"]
 )
@@ -178,7 +178,7 @@ def test_refuses_what_is_not_a_regular_file(
     file: str, kind: str, folder_copy: Path, plan_of: PlanOf, tmp_path: Path
 ) -> None:
     (folder_copy / file).unlink(missing_ok=True)
-    KINDS[kind](folder_copy / file)
+    NOT_REGULAR_FILES[kind](folder_copy / file)
     words = "missing file" if kind == "broken link" and "json" in file else ""
     assert_refused(folder_copy, plan_of, tmp_path, file, words)
 
@@ -241,7 +241,7 @@ ACCEPTED: dict[str, Change] = {
     "old configs without a class": drop_class_names,
     "fast tokenizer": edit(INDEX, tokenizer=["transformers", "CLIPTokenizerFast"]),
     "incomplete fp32 weights beside fp16": add_incomplete_fp32_weights,
-    "a pipe of another name": lambda folder: os.mkfifo(folder / "unet" / "README.md"),
+    "a pipe that is not read": lambda folder: os.mkfifo(folder / "unet" / "README.md"),
     "links to folders": link_unet,
 }
 

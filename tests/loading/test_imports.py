@@ -18,7 +18,7 @@ HEAVY = (
 # The packages of the server image, and those that they need.
 THIRD_PARTY = {
     "torch", "torchgen", "functorch", "numpy", "tqdm", "typing_extensions",  # torch, and what it imports itself
-    "pynvml",  # torch imports it if it is installed, for example for benchmarks; no server image has it
+    "pynvml",  # for benchmarks, not in a server image; torch imports it if it is installed
     "pydantic", "pydantic_core", "annotated_types", "typing_inspection",
     "tokenizers", "PIL", "prometheus_client",
     "starlette", "anyio", "sniffio", "idna",
@@ -40,7 +40,7 @@ REPORT = """
 
 
 def imports_of(script: str, *arguments: object) -> tuple[set[str], set[str]]:
-    """Run a script, and return the modules that it imports, and the packages among them that are not Python's own."""
+    """Run a script. Return the modules that it imports, and the names of their third-party packages."""
     whole = "import sys\nbefore = set(sys.modules)\n" + textwrap.dedent(REPORT) + textwrap.dedent(script)
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", whole + "\nreport(before)\n", *map(str, arguments)],
@@ -71,7 +71,7 @@ def test_loading_a_release_imports_nothing_heavy(valid_store: WritableLocalStore
         import model.model
         import model.loading.load, model.loading.warmup
         further = set(sys.modules) - with_torch
-        # `import torch` imports the names of torch.export, but not its implementation.
+        # `import torch` itself imports some modules of torch.export and torch.fx. The server must add none.
         assert not [name for name in further if name.startswith(("torch.export", "torch._export", "torch.fx"))], further
 
         from model.cold_start import ColdStart

@@ -1,4 +1,4 @@
-"""Intercepts the launches of Triton kernels by torch.library.wrap_triton."""
+"""Intercept the Triton kernels that are launched through torch.library.wrap_triton."""
 
 import inspect
 from collections.abc import Callable
