@@ -128,7 +128,9 @@ def test_parses_options() -> None:
     assert set(REFIT) == {"identical", "any"}
 
 
-@pytest.mark.skipif(tensorrt_api.installed_version() is not None, reason="TensorRT is installed")
+@pytest.mark.skipif(
+    tensorrt_api.installed_version() is not None, reason="shows the refusal without TensorRT: uninstall it to run this"
+)
 def test_target_needs_tensorrt() -> None:
     with pytest.raises(tensorrt_api.TensorRTUnavailable, match="is not installed here"):
         plan_target(H200, PlanOptions())

@@ -1,4 +1,4 @@
-"""Intercept the Triton kernels that are launched through torch.library.wrap_triton."""
+"""Intercept the Triton kernels that are launched through PyTorch's `wrap_triton`."""
 
 import inspect
 from collections.abc import Callable
