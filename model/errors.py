@@ -1,5 +1,7 @@
 """Errors that people can meet. The message states a fact and its cause, `remedy` the fix."""
 
+from __future__ import annotations
+
 REBUILD = "Build and publish the release again (`preheat build`, `preheat publish`)."
 
 

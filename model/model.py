@@ -75,6 +75,7 @@ class Model:
 
         from model import metrics
         from model.api.service import Service
+        from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
         from model.loading.load import load_release
         from model.loading.runtimes import find_targets
         from model.loading.warmup import efficient_by_size, warm_up
@@ -90,6 +91,7 @@ class Model:
             settings.buckets,
             self._cold_start,
             settings.public_key,
+            RuntimeCacheFolder(settings.store_options().cache_folder / "runtime-caches"),
         )
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
@@ -100,6 +102,8 @@ class Model:
         except BaseException:
             scheduler.close()
             raise
+        if loaded.plans is not None:
+            loaded.plans.keep_compiled_kernels()
         # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
         gc.collect()
         gc.freeze()

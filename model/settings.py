@@ -15,7 +15,7 @@ from model.store.options import StoreOptions
 from model.store.signature import PublicKey, parse_public_keys
 from model.validation import MAX_IMAGES, StrictModel, explain, format_value, refusal
 
-RuntimeChoice = Literal["aot_inductor", "tensorrt", "fastest"]
+RuntimeChoice = Literal["aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"]
 # Setting -> environment variables that override it, in order of precedence.
 _VARIABLES: dict[str, tuple[str, ...]] = {
     "store": ("PREHEAT_STORE",),

@@ -61,6 +61,6 @@ class BuiltEngines:
     reused: list[str] = field(default_factory=list)
 
 
-def put_blob(store: WritableStore, data: bytes) -> Blob:
+def put_blob(store: WritableStore, data: bytes | memoryview) -> Blob:
     """Store bytes as a blob."""
     return Blob(sha256=store.put_bytes(data), bytes=len(data))

@@ -41,6 +41,7 @@ from engine_builder.networks.network import (
 )
 from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob
+from model.loading.target import Target
 from model.pipeline.spec import UNET
 from model.store.manifest import Manifest
 
@@ -50,7 +51,11 @@ _SOURCE_SUFFIXES = (".json", ".txt", ".safetensors")
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The draft that `publish` turns into a release, and the components that this build compiled or reused."""
+    """What a build wrote.
+
+    `draft`: the manifest that `publish` turns into a release, with the engines of all targets. `compiled`, `reused`:
+    the components that this build compiled or reused.
+    """
 
     draft: Manifest
     compiled: tuple[str, ...]
@@ -92,17 +97,19 @@ def build(
             plan.checkpoint_of(name),
             name,
             plan.precision_of(name),
-            plan.target.device,
+            plan.network_device,
             reader,
             plain=plan.tensorrt is not None,
         )
         weights.append(write_weights(networks[name], store))
-    # 3. Record the inputs of a real denoising run.
-    report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
+    # 3. Record the inputs of a real denoising run, if the engines are run here.
     facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
     schedulers = read_noise_schedules(plan.base, plan.refiner)
-    sizes = {(size.height, size.width) for size in plan.sizes}
-    real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.target.device, sizes)
+    real_inputs = {}
+    if plan.runs_here:
+        report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
+        sizes = {(size.height, size.width) for size in plan.sizes}
+        real_inputs = record_real_inputs(networks, facts, tokenizers, schedulers, store, plan.network_device, sizes)
 
     # 4. Build and check the engines.
     def report_engine(component: str, activity: str, finished: int) -> None:
@@ -117,9 +124,9 @@ def build(
             from engine_builder.backends.tensorrt.plan_store import build_plans
 
             engines = build_plans(plan, plan.tensorrt, networks, weights, real_inputs, store, report_engine)
-    # 5. Draft the release.
+    # 5. Draft the release: a draft for each target.
     report("release", "drafting", steps, steps)
-    draft = Manifest(
+    built = Manifest(
         model=plan.model,
         version=_DRAFT_VERSION,
         family="sdxl",
@@ -133,8 +140,9 @@ def build(
         engines=tuple(engines.records),
         weights=tuple(weights),
     )
-    store.write_record("drafts", plan.draft_name, draft.to_json())
-    return BuildResult(draft, tuple(engines.compiled), tuple(engines.reused))
+    for target in plan.targets:
+        store.write_record("drafts", plan.draft_name(target), _draft_for(built, target).to_json())
+    return BuildResult(built, tuple(engines.compiled), tuple(engines.reused))
 
 
 def fingerprint(plan: BuildPlan) -> str:
@@ -170,9 +178,22 @@ def _files(root: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in names)
 
 
+def _draft_for(built: Manifest, target: Target) -> Manifest:
+    """Return a manifest with the engines of one target."""
+    return built.model_copy(update={"engines": tuple(e for e in built.engines if e.target == target.key)})
+
+
 def _current_draft(plan: BuildPlan, store: WritableStore, source: str) -> Manifest | None:
     """Return the draft of an earlier, finished build of exactly this plan, if all of its blobs are intact."""
-    data = store.read_record("drafts", plan.draft_name)
+    drafts = [_current_draft_of(plan, target, store, source) for target in plan.targets]
+    found = [draft for draft in drafts if draft is not None]
+    if len(found) < len(drafts):
+        return None
+    return found[0].model_copy(update={"engines": tuple(engine for draft in found for engine in draft.engines)})
+
+
+def _current_draft_of(plan: BuildPlan, target: Target, store: WritableStore, source: str) -> Manifest | None:
+    data = store.read_record("drafts", plan.draft_name(target))
     if data is None:
         return None
     try:

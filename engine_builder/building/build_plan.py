@@ -52,7 +52,8 @@ class BuildPlan:
 
     sizes: the UNet gets an engine for each. Other components get engines for the same images (`buckets_of`). Without
         sizes, engines are dynamic (CPU).
-    tensorrt: options of TensorRT engines, whose target differs from AOTInductor's. None: AOTInductor engines.
+    tensorrt: options of plans, whose target differs from AOTInductor's. None: AOTInductor engines.
+    more_targets: further targets that the same plans serve, if TensorRT-RTX builds them.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     """
 
@@ -64,6 +65,22 @@ class BuildPlan:
     sizes: tuple[Size, ...] = ()
     tensorrt: PlanOptions | None = None
     vae_precision: Precision | None = None
+    more_targets: tuple[Target, ...] = ()
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """All targets. The release gets a draft for each."""
+        return (self.target, *self.more_targets)
+
+    @property
+    def runs_here(self) -> bool:
+        """True if this machine has the target's device. Plans of TensorRT-RTX are built without their GPU."""
+        return self.tensorrt is None or not self.tensorrt.library.compiles_on_target
+
+    @property
+    def network_device(self) -> str:
+        """The device that the networks are loaded onto."""
+        return self.target.device if self.runs_here else "cpu"
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -83,8 +100,8 @@ class BuildPlan:
         the variant is built where the sizes have batches 1 and 2. "both": the variant runs both halves in one call. It
         is built for all other even batches.
 
-        Only CUDA graphs use variants, so CPU builds leave them out. TensorRT builds leave them out because each plan
-        holds a copy of the weights.
+        Only CUDA graphs use variants, so CPU builds leave them out. Plans leave them out because each plan holds a
+        copy of the weights.
         """
         if self.target.device != "cuda" or self.tensorrt:
             return {}
@@ -145,14 +162,13 @@ class BuildPlan:
                 shapes = self.variant_sizes[variant.cfg] if variant else self.sizes
         return [compiler.static_bucket(batch, height, width) for batch, height, width in shapes]
 
-    @property
-    def draft_name(self) -> str:
-        """The name of the draft's record in the store.
+    def draft_name(self, target: Target) -> str:
+        """Return the name of the record of a target's draft in the store.
 
         A build with other sizes or another `vae_precision` replaces the draft: a release has one draft for each target
         and precision.
         """
-        return f"{self.model}.{self.target.key}.{self.precision.name}"
+        return f"{self.model}.{target.key}.{self.precision.name}"
 
     def check_sizes(self) -> None:
         """Raise SizesRefused for sizes that would fail after compiling, or when the release is loaded."""

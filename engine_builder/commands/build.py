@@ -24,6 +24,8 @@ from engine_builder.commands.console import (
     steps_bar,
 )
 from engine_builder.stores.store import WritableStore
+from model.engines.tensorrt.libraries import LIBRARIES
+from model.loading.target import Target
 from model.pipeline.spec import VAE_DECODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP16, FP32, Precision
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from engine_builder.building.build_plan import BuildPlan  # imports PyTorch, which not every command needs
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
-_RUNTIMES = ("aot_inductor", "tensorrt")
-_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "tensorrt": (FP32, FP16), "onnx": (FP32, FP16)}
+_RUNTIMES = ("aot_inductor", *LIBRARIES)
+_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "onnx": (FP32, FP16)} | dict.fromkeys(LIBRARIES, (FP32, FP16))
 
 
 def build(
@@ -60,10 +62,20 @@ def build(
             "size with batches 1 and 2 on a GPU, one engine for any size on a CPU."
         ),
     ] = None,
-    runtime: Annotated[str, typer.Option(help="aot_inductor, or tensorrt (docs/tensorrt.md).")] = "aot_inductor",
+    runtime: Annotated[
+        str, typer.Option(help="aot_inductor, tensorrt or tensorrt-rtx (docs/tensorrt.md).")
+    ] = "aot_inductor",
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="TensorRT-RTX: a GPU to build for, such as a10g, repeatable; this machine needs none."),
+    ] = None,
     refit: Annotated[
-        str, typer.Option(help="TensorRT: a plan for these weights (identical), or for those of every model (any).")
-    ] = "identical",
+        str | None,
+        typer.Option(
+            help="Plans: for these weights (identical), for those of every model (any), or with these weights inside "
+            "(none); default: identical, but none for tensorrt-rtx without an NVIDIA driver."
+        ),
+    ] = None,
     compatibility: Annotated[
         str, typer.Option(help="TensorRT: a plan for this GPU's product (none); same_compute_capability; ampere_plus.")
     ] = "none",
@@ -86,8 +98,8 @@ def build(
     if refiner and no_refiner:
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     plan = parse_plan(
-        model, refiner, name, precision, vae_precision, size or (), runtime, refit, compatibility, workspace, level,
-        with_refiner=not no_refiner,
+        model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
+        workspace, level, with_refiner=not no_refiner,
     )  # fmt: skip
     draft = run_build(destination, plan, jobs)
     console.print(f"Next: preheat publish {plain(draft.model)} --store {plain(store)}")
@@ -104,8 +116,8 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
 
     target = plan.target
     console.print(
-        f"Building [bold]{plain(plan.model)}[/] for {target.key} in {plan.precision}"
-        f"{_vae_remark(plan)}{_sizes_remark(plan)}"
+        f"Building [bold]{plain(plan.model)}[/] for {', '.join(target.key for target in plan.targets)} in "
+        f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}"
     )
     started = time.perf_counter()
     remaining = RemainingTime()
@@ -114,10 +126,12 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
         result = build_model(plan, store, report, TUNING / target.key, processes, remaining)
     table = Table("component", "bucket", "precision", "KiB", "compiled", "relative\nerror", box=SIMPLE_HEAD)
     for engine in result.draft.engines:
+        if engine.target != target.key:  # the same plans serve it
+            continue
         compiled = f"{engine.build_seconds:.0f} s" if engine.component in result.compiled else "reused"
         table.add_row(
             engine.component, bucket_label(engine.bucket), engine.precision.name, f"{engine.blob.bytes // 1024:,}",
-            compiled, f"{engine.accuracy.relative:.1e}",
+            compiled, f"{engine.accuracy.relative:.1e}" if engine.accuracy else "not run",
         )  # fmt: skip
     console.print(table)
     console.print(f"Built in {time.perf_counter() - started:.0f} s: {plain(store.url)}")
@@ -127,26 +141,30 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
 def parse_plan(
     model: str, refiner: str | None = None, name: str | None = None, precision: str | None = None,
     vae_precision: str | None = None, sizes: Sequence[str] = (), runtime: str = "aot_inductor",
-    refit: str = "identical", compatibility: str = "none", workspace: float | None = None, level: int = 3,
-    with_refiner: bool = True,
+    gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
+    level: int = 3, with_refiner: bool = True,
 ) -> "BuildPlan":  # fmt: skip
-    """Parse the arguments of `preheat build` for this machine; None and empty select the defaults.
+    """Parse the arguments of `preheat build`; None and empty select the defaults.
 
     `with_refiner` False leaves out the model's own refiner. Downloads the model if it is a Hub id. Raises
     typer.BadParameter for an invalid argument, and CheckpointError.
     """
     if runtime not in _RUNTIMES:
-        raise typer.BadParameter(f"{runtime!r} is not {' or '.join(_RUNTIMES)}", param_hint="--runtime")
+        raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
-        from engine_builder.backends.tensorrt.options import parse_options, plan_target
+        from engine_builder.backends.tensorrt.options import parse_options, plan_targets
         from engine_builder.building.build_plan import BuildPlan, Size, default_sizes
         from engine_builder.checkpoints.find import find_checkpoints
 
-    options, target = None, build_target()
-    if runtime == "tensorrt":
-        options = parse_options(refit, compatibility, workspace, level)
-        target = plan_target(target, options)
+    options = None
+    targets: tuple[Target, ...] = (build_target(),)
+    if runtime in LIBRARIES:
+        options = parse_options(LIBRARIES[runtime], refit, compatibility, workspace, level)
+        targets = plan_targets(targets[0], gpus, options)
+    elif gpus:
+        raise typer.BadParameter("is an option of --runtime tensorrt-rtx", param_hint="--gpu")
+    target = targets[0]
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
@@ -161,6 +179,7 @@ def parse_plan(
         sizes=explicit_sizes or default_sizes(base, target),
         tensorrt=options,
         vae_precision=vae,
+        more_targets=targets[1:],
     )
 
 

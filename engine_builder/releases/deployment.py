@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
+from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, PreheatError
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, SizeList, served_model
@@ -148,12 +149,15 @@ def _pinned_torch(check: DeploymentCheck, config: Any) -> str:
 
 
 def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> Selection:
-    """Select the engines for the config's GPU (or CPU), torch and TensorRT, as a server with them does."""
+    """Select the engines for the config's GPU (or CPU), torch and libraries of plans, as a server with them does."""
     accelerator = config.resources.accelerator.accelerator
     name = accelerator.value if accelerator else ""
-    tensorrt = find_pinned_version(config.requirements, r"tensorrt(-cu\d+)?")
-    targets = list_runnable_targets(manifest, name, torch, tensorrt, settings.runtime)
-    return select(manifest, targets, settings.buckets, tensorrt)
+    versions: dict[str, str | None] = {
+        library.runtime: find_pinned_version(config.requirements, "|".join(library.distributions))
+        for library in LIBRARIES.values()
+    }
+    targets = list_runnable_targets(manifest, name, torch, versions, settings.runtime)
+    return select(manifest, targets, settings.buckets, versions)
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

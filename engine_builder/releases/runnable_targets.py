@@ -1,26 +1,23 @@
 """Find the targets of a release that a deployment can run, from the GPU and the versions in its config."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from model.engines.tensorrt.api import TensorRTUnavailable, version_tag
+from engine_builder.gpus import CAPABILITIES
+from model.engines.tensorrt.libraries import LIBRARIES, Library, TensorRTUnavailable
 from model.errors import NoEngineForTarget
-from model.loading.runtimes import runnable_tensorrt_targets
+from model.loading.runtimes import runnable_plan_targets
 from model.loading.target import Target, gpu_product, make_torch_tag
 from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
 # gpu_product cannot derive the product from these names of Truss's accelerators. H100_40GB is a MIG slice of a GPU.
 _PRODUCTS = {"H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
-# Compute capabilities (developer.nvidia.com/cuda-gpus). A plan can serve every GPU of one capability.
-_CAPABILITIES = {
-    "t4": "sm75", "a100": "sm80", "a10g": "sm86", "l4": "sm89", "l40s": "sm89", "h100": "sm90", "h100mig3g40gb": "sm90",
-    "h200": "sm90", "b200": "sm100", "rtxpro6000blackwell": "sm120",
-}  # fmt: skip
 _TARGET_KEY = re.compile(
-    r"(?P<device>cuda|cpu)-((?P<product>\w+?)-)??((?P<capability>sm\d+)-)?(?P<runtime_tag>(torch|trt)[\w.-]+)"
+    r"(?P<device>cuda|cpu)-((?P<product>\w+?)-)??((?P<capability>sm\d+)-)?(?P<runtime_tag>(torch|trt|rtx)[\w.-]+)"
 )
 
 
@@ -44,24 +41,25 @@ def list_runnable_targets(
     manifest: Manifest,
     accelerator: str,
     torch_version: str,
-    tensorrt_version: str | None,
+    versions: Mapping[str, str | None],
     runtime: RuntimeChoice,
 ) -> list[Target]:
     """Return the targets of a release that a deployment can run, best first. The list has at least one target.
 
-    `accelerator`: truss's name of the GPU, "" for a CPU. The versions are those that the config pins; None if it pins
-    no TensorRT. Raises NoEngineForTarget, which names the targets of the release, or TensorRTUnavailable if `runtime`
-    is "tensorrt" and the version is not supported.
+    `accelerator`: truss's name of the GPU, "" for a CPU. `torch_version` and `versions` are those that the config pins;
+    `versions`: runtime -> version of the library of its plans, None if it is not pinned. Raises NoEngineForTarget,
+    which names the targets of the release, or TensorRTUnavailable if `runtime` names a library that does not support
+    the GPU, or whose version is not supported.
     """
     product = _PRODUCTS.get(accelerator, gpu_product(accelerator)) if accelerator else ""
-    if runtime == "tensorrt":
-        return _require_tensorrt_targets(manifest, accelerator, product, tensorrt_version)
-    plan_targets = []
+    if runtime in LIBRARIES:
+        library = LIBRARIES[runtime]
+        return _require_plan_targets(manifest, accelerator, product, library, versions[runtime])
+    plan_targets: list[Target] = []
     if runtime == "fastest":
-        try:
-            plan_targets = _find_tensorrt_targets(manifest, product, tensorrt_version)
-        except TensorRTUnavailable:
-            pass  # a server with this version serves engines of AOTInductor
+        for library in LIBRARIES.values():
+            with suppress(TensorRTUnavailable):  # a server with this library serves other engines
+                plan_targets += _find_plan_targets(manifest, product, library, versions[library.runtime])
     try:
         return plan_targets + _require_torch_targets(manifest, accelerator, product, torch_version)
     except NoEngineForTarget:
@@ -110,38 +108,40 @@ def _require_torch_targets(manifest: Manifest, accelerator: str, product: str, t
     return of_version
 
 
-def _require_tensorrt_targets(
-    manifest: Manifest, accelerator: str, product: str, tensorrt_version: str | None
+def _require_plan_targets(
+    manifest: Manifest, accelerator: str, product: str, library: Library, version: str | None
 ) -> list[Target]:
-    """Return the TensorRT targets of the release that the GPU and the version run, best first.
+    """Return the targets of the release whose plans the GPU and the library's version run, best first.
 
     Raises NoEngineForTarget or TensorRTUnavailable.
     """
-    if product not in _CAPABILITIES:
+    if product not in CAPABILITIES:
         device = f"{accelerator}, whose compute capability is not known" if accelerator else "a CPU"
         raise NoEngineForTarget(
-            f"The config chooses the runtime tensorrt for {device}. {_name_targets(manifest)}.",
+            f"The config chooses the runtime {library.runtime} for {device}. {_name_targets(manifest)}.",
             "Set runtime to aot_inductor, or choose another accelerator under resources.",
         )
-    targets = _find_tensorrt_targets(manifest, product, tensorrt_version)
+    targets = _find_plan_targets(manifest, product, library, version)
     if not targets:
-        pin = f"tensorrt-cu13=={tensorrt_version}" if tensorrt_version else "no TensorRT"
+        package = library.distributions[-1] if library.compiles_on_target else "tensorrt-cu13"
+        pin = f"{package}=={version}" if version else f"no {library.title}"
         raise NoEngineForTarget(
-            f"The config chooses the runtime tensorrt for {accelerator} and pins {pin}. {_name_targets(manifest)}.",
-            "Pin the TensorRT of the release under requirements, or set runtime to aot_inductor.",
+            f"The config chooses the runtime {library.runtime} for {accelerator} and pins {pin}. "
+            f"{_name_targets(manifest)}.",
+            f"Pin the {library.title} of the release under requirements, or set runtime to aot_inductor.",
         )
     return targets
 
 
-def _find_tensorrt_targets(manifest: Manifest, product: str, tensorrt_version: str | None) -> list[Target]:
-    """Return the TensorRT targets of the release that the GPU and the version run, best first, or [].
+def _find_plan_targets(manifest: Manifest, product: str, library: Library, version: str | None) -> list[Target]:
+    """Return the targets of the release whose plans the GPU and the library's version run, best first, or [].
 
-    Raises TensorRTUnavailable for a version that is not supported.
+    Raises TensorRTUnavailable for a GPU or a version that is not supported.
     """
-    if tensorrt_version is None or product not in _CAPABILITIES:
+    if version is None or product not in CAPABILITIES:
         return []
-    gpu = Target("cuda", product, _CAPABILITIES[product], "")
-    targets = runnable_tensorrt_targets(gpu, version_tag(tensorrt_version))
+    gpu = Target("cuda", product, CAPABILITIES[product], "")
+    targets = runnable_plan_targets(library, gpu, library.version_tag(version))
     return [target for target in targets if target.key in manifest.targets]
 
 

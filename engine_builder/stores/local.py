@@ -53,7 +53,7 @@ class WritableLocalStore(LocalStore):
             raise StoreError(f"{path} does not exist, so it cannot be stored.") from error
         return digest
 
-    def put_bytes(self, data: bytes) -> str:
+    def put_bytes(self, data: bytes | memoryview) -> str:
         digest = hashlib.sha256(data).hexdigest()
         if not self._holds(digest, len(data)):
             self._place(digest, [data], "The data")
@@ -69,7 +69,7 @@ class WritableLocalStore(LocalStore):
                 os.utime(path)
         return True
 
-    def _place(self, digest: str, chunks: Iterable[bytes], source: str) -> None:
+    def _place(self, digest: str, chunks: Iterable[bytes | memoryview], source: str) -> None:
         target = self._blob_path(digest)
         with self._writing(target) as temporary:
             if _write_through(temporary, chunks) != digest:

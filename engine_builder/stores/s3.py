@@ -60,7 +60,7 @@ class WritableS3Store(S3Store):
             raise StoreError(f"{path} cannot be read, so it cannot be stored: {error.strerror or error}.") from error
         return digest
 
-    def put_bytes(self, data: bytes) -> str:
+    def put_bytes(self, data: bytes | memoryview) -> str:
         digest = hashlib.sha256(data).hexdigest()
         if self._holds(digest, len(data)):
             self._options.report(len(data))

@@ -22,7 +22,7 @@ class WritableStore(Store, Protocol):
     def put(self, path: Path) -> str:
         """Store a file's bytes and return their digest. It can be repeated, also after the process was killed."""
 
-    def put_bytes(self, data: bytes) -> str:
+    def put_bytes(self, data: bytes | memoryview) -> str:
         """Store bytes and return their digest."""
 
     def write_release(self, manifest: Manifest) -> None:

@@ -19,6 +19,7 @@ from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
 from model.engines.signatures import CfgLayout
 from model.engines.tensorrt.plans import Plans
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.memory import check_memory
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
@@ -44,6 +45,7 @@ class Loaded:
     target: str
     runtime: str
     weight_bytes: int
+    plans: Plans | None = None
 
 
 def load_release(
@@ -53,10 +55,12 @@ def load_release(
     buckets: Sequence[ServedBucket],
     cold_start: ColdStart,
     public_keys: Sequence[PublicKey] = (),
+    caches: RuntimeCacheFolder | None = None,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
     If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
+    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are raised before any blob is
@@ -76,7 +80,7 @@ def load_release(
         }
         check_memory(device, selection)
     with WeightsCache(store, device) as cache:
-        cache.begin([record for records in selection.weights.values() for record in records], cold_start)
+        cache.begin(selection.streamed_weights(), cold_start)
         with cold_start.phase("fetch"):
             store.fetch(selection.blobs(weights=False))
         with cold_start.phase("verify"):
@@ -87,11 +91,14 @@ def load_release(
             }
         with cold_start.phase("weights"):
             tensors = {
-                name: [_in_layout(cache.load(record), record) for record in records]
+                name: [
+                    {} if engine.holds_weights else _in_layout(cache.load(record), record)
+                    for engine, record in zip(selection.engines[name], records, strict=True)
+                ]
                 for name, records in selection.weights.items()
             }
         with cold_start.phase("engines"):
-            plans = Plans(store, device)
+            plans = Plans(store, device, caches)
             engines: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
                 pairs = zip(records, tensors[name], strict=True)
@@ -105,7 +112,7 @@ def load_release(
         device=device,
     )
     runtime = selection.engines[UNET][0].runtime
-    return Loaded(model, served, release, selection.target, runtime, cache.bytes)
+    return Loaded(model, served, release, selection.target, runtime, cache.bytes, plans)
 
 
 def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:

@@ -80,9 +80,10 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
 
 
 def tensorrt_bytes(selection: Selection) -> int:
-    """Return the device memory of TensorRT engines in addition to the weights that they are refit from.
+    """Return the device memory of TensorRT engines in addition to the weights that are streamed.
 
-    That is each plan's own copy of the weights, and for each stream one workspace of the largest size in use.
+    That is each plan's own copy of the weights, and for each stream one workspace of the largest size in use. An
+    unknown size counts as 0.
     """
     copies: dict[str, int] = {}
     workspaces: dict[str, int] = {}
@@ -91,5 +92,5 @@ def tensorrt_bytes(selection: Selection) -> int:
             if engine.tensorrt:
                 copies[engine.component] = sum(blob.bytes for blob in weights.blobs)  # a variant's plan has its own
                 stream = SDXL[name].stream
-                workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes)
+                workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes or 0)
     return sum(copies.values()) + sum(workspaces.values())

@@ -1,15 +1,21 @@
 """Find the targets that this machine can serve from, best first.
 
-A release may hold engines of AOTInductor and of TensorRT for one GPU. The setting `runtime` chooses "aot_inductor",
-"tensorrt" or "fastest": the runtime whose engines were faster on the machine that built them. Imports no torch.
+A release may hold engines of AOTInductor, TensorRT and TensorRT-RTX for one GPU. The setting `runtime` chooses one of
+them, or "fastest": the runtime whose engines were fastest on the machine that built them. Imports no torch.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
 
-from model.engines.tensorrt import api as tensorrt_api
-from model.engines.tensorrt.api import TensorRTUnavailable
+from model.engines.tensorrt.libraries import (
+    LIBRARIES,
+    Library,
+    TensorRTUnavailable,
+    driver_cuda_version,
+    installed_version,
+)
 from model.loading.target import Target, detect_targets
 from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of
 from model.settings import RuntimeChoice
@@ -27,10 +33,11 @@ def find_targets(runtime: RuntimeChoice) -> list[Target]:
 
 
 def make_tensorrt_target(gpu: Target, tensorrt_tag: str, compatibility: Compatibility) -> Target:
-    """Return the target of plans built on `gpu`. `tensorrt_tag`: see `version_tag`.
+    """Return the target of plans built on `gpu`. `tensorrt_tag`: see `Library.version_tag`.
 
     The key omits what the compatibility makes irrelevant. For the three compatibilities, in their order, an H200 has
-    the keys cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4 and cuda-ampere_plus-trt11.4.
+    the keys cuda-h200-sm90-trt11.4, cuda-sm90-trt11.4 and cuda-ampere_plus-trt11.4. Plans of TensorRT-RTX have the
+    second form.
     """
     match compatibility:
         case "none":
@@ -41,45 +48,61 @@ def make_tensorrt_target(gpu: Target, tensorrt_tag: str, compatibility: Compatib
             return Target("cuda", "ampere_plus", "", tensorrt_tag)
 
 
-def runnable_tensorrt_targets(gpu: Target, tensorrt_tag: str) -> list[Target]:
-    """Return the targets whose plans `gpu` runs: its product first, then its capability, then Ampere or newer."""
+def runnable_plan_targets(library: Library, gpu: Target, tag: str) -> list[Target]:
+    """Return the targets whose plans `gpu` runs: its product first, then its capability, then Ampere or newer.
+
+    `tag`: the library's version tag. Raises TensorRTUnavailable if the library does not support the GPU.
+    """
+    library.check_capability(gpu.capability, gpu.product)
+    if library.compiles_on_target:
+        return [make_tensorrt_target(gpu, tag, "same_compute_capability")]
     compatibilities: list[Compatibility] = ["none", "same_compute_capability"]
     if int(gpu.capability.removeprefix("sm")) >= 80:
         compatibilities.append("ampere_plus")
-    return [make_tensorrt_target(gpu, tensorrt_tag, compatibility) for compatibility in compatibilities]
+    return [make_tensorrt_target(gpu, tag, compatibility) for compatibility in compatibilities]
 
 
 def list_targets(runtime: RuntimeChoice, detected: Sequence[Target]) -> list[Target]:
     """Return the targets to search for in a release, best first.
 
-    `detected`: the targets whose AOTInductor engines this machine runs. Raises TensorRTUnavailable if `runtime` is
-    "tensorrt" and this machine has no supported TensorRT or no GPU. "fastest" then omits the TensorRT targets.
+    `detected`: the targets whose AOTInductor engines this machine runs. Raises TensorRTUnavailable if `runtime` names
+    a library of plans that this machine lacks or that does not support its GPU or driver. "fastest" then omits the
+    library's targets.
     """
     if runtime == "aot_inductor":
         return list(detected)
-    try:
-        plan_targets = _list_tensorrt_targets(detected)
-    except TensorRTUnavailable:
-        if runtime == "tensorrt":
-            raise
-        plan_targets = []
-    return plan_targets if runtime == "tensorrt" else [*plan_targets, *detected]
+    if runtime in LIBRARIES:
+        return _list_plan_targets(LIBRARIES[runtime], detected)
+    plan_targets = []
+    for library in LIBRARIES.values():
+        with suppress(TensorRTUnavailable):
+            plan_targets += _list_plan_targets(library, detected)
+    return [*plan_targets, *detected]
 
 
-def _list_tensorrt_targets(detected: Sequence[Target]) -> list[Target]:
-    """Return the targets whose plans this machine's GPU and TensorRT run. Raises TensorRTUnavailable."""
+def _list_plan_targets(library: Library, detected: Sequence[Target]) -> list[Target]:
+    """Return the targets whose plans this machine's GPU and library run. Raises TensorRTUnavailable."""
     gpu = next((target for target in detected if target.device == "cuda"), None)
     if gpu is None:
-        raise TensorRTUnavailable("TensorRT needs an NVIDIA GPU, and this machine has none.")
-    version = tensorrt_api.installed_version()
+        raise TensorRTUnavailable(f"{library.title} needs an NVIDIA GPU, and this machine has none.")
+    version = installed_version(library)
     if version is None:
-        raise TensorRTUnavailable("The runtime tensorrt is configured, and TensorRT is not installed here.")
-    return runnable_tensorrt_targets(gpu, tensorrt_api.version_tag(version))
+        raise TensorRTUnavailable(
+            f"The runtime {library.runtime} is configured, and {library.title} is not installed here."
+        )
+    targets = runnable_plan_targets(library, gpu, library.version_tag(version))
+    library.check_driver(driver_cuda_version())
+    return targets
+
+
+def version_of(library: Library, versions: Mapping[str, str | None] | None) -> str | None:
+    """Return a library's version: that of `versions` by runtime, or the installed one if `versions` is None."""
+    return installed_version(library) if versions is None else versions.get(library.runtime)
 
 
 def can_run(engine: EngineRecord) -> bool:
     """True if this version of Preheat has a runtime for the engine, and the manifest has all that the runtime needs."""
-    return engine.runtime == "aot_inductor" or (engine.runtime == "tensorrt" and engine.tensorrt is not None)
+    return engine.runtime == "aot_inductor" or (engine.runtime in LIBRARIES and engine.tensorrt is not None)
 
 
 def servable_engines(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:
@@ -90,21 +113,24 @@ def servable_engines(manifest: Manifest, component: str, target: str) -> list[En
 
 
 def sort_fastest_first(
-    manifest: Manifest, targets: Sequence[Target], components: Sequence[str], tensorrt_version: str | None = None
+    manifest: Manifest,
+    targets: Sequence[Target],
+    components: Sequence[str],
+    versions: Mapping[str, str | None] | None = None,
 ) -> list[Target]:
     """Sort `targets` so that the first target that serves all `components` is the target to use.
 
-    `tensorrt_version`: the version that reads the plans; None: the installed version. The order depends on the targets
-    that are complete: they have an engine of every component, and no plan of another version of TensorRT.
+    `versions`: see `version_of`. The order depends on the targets that are complete: they have an engine of every
+    component, and no plan of another version of its library.
 
     - Complete targets come before the others.
-    - If both runtimes have complete targets, the fastest complete target comes first, and targets without benchmarks
+    - If several runtimes have complete targets, the fastest complete target comes first, and targets without benchmarks
       come last of the complete ones.
     - Otherwise, and among equals, the given order is kept.
     """
-    if not any(_is_tensorrt(target) for target in targets):
+    if all(_runtime_of(target) == "torch" for target in targets):
         return list(targets)
-    version = tensorrt_version or tensorrt_api.installed_version()
+    readable: dict[str, str | None] = {library.runtime: version_of(library, versions) for library in LIBRARIES.values()}
     variants = [variant.name for component in components for variant in SDXL[component].variants]
     engines: dict[Target, list[EngineRecord]] = {}
     complete = []
@@ -112,9 +138,11 @@ def sort_fastest_first(
         by_component = {name: servable_engines(manifest, name, target.key) for name in (*components, *variants)}
         engines[target] = [engine for records in by_component.values() for engine in records]
         has_components = all(by_component[component] for component in components)
-        if has_components and all(_is_readable(engine, version) for engine in engines[target]):
+        if has_components and all(
+            readable.get(e.runtime, e.runtime_version) == e.runtime_version for e in engines[target]
+        ):
             complete.append(target)
-    if len({_is_tensorrt(target) for target in complete}) > 1:
+    if len({_runtime_of(target) for target in complete}) > 1:
         times = {target: request_milliseconds(manifest, engines[target], components) for target in complete}
         complete.sort(key=lambda target: _or_infinity(times[target]))
     return complete + [target for target in targets if target not in complete]
@@ -159,10 +187,6 @@ def _sum_if_known(times: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(times) else None
 
 
-def _is_tensorrt(target: Target) -> bool:
-    return target.runtime_tag.startswith("trt")
-
-
-def _is_readable(engine: EngineRecord, tensorrt_version: str | None) -> bool:
-    """True unless the engine is a plan of another version of TensorRT."""
-    return engine.runtime != "tensorrt" or engine.runtime_version == tensorrt_version
+def _runtime_of(target: Target) -> str:
+    """Return the letters of the runtime tag: "torch", "trt" or "rtx"."""
+    return target.runtime_tag.partition("-")[0].rstrip("0123456789.")

@@ -3,12 +3,12 @@
 Imports neither torch nor numpy, so it runs while torch is still being imported, and in the prefetch process.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from model.engines.tensorrt import api as tensorrt_api
+from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
-from model.loading.runtimes import can_run, servable_engines, sort_fastest_first
+from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
 from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts
 from model.settings import ServedBucket
@@ -29,9 +29,18 @@ class Selection:
     weights: dict[str, list[WeightsRecord]]
     shared: dict[str, str]
 
+    def streamed_weights(self) -> list[WeightsRecord]:
+        """Return the weights that are loaded onto the device: all but those inside plans."""
+        return [
+            record
+            for name, records in self.weights.items()
+            for engine, record in zip(self.engines[name], records, strict=True)
+            if not engine.holds_weights
+        ]
+
     def weight_blobs(self) -> list[Blob]:
-        """Return the blobs of all weights, each once."""
-        blobs = [blob for records in self.weights.values() for record in records for blob in record.blobs]
+        """Return the blobs of the weights that are loaded onto the device, each once."""
+        blobs = [blob for record in self.streamed_weights() for blob in record.blobs]
         return list({blob.sha256: blob for blob in blobs}.values())
 
     def blobs(self, weights: bool = True) -> list[Blob]:
@@ -48,15 +57,16 @@ def select(
     manifest: Manifest,
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
-    tensorrt: str | None = None,
+    versions: Mapping[str, str | None] | None = None,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
-    If `buckets` is empty, every bucket of the release is selected. `tensorrt`: the server's version of TensorRT; None:
-    the installed one. Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is read.
+    If `buckets` is empty, every bucket of the release is selected. `versions`: runtime -> the server's version of that
+    library; None: the installed ones. Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is
+    read.
     """
     names = required_components(manifest)
-    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, tensorrt), names)
+    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions), names)
     engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
@@ -64,7 +74,7 @@ def select(
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
             raise EngineError(f"The {name} engines of release {manifest.name} differ in what they take and return.")
-        check_tensorrt_version(manifest, records, tensorrt)
+        check_plan_versions(manifest, records, versions)
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
@@ -109,7 +119,7 @@ def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence
     if not engines:
         raise NoEngineForTarget(
             f"Release {manifest.name} has no {name} engine for {target} that this server can run (of AOTInductor, or "
-            "of TensorRT with what its refit needs)."
+            "a plan of TensorRT or TensorRT-RTX with what its refit needs)."
         )
     if not buckets or all(engine.bucket.height is None for engine in engines):
         return engines  # networks of text and time have no size, and their batch is not the UNet's
@@ -148,26 +158,29 @@ def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:
     )
 
 
-def check_tensorrt_version(manifest: Manifest, engines: Iterable[EngineRecord], tensorrt: str | None = None) -> None:
-    """Refuse plans of another version of TensorRT. Raises NoEngineForTarget."""
-    needed = {engine.runtime_version for engine in engines if engine.runtime == "tensorrt"}
-    installed = tensorrt or tensorrt_api.installed_version() if needed else None
-    if unreadable := sorted(needed - {installed}):
-        version = unreadable[0]
-        raise NoEngineForTarget(
-            f"Release {manifest.name} has plans of TensorRT {version}, and this machine has {installed or 'none'}. A "
-            "plan is read only by the version that built it.",
-            f"Install {version} (docs/tensorrt.md), or build with this version (`preheat build --runtime tensorrt`) "
-            "and publish a new release (`preheat publish`).",
-        )
+def check_plan_versions(
+    manifest: Manifest, engines: Iterable[EngineRecord], versions: Mapping[str, str | None] | None = None
+) -> None:
+    """Refuse plans of another version of their library. `versions`: see `select`. Raises NoEngineForTarget."""
+    for runtime, needed in sorted({(e.runtime, e.runtime_version) for e in engines if e.runtime in LIBRARIES}):
+        library = LIBRARIES[runtime]
+        installed = version_of(library, versions)
+        if installed != needed:
+            raise NoEngineForTarget(
+                f"Release {manifest.name} has plans of {library.title} {needed}, and this machine has "
+                f"{installed or 'none'}. A plan is read only by the version that built it.",
+                f"Install {needed} (docs/tensorrt.md), or build with this version (`preheat build --runtime "
+                f"{runtime}`) and publish a new release (`preheat publish`).",
+            )
 
 
 def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
     """Refuse weights that a plan does not take: TensorRT would compute wrong results with them. Raises EngineError."""
     plan = engine.tensorrt
-    if plan is not None and plan.refit == "identical" and plan.weights != weights.identity:
+    if plan is not None and plan.refit != "any" and plan.weights != weights.identity:
+        verb = "holds" if engine.holds_weights else "takes only"
         raise EngineError(
-            f"The {engine.component} plan takes only the weights it was built with, and the release has others.",
-            "Build it with these weights (`preheat build --runtime tensorrt`), or for weights of any model "
+            f"The {engine.component} plan {verb} the weights it was built with, and the release has others.",
+            f"Build it with these weights (`preheat build --runtime {engine.runtime}`), or for weights of any model "
             "(`--refit any`).",
         )

@@ -21,7 +21,7 @@ from model.store.precision import Dtype, PrecisionField
 
 SCHEMA_VERSION = 1
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
-ENGINE_LIMIT = 4 * 2**30  # bytes, the limit of every blob; the kernels of one component and bucket take some 10 MB
+ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds SDXL's weights in fp16 has 5 GiB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
 PACKAGE_LIMIT = 256 * 2**20  # bytes, of an AOTInductor engine; it is read into memory whole
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes, of blobs that are read into memory whole: tokenizers and maps of constants
@@ -33,7 +33,7 @@ Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[1-9][0-9]{0,2})$")]
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Runtime = Literal["aot_inductor", "tensorrt"]
+Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
 
 
 class _Record(BaseModel):
@@ -136,34 +136,37 @@ class Benchmark(_Record):
 
 
 class TensorRTPlan(_Record):
-    """The entries of an engine that is one profile of a stripped TensorRT plan. A component's engines share one plan.
+    """The entries of an engine that is one profile of a plan of TensorRT or TensorRT-RTX.
 
-    `literals` is a safetensors blob of the graph's own small constants, `onnx` the graph that was compiled. `refit`
-    states which weights the plan takes: "identical" only those whose blobs are `weights`, "any" those of every model
-    of the architecture. `workspace_bytes` is the device memory that a run of this profile takes.
+    A component's engines share one plan. `literals` is a safetensors blob of the graph's own small constants, `onnx`
+    the graph that was compiled. `refit` states which weights the plan takes: "identical" only those whose blobs are
+    `weights`, "any" those of every model of the architecture. A plan with "none" holds the weights, whose blobs are
+    `weights`. `workspace_bytes` is the device memory that a run of this profile takes; None: the plan was built without
+    its GPU, so the number is not known.
     """
 
     profile: Annotated[int, Field(ge=0, le=1023)]
     literals: Blob
     onnx: Blob
-    refit: Literal["identical", "any"]
+    refit: Literal["identical", "any", "none"]
     weights: tuple[Digest, ...] = ()
-    workspace_bytes: Annotated[int, Field(ge=0, le=2**40)]
+    workspace_bytes: Annotated[int | None, Field(ge=0, le=2**40)] = None
 
     @model_validator(mode="after")
     def _check_blobs(self) -> "TensorRTPlan":
-        if (self.refit == "identical") != bool(self.weights):
-            raise ValueError("a plan names blobs of weights if, and only if, it takes identical weights")
+        if (self.refit != "any") != bool(self.weights):
+            raise ValueError("a plan names blobs of weights if, and only if, it does not take those of any model")
         if self.literals.bytes > SMALL_BLOB_LIMIT:
             raise ValueError(f"the literals of a graph have more than {SMALL_BLOB_LIMIT} bytes")
         return self
 
 
 class EngineRecord(_Record):
-    """Compiled code of one component for one target, bucket and precision. It holds no weights.
+    """Compiled code of one component for one target, bucket and precision. It holds no weights, except some plans.
 
     `key` is a digest of everything that was compiled (architecture, target, bucket, precision, layout, toolchain),
     without the weights. `constants` is a JSON blob: constant of the code -> {tensor, dtype, shape} of the weights.
+    `accuracy` is None for a plan that was built without its GPU: it has not run.
     """
 
     component: Name
@@ -177,10 +180,15 @@ class EngineRecord(_Record):
     signature: Signature
     blob: Blob
     constants: Blob
-    accuracy: Accuracy
+    accuracy: Accuracy | None = None
     build_seconds: float
     benchmark: Benchmark | None = None
     tensorrt: TensorRTPlan | None = None
+
+    @property
+    def holds_weights(self) -> bool:
+        """True for a plan that holds the weights it was built with, so that no others are loaded for it."""
+        return self.tensorrt is not None and self.tensorrt.refit == "none"
 
     @model_serializer(mode="wrap")
     def _omit_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -190,8 +198,10 @@ class EngineRecord(_Record):
 
     @model_validator(mode="after")
     def _check_runtime(self) -> "EngineRecord":
-        if self.tensorrt is not None and self.runtime != "tensorrt":
-            raise ValueError("only a TensorRT engine has a plan")
+        if self.tensorrt is not None and self.runtime == "aot_inductor":
+            raise ValueError("only an engine of TensorRT or TensorRT-RTX has a plan")
+        if self.accuracy is None and self.runtime != "tensorrt-rtx":
+            raise ValueError("the engine was not compared with eager PyTorch")
         if self.runtime == "aot_inductor" and self.blob.bytes > PACKAGE_LIMIT:
             raise ValueError(f"the engine has more than {PACKAGE_LIMIT} bytes")
         if self.constants.bytes > SMALL_BLOB_LIMIT:
@@ -202,7 +212,7 @@ class EngineRecord(_Record):
         return self
 
 
-_ADDED_ENTRIES = ("benchmark", "tensorrt")  # since the first version of the schema
+_ADDED_ENTRIES = ("accuracy", "benchmark", "tensorrt")  # since the first version of the schema, or optional since then
 
 
 class Constant(_Record):

@@ -124,7 +124,7 @@ def test_draft_of_another_network_version_is_not_current(store_copy: WritableSto
     current = build(toy_plan, store_copy, stop_build).draft
     assert current.builder["form"] == str(NETWORK_VERSION)
     older = current.model_copy(update={"builder": {**current.builder, "form": str(NETWORK_VERSION - 1)}})
-    store_copy.write_record("drafts", toy_plan.draft_name, older.to_json())
+    store_copy.write_record("drafts", toy_plan.draft_name(toy_plan.target), older.to_json())
     with pytest.raises(BuildStarted):
         build(toy_plan, store_copy, stop_build)
 

@@ -1,22 +1,22 @@
-"""Build a stripped TensorRT plan from an ONNX graph, on the GPU that will run the plan.
+"""Build a plan from an ONNX graph: with TensorRT on the GPU that will run it, with TensorRT-RTX on any machine.
 
-A build takes minutes. So TensorRT, the GPU and the graph's nodes are checked before the build. TensorRT is called
-directly, not through Polygraphy, so that mypy checks the calls. This module has not run with the real TensorRT yet; see
-docs/tensorrt.md.
+A build can take minutes. So the library and the graph's nodes are checked before the build. The library is called
+directly, not through Polygraphy, so that mypy checks the calls. docs/tensorrt.md lists what ran on a real library.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsInt
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 from engine_builder.backends.built import CompileError
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, builder_flags, describe_unsupported
 from engine_builder.backends.tensorrt.progress import PhaseProgress
-from model.engines.tensorrt import api
-from model.loading.runtimes import Compatibility
+from model.engines.tensorrt.execution import last_error, make_logger
+from model.engines.tensorrt.libraries import import_library, require
 from model.store.precision import Precision
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 class SerializedPlan:
     """The result of a build."""
 
-    plan: bytes
-    """The plan, without weights."""
+    plan: bytes | memoryview
+    """The plan, without weights unless `PlanOptions.refit` is "none"."""
     timing_cache: bytes
-    """The measured times of this GPU's kernels, for later builds."""
+    """The measured times of this GPU's kernels, for later builds. Empty for TensorRT-RTX, which measures none."""
     build_seconds: float
 
 
@@ -40,7 +40,8 @@ def build_plan(
     profiles: Sequence[Profile],
     precision: Precision,
     options: PlanOptions,
-    workspace_bytes: int,
+    workspace_bytes: int | None,
+    capabilities: Sequence[str] = (),
     timing_cache: bytes = b"",
     report: Callable[[str], None] = lambda _: None,
 ) -> SerializedPlan:
@@ -50,53 +51,78 @@ def build_plan(
     onnx_path: the ONNX graph. Its weights are in other files, by paths relative to the graph (external data).
     profiles: the shapes of each optimization profile.
     precision: the precision that the graph was exported in.
-    options: the refit, the compatibility and the level of optimization.
-    workspace_bytes: the largest amount of GPU memory that a kernel may use for intermediate results.
+    options: the library, the refit, the compatibility and the level of optimization.
+    workspace_bytes: the largest amount of GPU memory that a kernel may use for intermediate results; None: no limit.
+    capabilities: TensorRT-RTX: the compute capabilities that the plan is for, such as "sm86".
     timing_cache: the cache of an earlier build for the same target, or empty.
     report: called with lines that describe the progress. If `report` raises an exception, the build stops, and the
         exception is raised here.
 
-    Raises TensorRTUnavailable, or CompileError with TensorRT's reason.
+    Raises TensorRTUnavailable, or CompileError with the library's reason.
     """
-    api.require()
-    import tensorrt as trt
-
-    log = api.make_logger()
-    builder = trt.Builder(log)
-    if unsupported := _describe_unsupported_nodes(builder, log, onnx_path):
-        raise CompileError(f"TensorRT does not support these nodes of {component}'s ONNX graph: {unsupported}.")
-    network = builder.create_network(api.network_flags())
-    parser = trt.OnnxParser(network, log)
+    library = options.library
+    if not library.compiles_on_target:
+        require(library)
+    trt = import_library(library)
+    log = make_logger(trt)
+    builder: tensorrt.Builder = trt.Builder(log)
+    if unsupported := _describe_unsupported_nodes(trt, builder, log, onnx_path):
+        raise CompileError(f"{library.title} does not support these nodes of {component}'s ONNX graph: {unsupported}.")
+    network = builder.create_network(_network_flags(trt))
+    parser: tensorrt.OnnxParser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(onnx_path)):
-        raise CompileError(f"TensorRT cannot read {component}'s ONNX graph: {_describe_errors(parser)}.")
-    config = _make_config(builder, precision, options, workspace_bytes)
+        raise CompileError(f"{library.title} cannot read {component}'s ONNX graph: {_describe_errors(parser)}.")
+    _allow_decomposition(trt, network)
+    config = _make_config(trt, builder, precision, options, workspace_bytes, capabilities)
     for profile in profiles:
         if config.add_optimization_profile(_make_optimization_profile(builder, profile)) < 0:
             raise CompileError(
-                f"TensorRT refused the shapes of {component}: {_describe_profile(profile)} ({api.last_error(log)})."
+                f"{library.title} refused the shapes of {component}: {_describe_profile(profile)} ({last_error(log)})."
             )
-    cache = _set_timing_cache(config, timing_cache)
+    cache = None if library.compiles_on_target else _set_timing_cache(config, timing_cache)
     progress = PhaseProgress(report)
-    monitor = _make_progress_monitor(progress)
+    monitor = _make_progress_monitor(trt, progress)
     config.progress_monitor = monitor
     started = time.perf_counter()
     serialized = builder.build_serialized_network(network, config)
     if progress.error is not None:
-        raise progress.error  # an exception of `report`, which cannot pass through TensorRT
+        raise progress.error  # an exception of `report`, which cannot pass through the library
     if serialized is None:
-        raise CompileError(
-            f"TensorRT could not build {component} ({api.last_error(log)}).",
-            "Give more --workspace, fewer or smaller --size, or build on a GPU with more memory.",
-        )
-    return SerializedPlan(bytes(serialized), bytes(cache.serialize()), time.perf_counter() - started)
+        remedy = "Give more --workspace, fewer or smaller --size, or build on a GPU with more memory."
+        raise CompileError(f"{library.title} could not build {component} ({last_error(log)}).", remedy)
+    seconds = time.perf_counter() - started
+    return SerializedPlan(memoryview(serialized).cast("B"), bytes(cache.serialize()) if cache else b"", seconds)
+
+
+def _network_flags(module: ModuleType) -> int:
+    """Return the flags of a network with the tensor types of its ONNX graph. TensorRT 11 has no other kind."""
+    return 1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+
+
+def _allow_decomposition(module: ModuleType, network: Any) -> None:
+    """Let attention be computed by several kernels where no single one supports its shape, as in SDXL's VAE.
+
+    By default the build fails there.
+    """
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    for layer in layers:
+        if layer.type == module.LayerType.ATTENTION_OUTPUT:
+            layer.attention.decomposable = True
 
 
 def _make_config(
-    builder: "tensorrt.Builder", precision: Precision, options: PlanOptions, workspace_bytes: int
+    module: ModuleType,
+    builder: "tensorrt.Builder",
+    precision: Precision,
+    options: PlanOptions,
+    workspace_bytes: int | None,
+    capabilities: Sequence[str],
 ) -> "tensorrt.IBuilderConfig":
     """Return a build's configuration without profiles and timing cache."""
-    import tensorrt as trt
-
+    if TYPE_CHECKING:
+        import tensorrt as trt
+    else:
+        trt = module
     config = builder.create_builder_config()
     for name, is_set in builder_flags(options.refit, precision).items():
         flag = getattr(trt.BuilderFlag, name)
@@ -104,11 +130,22 @@ def _make_config(
             config.set_flag(flag)
         else:
             config.clear_flag(flag)
-    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
+    if workspace_bytes is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.builder_optimization_level = options.level
-    config.hardware_compatibility_level = _compatibility_level(options.compatibility)
+    if options.library.compiles_on_target:
+        _set_capabilities(module, config, capabilities)
+    else:
+        config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, options.compatibility.upper())
     return config
+
+
+def _set_capabilities(module: ModuleType, config: Any, capabilities: Sequence[str]) -> None:
+    """Build for these compute capabilities. One plan serves all of them."""
+    config.num_compute_capabilities = len(capabilities)
+    for index, capability in enumerate(capabilities):
+        config.set_compute_capability(getattr(module.ComputeCapability, capability.upper()), index)
 
 
 def _make_optimization_profile(builder: "tensorrt.Builder", profile: Profile) -> "tensorrt.IOptimizationProfile":
@@ -124,7 +161,7 @@ def _describe_profile(profile: Profile) -> str:
 
 
 def _set_timing_cache(config: "tensorrt.IBuilderConfig", timing_cache: bytes) -> "tensorrt.ITimingCache":
-    """Use the times of an earlier build, or start an empty cache if TensorRT refuses them. Returns the cache in use."""
+    """Use the times of an earlier build, or start an empty cache if they are refused. Returns the cache in use."""
     cache = config.create_timing_cache(timing_cache)
     if not config.set_timing_cache(cache, ignore_mismatch=False):  # the times are of another version or GPU
         cache = config.create_timing_cache(b"")
@@ -132,13 +169,14 @@ def _set_timing_cache(config: "tensorrt.IBuilderConfig", timing_cache: bytes) ->
     return cache
 
 
-def _describe_unsupported_nodes(builder: "tensorrt.Builder", log: "tensorrt.ILogger", onnx_path: Path) -> str:
-    """Describe the nodes that the installed TensorRT's parser refuses. Empty if it supports all of them."""
+def _describe_unsupported_nodes(
+    module: ModuleType, builder: "tensorrt.Builder", log: "tensorrt.ILogger", onnx_path: Path
+) -> str:
+    """Describe the nodes that the installed library's parser refuses. Empty if it supports all of them."""
     import onnx
-    import tensorrt as trt
 
-    network = builder.create_network(api.network_flags())  # a variable, because the parser does not keep it alive
-    parser = trt.OnnxParser(network, log)
+    network = builder.create_network(_network_flags(module))  # a variable, because the parser does not keep it alive
+    parser: tensorrt.OnnxParser = module.OnnxParser(network, log)
     graph = onnx_path.read_bytes()
     if parser.supports_model_v2(graph, str(onnx_path)):
         return ""
@@ -170,18 +208,11 @@ def _reason(error: "tensorrt.ParserError") -> str:
     return str(error.desc()).strip().partition("\n")[0][:200]
 
 
-def _compatibility_level(choice: Compatibility) -> "tensorrt.HardwareCompatibilityLevel":
-    from tensorrt import HardwareCompatibilityLevel as Level
-
-    return {
-        "none": Level.NONE,
-        "same_compute_capability": Level.SAME_COMPUTE_CAPABILITY,
-        "ampere_plus": Level.AMPERE_PLUS,
-    }[choice]
-
-
-def _make_progress_monitor(progress: PhaseProgress) -> "tensorrt.IProgressMonitor":
-    import tensorrt as trt
+def _make_progress_monitor(module: ModuleType, progress: PhaseProgress) -> "tensorrt.IProgressMonitor":
+    if TYPE_CHECKING:
+        import tensorrt as trt
+    else:
+        trt = module
 
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:

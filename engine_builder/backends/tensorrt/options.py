@@ -1,15 +1,24 @@
-"""The options of a TensorRT build, and the cost of each choice. Imports neither TensorRT nor ONNX."""
+"""The options of a build of plans, and the cost of each choice. Imports neither a library nor ONNX."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from model.engines.tensorrt import api
+from engine_builder.gpus import find_capability
+from model.engines.tensorrt.libraries import (
+    LIBRARIES,
+    TENSORRT_RTX,
+    Library,
+    PlanRuntime,
+    driver_cuda_version,
+    import_library,
+    require,
+)
 from model.errors import PreheatError
 from model.loading.runtimes import Compatibility, make_tensorrt_target
 from model.loading.target import Target
 
-Refit = Literal["identical", "any"]
+Refit = Literal["identical", "any", "none"]
 Choice = TypeVar("Choice", bound=str)
 
 # The cost of each choice, for the command's help and the docs. From NVIDIA's documentation; not measured here.
@@ -23,6 +32,8 @@ REFIT: dict[Refit, str] = {
     "architecture needs a build",
     "any": "takes the weights of every model of the architecture; NVIDIA warns that this refit may cost accuracy, so "
     "each model is checked when it is built",
+    "none": "holds the weights it was built with, so each plan of a release has a copy of its own; needs no driver "
+    "when it is built",
 }
 
 
@@ -32,27 +43,51 @@ class InvalidOption(PreheatError):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of a TensorRT build; part of every plan key.
+    """The options of a build of plans; part of every plan key.
 
-    `workspace`: bytes of GPU memory for kernels; None: half of what the weights leave free.
-    `level`: TensorRT's builder_optimization_level, 0 (fast) to 5 (thorough).
+    `workspace`: bytes of GPU memory for kernels; None: half of what the weights leave free, or no limit if the plans
+    are built without their GPU. `level`: the library's builder_optimization_level, 0 (fast) to 5 (thorough).
     """
 
     refit: Refit = "identical"
     compatibility: Compatibility = "none"
     workspace: int | None = None
     level: int = 3
+    runtime: PlanRuntime = "tensorrt"
+
+    @property
+    def library(self) -> Library:
+        return LIBRARIES[self.runtime]
 
 
-def parse_options(refit: str, compatibility: str, workspace: float | None, level: int) -> PlanOptions:
-    """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and their costs."""
+def parse_options(
+    library: Library, refit: str | None, compatibility: str, workspace: float | None, level: int
+) -> PlanOptions:
+    """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and their costs.
+
+    Without `refit` it is "identical", or "none" for plans of TensorRT-RTX on a machine without an NVIDIA driver, which
+    the library needs to strip a plan.
+    """
     if workspace is not None and not 0 < workspace < 1024:
         raise InvalidOption(f"A workspace of {workspace} GiB is not valid.", "Give more than 0, or omit --workspace.")
+    if library.compiles_on_target and compatibility != "none":
+        raise InvalidOption(
+            f"--compatibility {compatibility[:40]} is an option of TensorRT.", "Name the GPUs with --gpu instead."
+        )
+    strips = not library.compiles_on_target or driver_cuda_version() is not None
+    chosen = _parse_choice(REFIT, refit, "--refit") if refit else "identical" if strips else "none"
+    if chosen != "none" and not strips:
+        raise InvalidOption(
+            f"--refit {chosen} needs an NVIDIA driver, and this machine has none: {library.title} asks it to strip a "
+            "plan of its weights.",
+            "Build on a machine with a driver, or choose --refit none.",
+        )
     return PlanOptions(
-        refit=_parse_choice(REFIT, refit, "--refit"),
+        refit=chosen,
         compatibility=_parse_choice(COMPATIBILITY, compatibility, "--compatibility"),
         workspace=None if workspace is None else int(workspace * 2**30),
         level=level,
+        runtime=library.runtime,
     )
 
 
@@ -64,6 +99,25 @@ def _parse_choice(choices: Mapping[Choice, str], value: str, option: str) -> Cho
     raise InvalidOption(f"{option} {value[:40]!r} is not one of its choices.", f"Choose one ({costs}).")
 
 
-def plan_target(gpu: Target, options: PlanOptions) -> Target:
-    """Return the target of plans built on this machine. `gpu`: its AOTInductor target. Raises TensorRTUnavailable."""
-    return make_tensorrt_target(gpu, api.version_tag(api.require(gpu.device)), options.compatibility)
+def plan_targets(gpu: Target, gpus: Sequence[str], options: PlanOptions) -> tuple[Target, ...]:
+    """Return the targets of a build, one for each compute capability.
+
+    `gpu`: the AOTInductor target of this machine, for which TensorRT builds. `gpus`: the names of the GPUs for which
+    TensorRT-RTX builds. Raises TensorRTUnavailable, InvalidOption or UnknownGpu.
+    """
+    library = options.library
+    if not library.compiles_on_target:
+        if gpus:
+            raise InvalidOption(
+                f"{library.title} builds on the GPU that runs the plan, so --gpu has no effect.",
+                f"Build on that GPU, or choose --runtime {TENSORRT_RTX.runtime}.",
+            )
+        tag = library.version_tag(require(library, gpu.device))
+        return (make_tensorrt_target(gpu, tag, options.compatibility),)
+    if not gpus:
+        raise InvalidOption(
+            f"{library.title} builds for any of its GPUs, and none is named.", "Name one or more, such as --gpu a10g."
+        )
+    tag = library.version_tag(str(import_library(library).__version__))
+    capabilities = sorted({find_capability(name) for name in gpus}, key=lambda name: int(name[2:]))
+    return tuple(Target("cuda", "", capability, tag) for capability in capabilities)

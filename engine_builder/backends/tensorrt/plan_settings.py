@@ -1,4 +1,4 @@
-"""The decisions of a TensorRT build, as plain functions without TensorRT: profiles, flags, memory, keys."""
+"""The decisions of a build of plans, as plain functions without a library: profiles, flags, memory, keys."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -61,12 +61,12 @@ def optimization_profiles(signature: Signature, buckets: Sequence[Bucket]) -> li
 
 
 def builder_flags(refit: Refit, precision: Precision) -> dict[str, bool]:
-    """Return BuilderFlag -> set or cleared. STRIP_PLAN leaves the weights out of the plan.
+    """Return BuilderFlag -> set or cleared. STRIP_PLAN leaves the weights out of a plan that is refit.
 
     TensorRT's default for fp32 is TF32, which keeps 10 of 23 mantissa bits. An fp32 engine has it off.
     """
     return {
-        "STRIP_PLAN": True,
+        "STRIP_PLAN": refit != "none",
         "REFIT_IDENTICAL": refit == "identical",
         "REFIT": refit == "any",
         "TF32": precision.compute != "float32",
@@ -75,54 +75,64 @@ def builder_flags(refit: Refit, precision: Precision) -> dict[str, bool]:
 
 def plan_key(
     network: Network,
-    target: Target,
+    targets: Sequence[Target],
     version: str,
     buckets: Sequence[Bucket],
     options: PlanOptions,
     weights: WeightsRecord,
 ) -> str:
-    """Return the SHA-256 of everything that decides a plan. The weights count only if the refit is identical.
+    """Return the SHA-256 of everything that decides a plan. The weights do not count if the plan takes any.
 
-    `version` is TensorRT's full version.
+    `version` is the full version of the library.
     """
     return digest_json(
         {
             "recipe": PLAN_VERSION,
             "graph": graph_key(network),
-            "target": target.key,
+            "target": "+".join(target.key for target in targets),
             "tensorrt": version,
             "buckets": [bucket.model_dump(mode="json") for bucket in buckets],
             "flags": builder_flags(options.refit, network.precision),
             "compatibility": options.compatibility,
             "workspace": options.workspace,
             "level": options.level,
-            "weights": list(weights.identity) if options.refit == "identical" else None,
+            "weights": list(weights.identity) if options.refit != "any" else None,
         }
     )
 
 
-def profile_key(plan: str, profile: int) -> str:
-    """Return the engine key of one profile of a plan."""
-    return hashlib.sha256(f"{plan} profile {profile}".encode()).hexdigest()
+def profile_key(plan: str, profile: int, target: Target | None = None) -> str:
+    """Return the engine key of one profile of a plan. `target`: one of several that the plan serves."""
+    suffix = f" {target.key}" if target else ""
+    return hashlib.sha256(f"{plan} profile {profile}{suffix}".encode()).hexdigest()
 
 
-def workspace_limit(options: PlanOptions, weight_bytes: int, free_gpu: int) -> int:
-    """Return the bytes of GPU memory for kernels: the chosen number, else half of what the weights leave free."""
-    if options.workspace is not None:
+def workspace_limit(options: PlanOptions, weight_bytes: int, free_gpu: int | None) -> int | None:
+    """Return the bytes of GPU memory for kernels: the chosen number, else half of what the weights leave free.
+
+    `free_gpu`: bytes; None: there is no GPU. Then, and without a chosen number, the result is None: no limit.
+    """
+    if options.workspace is not None or free_gpu is None:
         return options.workspace
     return max((free_gpu - _GPU_COPIES * weight_bytes) // 2, _MIN_WORKSPACE_BYTES)
 
 
-def check_build_memory(component: str, weight_bytes: int, workspace: int, free_gpu: int, free_host: int) -> None:
+def check_build_memory(
+    component: str, weight_bytes: int, workspace: int | None, free_gpu: int | None, free_host: int
+) -> None:
     """Raise NotEnoughMemory for a build that cannot fit. It would fail after minutes, or end the process.
 
-    All sizes are in bytes.
+    All sizes are in bytes. `free_gpu`: None if the build needs no GPU.
     """
-    for kind, needed, free, remedy in (
-        ("GPU memory", _GPU_COPIES * weight_bytes + workspace, free_gpu, "End other programs on the GPU, give a "
-         "smaller --workspace, or build on a larger GPU with --compatibility."),
-        ("memory", _HOST_COPIES * weight_bytes, free_host, "End other processes, or use a machine with more memory."),
-    ):  # fmt: skip
+    needs = [
+        ("memory", _HOST_COPIES * weight_bytes, free_host, "End other processes, or use a machine with more memory.")
+    ]
+    if free_gpu is not None:
+        remedy = (
+            "End other programs on the GPU, give a smaller --workspace, or build on a larger GPU with --compatibility."
+        )
+        needs.insert(0, ("GPU memory", _GPU_COPIES * weight_bytes + (workspace or 0), free_gpu, remedy))
+    for kind, needed, free, remedy in needs:
         if needed > free:
             raise NotEnoughMemory(
                 f"Building {component} takes about {needed / 2**30:.1f} GiB of {kind}, and {free / 2**30:.1f} GiB are "

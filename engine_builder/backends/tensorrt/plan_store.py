@@ -1,9 +1,9 @@
-"""The TensorRT engines of a build: found by their plans' keys or built, checked with the model's weights, stored."""
+"""The engines of plans of a build: found by their plans' keys or built, checked with the model's weights, stored."""
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,8 +29,8 @@ from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.building.weights import group_tensors
 from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
-from model.engines.tensorrt import api
-from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace
+from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
+from model.engines.tensorrt.libraries import import_library, require
 from model.errors import CorruptBlob, EngineError
 from model.loading.target import Target
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord, WeightsRecord
@@ -38,7 +38,10 @@ from model.store.manifest import TensorRTPlan as PlanEntry
 
 
 class BuiltPlan(BuiltRecord):
-    """A component's plan, stored in the record "engines/<plan key>". The lists have one entry per profile."""
+    """A component's plan, stored in the record "engines/<plan key>". The lists have one entry per profile.
+
+    They are empty for a plan that was built without its GPU.
+    """
 
     plan: Blob
     constants: Blob
@@ -55,7 +58,7 @@ class _ComponentPlan:
     """One component, and everything that its plan is built and checked with."""
 
     network: Network
-    target: Target
+    targets: tuple[Target, ...]
     buckets: Sequence[Bucket]
     options: PlanOptions
     version: str
@@ -63,12 +66,17 @@ class _ComponentPlan:
     real_inputs: list[Inputs]
     store: WritableStore
 
+    @property
+    def runs_here(self) -> bool:
+        """True if the plan is built on its GPU, and is checked there."""
+        return not self.options.library.compiles_on_target
+
     def build(self, graph: OnnxGraph, report: Callable[[str], None]) -> SerializedPlan:
         """Build the plan. Raises NotEnoughMemory or CompileError."""
         network = self.network
         tensors = network.tensors()
         weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        free_gpu, _ = torch.cuda.mem_get_info()
+        free_gpu = torch.cuda.mem_get_info()[0] if self.runs_here else None
         workspace = workspace_limit(self.options, weight_bytes, free_gpu)
         check_build_memory(network.component, weight_bytes, workspace, free_gpu, _free_host_bytes())
         with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
@@ -84,29 +92,30 @@ class _ComponentPlan:
                 network.precision,
                 self.options,
                 workspace,
-                read_timing_cache(self.store, self.target),
+                [target.capability for target in self.targets],
+                read_timing_cache(self.store, self.targets[0]) if self.runs_here else b"",
                 report,
             )
-        write_timing_cache(self.store, self.target, built.timing_cache)
+        if self.runs_here:
+            write_timing_cache(self.store, self.targets[0], built.timing_cache)
         return built
 
-    def check(self, data: bytes, stored: BuiltGraph, graph: OnnxGraph) -> tuple[list[TensorRTEngine], list[Accuracy]]:
+    def check(
+        self, data: bytes | memoryview, stored: BuiltGraph, graph: OnnxGraph
+    ) -> tuple[list[TensorRTEngine], list[Accuracy]]:
         """Open a plan's engines with this model's weights and compare them with eager PyTorch.
 
         Raises InaccurateEngine or EngineError.
         """
         network = self.network
         device = _device(network)
-        literals = load(self.store.get(stored.literals.sha256, stored.literals.bytes).read_bytes())
+        tensors = None
+        if self.options.refit != "none":
+            literals = load(self.store.get(stored.literals.sha256, stored.literals.bytes).read_bytes())
+            on_device = {name: tensor.to(device) for name, tensor in literals.items()}
+            tensors = named_tensors(network.component, graph.constants_json(), network.tensors(), on_device, device)
         plan = TensorRTPlan(
-            network.component,
-            data,
-            self.version,
-            network.signature,
-            graph.constants_json(),
-            network.tensors(),
-            {name: tensor.to(device) for name, tensor in literals.items()},
-            device,
+            self.options.library, network.component, data, self.version, network.signature, tensors, device
         )
         workspace = Workspace(device)
         engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(self.buckets)]
@@ -126,21 +135,23 @@ def build_plans(
 ) -> BuiltEngines:
     """Build one plan per component, with a profile per bucket, or reuse stored ones.
 
-    `weights`: a record per component, in their order. `real_inputs`: recorded inputs by component. Every engine is
-    compared with eager PyTorch on this model's weights. A stored plan that fails is built again. Raises
-    TensorRTUnavailable, CompileError, NotEnoughMemory or InaccurateEngine; then nothing is stored.
+    `weights`: a record per component, in their order. `real_inputs`: recorded inputs by component. Every engine of
+    TensorRT is compared with eager PyTorch on this model's weights. A stored plan that fails is built again. Plans of
+    TensorRT-RTX are not run, because their GPU is elsewhere. Raises TensorRTUnavailable, CompileError, NotEnoughMemory
+    or InaccurateEngine; then nothing is stored.
     """
     engines = BuiltEngines()
-    version = api.require()
+    library = options.library
+    version = str(import_library(library).__version__) if library.compiles_on_target else require(library)
     for finished, (component, network) in enumerate(networks.items()):
         planned = _ComponentPlan(
             network,
-            plan.target,
+            plan.targets,
             plan.buckets_of(network),
             options,
             version,
             weights[finished],
-            real_inputs[component],
+            real_inputs.get(component, []),
             store,
         )
 
@@ -155,11 +166,11 @@ def build_plans(
 
 def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> tuple[list[EngineRecord], bool]:
     """Return the engines of one component, and True if this call built their plan."""
-    network, store, buckets = planned.network, planned.store, planned.buckets
-    key = plan_key(network, planned.target, planned.version, buckets, planned.options, planned.weights)
+    network, store = planned.network, planned.store
+    key = plan_key(network, planned.targets, planned.version, planned.buckets, planned.options, planned.weights)
     built = BuiltPlan.find(store, key)
     accuracies: list[Accuracy] = []
-    if built is not None:
+    if built is not None and planned.runs_here:
         stored, graph = load_or_export_graph(network, store)
         report("refitting and checking")
         try:
@@ -173,8 +184,10 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
         report("exporting to ONNX")
         stored, graph = load_or_export_graph(network, store)
         serialized = planned.build(graph, report)
-        report("refitting and checking")
-        engines, accuracies = planned.check(serialized.plan, stored, graph)
+        engines: list[TensorRTEngine] = []
+        if planned.runs_here:
+            report("refitting and checking")
+            engines, accuracies = planned.check(serialized.plan, stored, graph)
         device = _device(network).type
         built = BuiltPlan(
             plan=put_blob(store, serialized.plan),
@@ -189,35 +202,44 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
             ],
         )
         built.write(store, key)
-    refit = planned.options.refit
-    records = [
-        EngineRecord(
-            component=network.component,
-            key=profile_key(key, number),
-            target=planned.target.key,
-            runtime="tensorrt",
-            runtime_version=built.runtime_version,
-            bucket=bucket,
-            precision=network.precision,
-            layout=planned.weights.layout,
-            signature=network.signature,
-            blob=built.plan,
-            constants=built.constants,
-            accuracy=accuracies[number],
-            build_seconds=built.build_seconds,
-            benchmark=built.benchmarks[number],
-            tensorrt=PlanEntry(
-                profile=number,
-                literals=built.literals,
-                onnx=built.onnx,
-                refit=refit,
-                weights=planned.weights.identity if refit == "identical" else (),
-                workspace_bytes=built.workspace_bytes[number],
-            ),
-        )
-        for number, bucket in enumerate(buckets)
-    ]
-    return records, is_new
+    return list(_engine_records(planned, key, built, accuracies)), is_new
+
+
+def _engine_records(
+    planned: _ComponentPlan, key: str, built: BuiltPlan, accuracies: Sequence[Accuracy]
+) -> Iterator[EngineRecord]:
+    """Yield the record of each target and profile of a plan. The measured entries are None for a plan that has not run.
+
+    A plan of TensorRT-RTX serves several targets. Then the keys of their engines differ.
+    """
+    network, refit = planned.network, planned.options.refit
+    several = len(planned.targets) > 1
+    for target in planned.targets:
+        for number, bucket in enumerate(planned.buckets):
+            yield EngineRecord(
+                component=network.component,
+                key=profile_key(key, number, target if several else None),
+                target=target.key,
+                runtime=planned.options.runtime,
+                runtime_version=built.runtime_version,
+                bucket=bucket,
+                precision=network.precision,
+                layout=planned.weights.layout,
+                signature=network.signature,
+                blob=built.plan,
+                constants=built.constants,
+                accuracy=accuracies[number] if accuracies else None,
+                build_seconds=built.build_seconds,
+                benchmark=built.benchmarks[number] if built.benchmarks else None,
+                tensorrt=PlanEntry(
+                    profile=number,
+                    literals=built.literals,
+                    onnx=built.onnx,
+                    refit=refit,
+                    weights=() if refit == "any" else planned.weights.identity,
+                    workspace_bytes=built.workspace_bytes[number] if built.workspace_bytes else None,
+                ),
+            )
 
 
 def read_timing_cache(store: WritableStore, target: Target) -> bytes:

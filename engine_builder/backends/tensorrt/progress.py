@@ -1,6 +1,9 @@
-"""Turn TensorRT's nested phases into one line of the build's progress, at most one report per percent."""
+"""Turn TensorRT's nested phases into one line of the build's progress: each phase's start, then one line a second."""
 
+import time
 from collections.abc import Callable
+
+_SECONDS_BETWEEN_LINES = 1.0
 
 
 class PhaseProgress:
@@ -10,8 +13,11 @@ class PhaseProgress:
     cannot pass through TensorRT. So it is stored in `error`, and the build is stopped.
     """
 
-    def __init__(self, report: Callable[[str], None]) -> None:
+    def __init__(self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
         self._report_line = report
+        self._clock = clock
+        self._reported_at = -_SECONDS_BETWEEN_LINES
         self._steps: dict[str, int] = {}
         self._parents: dict[str, str | None] = {}
         self._last_line = ""
@@ -37,9 +43,10 @@ class PhaseProgress:
             return
         steps = self._steps.get(phase, 1)
         line = f"building: {phase} {100 * min(done, steps) // steps}%"
-        if line == self._last_line or self.error is not None:
+        is_early = done > 0 and self._clock() - self._reported_at < _SECONDS_BETWEEN_LINES
+        if line == self._last_line or is_early or self.error is not None:
             return
-        self._last_line = line
+        self._last_line, self._reported_at = line, self._clock()
         try:
             self._report_line(line)
         except BaseException as error:

@@ -1,67 +1,51 @@
-"""Engines built by TensorRT: stripped plans, refit on the GPU from the release's weights.
+"""Engines of TensorRT and TensorRT-RTX, on torch tensors. The calls to the library are in `execution`.
 
-A plan holds the code of one component, with one optimization profile for each bucket. A refit copies the weights into
-the plan, so the caller may free the weight tensors afterwards. No TensorRT engine was run during development;
-docs/tensorrt.md explains how to run the tests with TensorRT.
+A plan holds the code of one component, with one optimization profile for each bucket. A stripped plan holds no weights:
+a refit copies them into the plan on the GPU, so the caller may free the weight tensors afterwards. docs/tensorrt.md
+lists what ran on a real library.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from model.engines.constants import map_constants
 from model.engines.shapes import DTYPES, bind_shapes, dtype_name, output_shape
-from model.engines.tensorrt import api
+from model.engines.tensorrt.execution import (
+    ALIGNMENT_BYTES,
+    Execution,
+    Plan,
+    PlanError,
+    RawTensor,
+    RuntimeCache,
+    WorkspaceMemory,
+)
+from model.engines.tensorrt.libraries import Library, import_library, require
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature
 
-_ALIGNMENT_BYTES = 256  # TensorRT needs it for the addresses of tensors and of workspace memory
-_REBUILD_COMMANDS = "`preheat build --runtime tensorrt`, `preheat publish`"
-
-
-class PlanError(EngineError):
-    """A TensorRT plan cannot be used with this release, GPU or version of TensorRT."""
-
-    remedy = f"Build and publish the release again ({_REBUILD_COMMANDS})."
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Workspace:
     """Device memory shared by engines of components that never run at the same time.
 
-    All engines reserve memory before the first engine runs, and the workspace has the largest reserved size. If two
-    consecutive runs use different streams, the second run waits for the first. The workspace does not see replays of a
-    CUDA graph. So an engine that runs concurrently with a graph's replays must not share a workspace with the engines
-    captured in that graph.
+    All engines reserve memory before the first engine runs. If two consecutive runs use different streams, the second
+    run waits for the first. The workspace does not see replays of a CUDA graph. So an engine that runs concurrently
+    with a graph's replays must not share a workspace with the engines captured in that graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._bytes = 0
-        self._memory: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
         self._last_run: tuple[int, torch.cuda.Event] | None = None  # the handle of its stream, and its end
+        self.memory = WorkspaceMemory(self._allocate)
 
-    @property
-    def bytes(self) -> int:
-        """The largest reserved size."""
-        return self._bytes
-
-    def reserve(self, byte_count: int) -> None:
-        """Reserve memory for one engine.
-
-        Raises EngineError if the memory is already allocated and too small. It cannot be allocated again, because a
-        captured graph would keep the old address.
-        """
-        if self._memory is not None and byte_count > self._bytes:
-            raise EngineError(
-                "TensorRT engines were opened after others had run.", "Open all engines of a release first."
-            )
-        self._bytes = max(self._bytes, byte_count)
-
-    def address(self) -> int:
-        """Return the aligned address of the memory. The first call allocates the memory, which never moves."""
-        if self._memory is None:
-            self._memory = torch.empty(self._bytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=self._device)
-        return -(-self._memory.data_ptr() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    def _allocate(self, byte_count: int) -> int:
+        self._buffer = torch.empty(byte_count, dtype=torch.uint8, device=self._device)
+        return self._buffer.data_ptr()
 
     def wait_for_last_run(self, stream: torch.cuda.Stream) -> None:
         """Make `stream` wait for the last run, if that run used another stream.
@@ -87,105 +71,48 @@ class Workspace:
 
 
 class TensorRTPlan:
-    """A deserialized and refit plan. A `TensorRTEngine` runs one profile of the plan."""
+    """A deserialized plan with its weights. A `TensorRTEngine` runs one profile of the plan."""
 
     def __init__(
         self,
+        library: Library,
         component: str,
-        plan_bytes: bytes,
+        plan_bytes: "Buffer",
         version: str,
         signature: Signature,
-        constants: bytes,
-        weights: Mapping[str, torch.Tensor],
-        literals: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor] | None,
         device: torch.device,
+        runtime_cache: bytes = b"",
     ) -> None:
-        """Open a plan that TensorRT `version` built for this GPU, and copy weights and literals into the plan.
+        """Open a plan that `version` of the library built for this GPU, and copy `tensors` into the plan.
 
         plan_bytes: the serialized plan. Its digest must have been verified.
-        constants: JSON that maps the graph's names of the weights to their names in `weights`, with dtypes and shapes.
-        weights: the component's weights on `device`, by their names in the release.
-        literals: the graph's other tensors on `device`, which belong to the graph and not to the weights, by name.
+        tensors: the initializers of the graph by name, see `named_tensors`; None: the plan holds its weights.
+        runtime_cache: kernels that an earlier process compiled for the plan, or empty. Only TensorRT-RTX has them.
 
         Raises TensorRTUnavailable, or EngineError if anything does not match.
         """
-        installed = api.require(device.type)
+        installed = require(library, device.type)
         if installed != version:
             raise PlanError(
-                f"The {component} engine was built by TensorRT {version} and this machine has {installed}, which "
-                "cannot read it.",
-                f"Install {version}, or build and publish the release again ({_REBUILD_COMMANDS}).",
+                f"The {component} engine was built by {library.title} {version} and this machine has {installed}, "
+                "which cannot read it.",
+                f"Install {version}, or build and publish the release again (`preheat build --runtime "
+                f"{library.runtime}`, `preheat publish`).",
             )
-        import tensorrt as trt
-
         self.component = component
         self.signature = signature
         self.device = device
-        self._log = api.make_logger()
-        self._runtime = trt.Runtime(self._log)  # must outlive the engine
-        self.engine = self._runtime.deserialize_cuda_engine(plan_bytes)
-        if self.engine is None:
-            raise PlanError(f"The {component} engine cannot be opened: {self.last_error()}.")
-        self._check_tensors()
-        self._refit(_named_tensors(component, constants, weights, literals, device))
-
-    def last_error(self) -> str:
-        """Return TensorRT's newest error, in one line."""
-        return api.last_error(self._log)
-
-    def _check_tensors(self) -> None:
-        """Raise PlanError unless the plan's inputs and outputs have the signature's names and dtypes."""
-        import tensorrt as trt
-
-        plan = self.engine
-        inputs = trt.TensorIOMode.INPUT
-        names = [plan.get_tensor_name(index) for index in range(plan.num_io_tensors)]
-        actual = {f"{'input' if plan.get_tensor_mode(name) == inputs else 'output'} {name}" for name in names}
-        expected = {f"input {spec.name}" for spec in self.signature.inputs}
-        expected |= {f"output {spec.name}" for spec in self.signature.outputs}
-        if actual != expected:
-            raise PlanError(
-                f"The {self.component} plan has {', '.join(sorted(actual))}, and its manifest entry states "
-                f"{', '.join(sorted(expected))}."
+        self.plan = Plan(import_library(library), plan_bytes, component)
+        self.plan.check_tensors(
+            {spec.name: spec.dtype for spec in signature.inputs}, {spec.name: spec.dtype for spec in signature.outputs}
+        )
+        if tensors is not None:
+            stream = torch.cuda.current_stream(device)
+            self.plan.refit(
+                {name: _raw(tensor) for name, tensor in tensors.items()}, stream.cuda_stream, stream.synchronize
             )
-        for spec in (*self.signature.inputs, *self.signature.outputs):
-            dtype = plan.get_tensor_dtype(spec.name)
-            if dtype != api.data_type(spec.dtype):
-                raise PlanError(
-                    f"The {self.component} plan has {spec.name} as {dtype}, and its manifest entry states {spec.dtype}."
-                )
-
-    def _refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors` into the plan on the current stream, and wait until the copies are finished."""
-        import tensorrt as trt
-
-        refitter = trt.Refitter(self.engine, self._log)
-        # The parser adds names that the graph does not have. The plan may already hold such a tensor. If it does not,
-        # get_missing_weights reports the name below.
-        for name in refitter.get_all_weights():
-            tensor = tensors.get(name)
-            if tensor is None:
-                continue
-            dtype = api.data_type(dtype_name(tensor.dtype))
-            prototype = refitter.get_weights_prototype(name)
-            weights = trt.Weights(dtype, tensor.data_ptr(), tensor.numel())
-            if prototype.dtype != dtype or prototype.size != tensor.numel():
-                raise PlanError(
-                    f"The {self.component} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
-                    f"{dtype_name(tensor.dtype)} {list(tensor.shape)}."
-                )
-            if not refitter.set_named_weights(name, weights, trt.TensorLocation.DEVICE):
-                raise PlanError(f"The {self.component} plan refuses {name}: {self.last_error()}.")
-        if missing := refitter.get_missing_weights():
-            raise PlanError(
-                f"The {self.component} plan needs {len(missing)} weights that the release lacks, {missing[0]!r} first."
-            )
-        stream = torch.cuda.current_stream(self.device)
-        refitted = refitter.refit_cuda_engine_async(stream.cuda_stream)
-        stream.synchronize()  # the tensors may be freed from here on
-        if not refitted:
-            raise PlanError(f"The {self.component} engine cannot be refit: {self.last_error()}.")
-        api.free_refit_resources(refitter)
+        self.runtime_cache = RuntimeCache(self.plan, runtime_cache) if library.compiles_on_target else None
 
 
 class TensorRTEngine:
@@ -196,47 +123,30 @@ class TensorRTEngine:
 
     def __init__(self, plan: TensorRTPlan, profile: int, bucket: Bucket, workspace: Workspace) -> None:
         """Create the execution context of a profile. Raises EngineError if that fails or the plan lacks the profile."""
-        import tensorrt as trt
-
         self.component = plan.component
         self.signature = plan.signature
         self.bucket = bucket
-        self._plan = plan
+        self._device = plan.device
         self._workspace = workspace
-        engine = plan.engine
-        if profile >= engine.num_optimization_profiles:
-            raise PlanError(
-                f"The {self.component} plan has {engine.num_optimization_profiles} profiles, and its manifest entry "
-                f"names number {profile}."
-            )
-        self.workspace_bytes = int(engine.get_device_memory_size_for_profile_v2(profile))
-        workspace.reserve(self.workspace_bytes)
-        context = engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         stream = torch.cuda.current_stream(plan.device)
-        if context is None or not context.set_optimization_profile_async(profile, stream.cuda_stream):
-            raise EngineError(
-                f"The {self.component} engine cannot be set up: {plan.last_error()}.",
-                "Use a GPU with more memory, or configure fewer buckets.",
-            )
-        stream.synchronize()
-        self._context = context
+        self._execution = Execution(plan.plan, profile, stream.cuda_stream, stream.synchronize, plan.runtime_cache)
+        self.workspace_bytes = self._execution.workspace_bytes
+        workspace.memory.reserve(self.workspace_bytes)
         self._has_memory = False
-        self._shapes: dict[str, tuple[int, ...]] = {}
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run named tensors on the current stream. Raises EngineError.
 
-        Run each shape once outside of a capture before a CUDA graph captures a run with that shape: TensorRT finishes
-        its setup in the first run.
+        Run each shape once outside of a capture before a CUDA graph captures a run with that shape.
         """
         sizes = bind_shapes(self.signature, inputs, self.component)
         batch, height, width = sizes["rows"], sizes.get("height", 0), sizes.get("width", 0)
         if not self.bucket.holds(batch, height, width):
             raise EngineError(f"The {self.component} engine has no bucket for batch {batch} at {width}x{height}.", "")
-        device = self._plan.device
+        device = self._device
         stream = torch.cuda.current_stream(device)
         if not self._has_memory:
-            self._context.set_device_memory(self._workspace.address(), self.workspace_bytes)
+            self._execution.set_workspace(self._workspace.memory.address())
             self._has_memory = True
         aligned = {
             spec.name: _align(inputs[spec.name], spec.name, self.component, device) for spec in self.signature.inputs
@@ -245,34 +155,34 @@ class TensorRTEngine:
             spec.name: torch.empty(output_shape(spec, sizes), dtype=DTYPES[spec.dtype], device=device)
             for spec in self.signature.outputs
         }
-        for name, tensor in aligned.items():
-            shape = tuple(tensor.shape)
-            if self._shapes.get(name) != shape:
-                self._require(self._context.set_input_shape(name, shape), f"shape {list(shape)} of {name}")
-                self._shapes[name] = shape
-        for name, tensor in (aligned | outputs).items():
-            self._require(self._context.set_tensor_address(name, tensor.data_ptr()), f"address of {name}")
+        self._execution.set_tensors(
+            {name: _raw(tensor) for name, tensor in aligned.items()},
+            {name: _raw(tensor) for name, tensor in outputs.items()},
+        )
         self._workspace.wait_for_last_run(stream)
-        enqueued = self._context.execute_async_v3(stream.cuda_stream)
-        self._workspace.record_run(stream)  # also after a failure, which may leave kernels in the stream
-        self._require(enqueued, "run")
+        try:
+            self._execution.enqueue(stream.cuda_stream, torch.cuda.is_current_stream_capturing())
+        finally:
+            self._workspace.record_run(stream)  # also after a failure, which may leave kernels in the stream
         return outputs
 
-    def _require(self, accepted: bool, refused: str) -> None:
-        """Raise EngineError unless `accepted`. `refused`: the part of the run, for the message."""
-        if not accepted:
-            self._shapes.clear()  # set them again: the context's state is unknown
-            raise EngineError(f"TensorRT refused the {refused} of {self.component}: {self._plan.last_error()}.", "")
+
+def _raw(tensor: torch.Tensor) -> RawTensor:
+    return RawTensor(tensor.data_ptr(), dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-def _named_tensors(
+def named_tensors(
     component: str,
     constants: bytes,
     weights: Mapping[str, torch.Tensor],
     literals: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Return weights and literals by the names of the graph's initializers, each contiguous.
+    """Return weights and literals by the names of the graph's initializers, each contiguous: what a refit takes.
+
+    constants: JSON that maps the graph's names of the weights to their names in `weights`, with dtypes and shapes.
+    weights: the component's weights on `device`, by their names in the release.
+    literals: the graph's other tensors on `device`, which belong to the graph and not to the weights, by name.
 
     Checks every device, and the dtypes and shapes of the weights against `constants`. The refit checks dtype and size
     of the literals. Raises PlanError.
@@ -296,4 +206,4 @@ def _align(tensor: torch.Tensor, name: str, component: str, device: torch.device
     if tensor.device.type != device.type:
         raise EngineError(f"{component}: input {name} is on {tensor.device}, and the engine is on {device.type}.", "")
     dense = tensor.contiguous()
-    return dense if dense.data_ptr() % _ALIGNMENT_BYTES == 0 else dense.clone()
+    return dense if dense.data_ptr() % ALIGNMENT_BYTES == 0 else dense.clone()

@@ -1,10 +1,13 @@
-"""The TensorRT plans of a release. Each is read, opened and refit once, and gives one engine for each profile."""
+"""The plans of a release. Each is read, opened and refit once, and gives one engine for each profile."""
 
 from collections.abc import Mapping
 
 import torch
 
-from model.engines.tensorrt.engine import PlanError, TensorRTEngine, TensorRTPlan, Workspace
+from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
+from model.engines.tensorrt.execution import PlanError
+from model.engines.tensorrt.libraries import LIBRARIES
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord
 from model.store.store import Store
@@ -12,45 +15,62 @@ from model.weights.stream import tensors_in
 
 
 class Plans:
-    """Opens TensorRT engines. Plans hold copies of the weights, so tensors that only they use can be freed."""
+    """Opens engines of plans. Plans hold copies of the weights, so tensors that only they use can be freed."""
 
-    def __init__(self, store: Store, device: torch.device) -> None:
+    def __init__(self, store: Store, device: torch.device, caches: RuntimeCacheFolder | None = None) -> None:
+        """`caches`: the folder of kernels that are compiled on this GPU; None: they are not kept."""
         self._store = store
         self._device = device
+        self._caches = caches
         self._plans: dict[tuple[str, str], TensorRTPlan] = {}
         self._workspaces: dict[str, Workspace] = {}
 
     def open(self, record: EngineRecord, weights: Mapping[str, torch.Tensor], stream: str) -> TensorRTEngine:
-        """Open the engine of a TensorRT record. Engines of one `stream` never overlap, and share a workspace.
+        """Open the engine of a plan's record. Engines of one `stream` never overlap, and share a workspace.
 
-        Raises TensorRTUnavailable, EngineError, CorruptBlob or StoreError.
+        `weights` is not read if the plan holds its weights. Raises TensorRTUnavailable, EngineError, CorruptBlob or
+        StoreError.
         """
         assert record.tensorrt is not None
         key = (record.component, record.blob.sha256)
         if key not in self._plans:
-            self._plans[key] = TensorRTPlan(
-                record.component,
-                self._read(record.blob),
-                record.runtime_version,
-                record.signature,
-                self._read(record.constants),
-                weights,
-                self._literals(record.component, record.tensorrt.literals),
-                self._device,
-            )
+            self._plans[key] = self._open_plan(record, weights)
         workspace = self._workspaces.setdefault(stream, Workspace(self._device))
         return TensorRTEngine(self._plans[key], record.tensorrt.profile, record.bucket, workspace)
 
+    def keep_compiled_kernels(self) -> None:
+        """Write the kernels that were compiled on this GPU to the folder of caches. Call it after the warm-up."""
+        if self._caches is None:
+            return
+        for (_, digest), plan in self._plans.items():
+            if plan.runtime_cache is not None and not plan.runtime_cache.was_loaded:
+                self._caches.write(digest, plan.runtime_cache.serialize())
+
+    def _open_plan(self, record: EngineRecord, weights: Mapping[str, torch.Tensor]) -> TensorRTPlan:
+        assert record.tensorrt is not None
+        tensors = None
+        if not record.holds_weights:
+            literals = self._literals(record.component, record.tensorrt.literals)
+            constants = bytes(self._read(record.constants))
+            tensors = named_tensors(record.component, constants, weights, literals, self._device)
+        return TensorRTPlan(
+            LIBRARIES[record.runtime],
+            record.component,
+            self._read(record.blob),
+            record.runtime_version,
+            record.signature,
+            tensors,
+            self._device,
+            self._caches.read(record.blob.sha256) if self._caches else b"",
+        )
+
     def _literals(self, component: str, blob: Blob) -> dict[str, torch.Tensor]:
         try:
-            return {name: tensor.to(self._device) for name, tensor in tensors_in(self._buffer(blob), blob).items()}
+            return {name: tensor.to(self._device) for name, tensor in tensors_in(self._read(blob), blob).items()}
         except CorruptBlob as error:
             raise PlanError(f"The constants of the {component} plan cannot be used. {error.args[0]}") from error
 
-    def _read(self, blob: Blob) -> bytes:
-        return bytes(self._buffer(blob))
-
-    def _buffer(self, blob: Blob) -> bytearray:
+    def _read(self, blob: Blob) -> bytearray:
         """Read a whole blob. The verified bytes are the bytes that are used."""
         buffer = bytearray(blob.bytes)
         self._store.read(blob.sha256, memoryview(buffer))

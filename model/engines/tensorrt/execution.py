@@ -1,0 +1,334 @@
+"""The calls to TensorRT that open, refit and run a plan. Tensors are raw addresses, streams are raw handles.
+
+This module imports neither torch nor TensorRT and runs on Python 3.9: it takes the module of the library. So the same
+calls run on every version: TensorRT 8.6, 10.16 and 11.4, and TensorRT-RTX 1.7. All differences between the versions
+are here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from model.errors import EngineError
+
+if TYPE_CHECKING:
+    import tensorrt
+    from typing_extensions import Buffer
+
+logger = logging.getLogger("preheat.tensorrt")
+
+ALIGNMENT_BYTES = 256  # TensorRT needs it for the addresses of tensors and of workspace memory
+_DATA_TYPES = {
+    "float32": "FLOAT",
+    "float16": "HALF",
+    "bfloat16": "BF16",
+    "int64": "INT64",
+    "int32": "INT32",
+    "uint8": "UINT8",
+    "bool": "BOOL",
+}
+
+
+class PlanError(EngineError):
+    """A plan cannot be used with this release, GPU or version of the library."""
+
+    remedy = "Build and publish the release again (`preheat build`, `preheat publish`)."
+
+
+class RawTensor(NamedTuple):
+    """A contiguous tensor in memory: its address, the name of its dtype such as "float16", and its shape."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of its values."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+def make_logger(module: ModuleType) -> tensorrt.ILogger:
+    """Return a logger that sends the library's messages to this process's log. Its `last_error` is the newest, or "".
+
+    Errors are logged as warnings, because the caller raises an error with the same message.
+    """
+    if TYPE_CHECKING:
+        import tensorrt as trt
+    else:
+        trt = module
+
+    class Log(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.last_error = ""
+
+        def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.last_error = msg
+                logger.warning(msg)
+            elif severity == trt.ILogger.WARNING:
+                logger.info(msg)
+            else:
+                logger.debug(msg)
+
+    return Log()
+
+
+def last_error(log: tensorrt.ILogger) -> str:
+    """Return the first line of the library's newest error, for a message."""
+    reported = str(getattr(log, "last_error", "")).strip().partition("\n")[0][:300]
+    return reported.rstrip(".") or "no reason given"
+
+
+class Plan:
+    """A deserialized plan. A GPU must be present: without one the library ends the process."""
+
+    def __init__(self, module: ModuleType, data: Buffer, name: str) -> None:
+        """Deserialize `data`, whose digest must have been verified. `name`: the component, for messages.
+
+        Raises PlanError if the plan is of another GPU or version, or damaged. TensorRT-RTX can report the reason from
+        the plan's header. The rest of such a plan is not read.
+        """
+        if TYPE_CHECKING:
+            import tensorrt as trt
+        else:
+            trt = module
+        self.module = module
+        self.name = name
+        self.log = make_logger(module)
+        self._runtime = trt.Runtime(self.log)  # must outlive the engine
+        if reasons := _invalidity(module, self._runtime, data):
+            raise PlanError(f"The {name} plan cannot be opened on this machine: {reasons}.")
+        self.engine = self._runtime.deserialize_cuda_engine(data)
+        if self.engine is None:
+            raise PlanError(f"The {name} engine cannot be opened: {self.last_error()}.")
+
+    def last_error(self) -> str:
+        """Return the library's newest error, in one line."""
+        return last_error(self.log)
+
+    @property
+    def profiles(self) -> int:
+        """The number of optimization profiles."""
+        return self.engine.num_optimization_profiles
+
+    def check_tensors(self, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> None:
+        """Raise PlanError unless the plan takes `inputs` and returns `outputs`, each name -> dtype."""
+        engine = self.engine
+        mode = self.module.TensorIOMode.INPUT
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        actual = {f"{'input' if engine.get_tensor_mode(name) == mode else 'output'} {name}" for name in names}
+        expected = {f"input {name}" for name in inputs} | {f"output {name}" for name in outputs}
+        if actual != expected:
+            raise PlanError(
+                f"The {self.name} plan has {', '.join(sorted(actual))}, and its manifest entry states "
+                f"{', '.join(sorted(expected))}."
+            )
+        for name, dtype in {**inputs, **outputs}.items():
+            found = engine.get_tensor_dtype(name)
+            if found != _data_type(self.module, dtype):
+                raise PlanError(f"The {self.name} plan has {name} as {found}, and its manifest entry states {dtype}.")
+
+    def refit(self, tensors: Mapping[str, RawTensor], stream: int, synchronize: Callable[[], None]) -> None:
+        """Copy tensors into the plan, by name, on `stream`. They are in device memory; for TensorRT 8, in the host's.
+
+        `synchronize` waits for the stream. Afterwards the tensors may be freed. Raises PlanError.
+        """
+        module = self.module
+        refitter: Any = module.Refitter(self.engine, self.log)
+        location = [module.TensorLocation.DEVICE] if hasattr(module, "TensorLocation") else []
+        # The parser adds names that the graph does not have. The plan may already hold such a tensor. If it does not,
+        # get_missing_weights reports the name below.
+        for name in refitter.get_all_weights():
+            tensor = tensors.get(name)
+            if tensor is None:
+                continue
+            dtype = _data_type(module, tensor.dtype)
+            if hasattr(refitter, "get_weights_prototype"):  # TensorRT 8 checks the size alone, in set_named_weights
+                prototype = refitter.get_weights_prototype(name)
+                if prototype.dtype != dtype or prototype.size != tensor.elements:
+                    raise PlanError(
+                        f"The {self.name} plan needs {name} as {prototype.size} values of {prototype.dtype}, not "
+                        f"{tensor.dtype} {list(tensor.shape)}."
+                    )
+            weights = module.Weights(dtype, tensor.address, tensor.elements)
+            if not refitter.set_named_weights(name, weights, *location):
+                raise PlanError(f"The {self.name} plan refuses {name}: {self.last_error()}.")
+        if missing := refitter.get_missing_weights():
+            raise PlanError(
+                f"The {self.name} plan needs {len(missing)} weights that the release lacks, {missing[0]!r} first."
+            )
+        refitted = refitter.refit_cuda_engine_async(stream) if location else refitter.refit_cuda_engine()
+        synchronize()
+        if not refitted:
+            raise PlanError(f"The {self.name} engine cannot be refit: {self.last_error()}.")
+        if hasattr(refitter, "release_refit_resources"):  # TensorRT 10 frees them with the refitter
+            refitter.release_refit_resources()
+
+
+def _invalidity(module: ModuleType, runtime: Any, data: Buffer) -> str:
+    """Return why a plan's header does not fit this machine. Empty if it fits, or if the library cannot tell."""
+    if not hasattr(runtime, "get_engine_validity"):
+        return ""
+    validity, diagnostics = runtime.get_engine_validity(data)
+    if validity != module.EngineValidity.INVALID:
+        return ""
+    flags = module.EngineInvalidityDiagnostics.__members__
+    names = [name.lower().replace("_", " ") for name, flag in flags.items() if int(diagnostics) & int(flag)]
+    return ", ".join(names) or "no reason given"
+
+
+def _data_type(module: ModuleType, dtype: str) -> Any:
+    """Return the library's type for a dtype name such as "float16"."""
+    return getattr(module.DataType, _DATA_TYPES[dtype])
+
+
+class RuntimeCache:
+    """The kernels that TensorRT-RTX compiled on this GPU for one plan. The next start loads them instead.
+
+    The library checks that a cache fits the GPU, the driver and its own version, and ignores another one.
+    """
+
+    def __init__(self, plan: Plan, data: bytes = b"") -> None:
+        """Create the cache of a plan. `data`: a cache of an earlier process, or empty."""
+        config: Any = plan.engine.create_runtime_config()  # type: ignore[attr-defined, unused-ignore]
+        self.cache = config.create_runtime_cache()
+        self.was_loaded = bool(data) and bool(self.cache.deserialize(data))
+
+    def serialize(self) -> bytes:
+        """Return the cache for a later process."""
+        return bytes(self.cache.serialize())
+
+
+class Execution:
+    """One optimization profile of a plan, run on raw addresses. Runs may not overlap."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: int,
+        stream: int,
+        synchronize: Callable[[], None],
+        runtime_cache: RuntimeCache | None = None,
+    ) -> None:
+        """Create the execution context of a profile on `stream`. `synchronize` waits for the stream.
+
+        Raises PlanError if the plan lacks the profile, or EngineError.
+        """
+        self._plan = plan
+        if profile >= plan.profiles:
+            raise PlanError(
+                f"The {plan.name} plan has {plan.profiles} profiles, and its manifest entry names number {profile}."
+            )
+        self.workspace_bytes = _workspace_bytes(plan.engine, profile)
+        context = _create_context(plan, runtime_cache)
+        if context is None or not context.set_optimization_profile_async(profile, stream):
+            raise EngineError(
+                f"The {plan.name} engine cannot be set up: {plan.last_error()}.",
+                "Use a GPU with more memory, or configure fewer buckets.",
+            )
+        synchronize()
+        self._context = context
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._shapes_that_ran: set[tuple[tuple[int, ...], ...]] = set()
+
+    def set_workspace(self, address: int) -> None:
+        """Use `workspace_bytes` of device memory at an aligned address. Call it before the first run."""
+        if hasattr(self._context, "set_device_memory"):
+            self._context.set_device_memory(address, self.workspace_bytes)
+        else:
+            self._context.device_memory = address  # TensorRT 8
+
+    def set_tensors(self, inputs: Mapping[str, RawTensor], outputs: Mapping[str, RawTensor]) -> None:
+        """Set the shapes of the inputs and all addresses, which must be aligned. Raises EngineError."""
+        context = self._context
+        for name, tensor in inputs.items():
+            if self._shapes.get(name) != tensor.shape:
+                self._require(context.set_input_shape(name, tensor.shape), f"shape {list(tensor.shape)} of {name}")
+                self._shapes[name] = tensor.shape
+        for name, tensor in {**inputs, **outputs}.items():
+            self._require(context.set_tensor_address(name, tensor.address), f"address of {name}")
+
+    def enqueue(self, stream: int, is_capturing: bool = False) -> None:
+        """Run on a stream. Raises EngineError.
+
+        `is_capturing`: a CUDA graph captures the stream. The library finishes its setup in the first run of a shape,
+        which a capture does not allow. So each shape must run once before it is captured.
+        """
+        shapes = tuple(self._shapes.values())
+        if is_capturing and shapes not in self._shapes_that_ran:
+            raise EngineError(f"{self._plan.name}: a CUDA graph captures a shape that has not run before.", "")
+        self._require(self._context.execute_async_v3(stream), "run")
+        self._shapes_that_ran.add(shapes)
+
+    def _require(self, accepted: bool, refused: str) -> None:
+        """Raise EngineError unless `accepted`. `refused`: the part of the run, for the message."""
+        if not accepted:
+            self._shapes.clear()  # set them again: the context's state is unknown
+            raise EngineError(f"TensorRT refused the {refused} of {self._plan.name}: {self._plan.last_error()}.", "")
+
+
+def _workspace_bytes(engine: Any, profile: int) -> int:
+    if hasattr(engine, "get_device_memory_size_for_profile_v2"):
+        return int(engine.get_device_memory_size_for_profile_v2(profile))
+    return int(engine.device_memory_size)  # TensorRT 8: the largest of all profiles
+
+
+def _create_context(plan: Plan, runtime_cache: RuntimeCache | None) -> Any:
+    """Return an execution context whose workspace the caller provides, or None."""
+    engine: Any = plan.engine
+    if not hasattr(plan.module, "ExecutionContextAllocationStrategy"):
+        return engine.create_execution_context_without_device_memory()  # TensorRT 8
+    strategy = plan.module.ExecutionContextAllocationStrategy.USER_MANAGED
+    if runtime_cache is None:
+        return engine.create_execution_context(strategy)
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(strategy)
+    # Kernels for a shape are compiled in its first run. The default compiles them in the background, so that a CUDA
+    # graph captured meanwhile would keep the slower kernels.
+    config.dynamic_shapes_kernel_specialization_strategy = plan.module.DynamicShapesKernelSpecializationStrategy.EAGER
+    config.set_runtime_cache(runtime_cache.cache)
+    return engine.create_execution_context(config)
+
+
+class WorkspaceMemory:
+    """Device memory shared by executions that never run at the same time. It has the largest reserved size.
+
+    All executions reserve memory before the first one runs.
+    """
+
+    def __init__(self, allocate: Callable[[int], int]) -> None:
+        """`allocate` returns the address of so many bytes of device memory, which it keeps alive."""
+        self._allocate = allocate
+        self.bytes = 0
+        self._address = 0
+
+    def reserve(self, byte_count: int) -> None:
+        """Reserve memory for one execution.
+
+        Raises EngineError if the memory is already allocated and too small. It cannot be allocated again, because a
+        captured graph would keep the old address.
+        """
+        if self._address and byte_count > self.bytes:
+            raise EngineError(
+                "TensorRT engines were opened after others had run.", "Open all engines of a release first."
+            )
+        self.bytes = max(self.bytes, byte_count)
+
+    def address(self) -> int:
+        """Return the aligned address of the memory. The first call allocates the memory, which never moves."""
+        if not self._address:
+            self._address = align(self._allocate(self.bytes + ALIGNMENT_BYTES))
+        return self._address
+
+
+def align(address: int) -> int:
+    """Return the next address that TensorRT accepts."""
+    return -(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

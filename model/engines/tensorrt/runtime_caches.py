@@ -1,0 +1,54 @@
+"""Files of the kernels that TensorRT-RTX compiled on this GPU, one for each plan, so that the next start loads them.
+
+A cache holds native code and is not part of a release, so no digest is known. So a file is used only if it belongs to
+this process's user and nobody else can write it. The library ignores a cache of another GPU, driver or version.
+"""
+
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger("preheat.tensorrt")
+
+_SIZE_LIMIT = 2**30  # bytes; a larger file is not a cache of one plan
+
+
+class RuntimeCacheFolder:
+    """A folder of caches, each named by the digest of its plan."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, plan: str) -> bytes:
+        """Return the cache of a plan, or b"" if there is none that can be trusted."""
+        try:
+            with open(self._folder / plan, "rb", opener=_open_without_links) as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode) or status.st_size > _SIZE_LIMIT:
+                    return b""
+                if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                    logger.warning("the runtime cache %s is not used: others can write it", self._folder / plan)
+                    return b""
+                return file.read()
+        except OSError:
+            return b""
+
+    def write(self, plan: str, data: bytes) -> None:
+        """Keep the cache of a plan. A failure, such as a full disk, is logged: the next start compiles again."""
+        temporary = None
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self._folder)  # its mode is 0600
+            with open(handle, "wb") as file:
+                file.write(data)
+            os.replace(temporary, self._folder / plan)
+        except OSError as error:
+            logger.warning("the runtime cache of a plan was not kept (%s)", error)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
+
+
+def _open_without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
