@@ -175,7 +175,7 @@ def _delete_temporary_files(folder: Path, begun_before: float) -> int:
     return count
 
 
-def _write_through(path: Path, chunks: Iterable[bytes]) -> str:
+def _write_through(path: Path, chunks: Iterable[bytes | memoryview]) -> str:
     """Write a file and flush it to the disk. Returns the SHA-256 of the written bytes."""
     hasher = hashlib.sha256()
     with path.open("wb") as file:

@@ -136,6 +136,17 @@ class Plan:
             if found != _data_type(self.module, dtype):
                 raise PlanError(f"The {self.name} plan has {name} as {found}, and its manifest entry states {dtype}.")
 
+    def output_dtypes(self) -> dict[str, str]:
+        """Return the dtypes of the outputs by name."""
+        engine, mode = self.engine, self.module.TensorIOMode.OUTPUT
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        dtypes = {
+            _data_type(self.module, dtype): dtype
+            for dtype in _DATA_TYPES
+            if hasattr(self.module.DataType, _DATA_TYPES[dtype])
+        }
+        return {name: dtypes[engine.get_tensor_dtype(name)] for name in names if engine.get_tensor_mode(name) == mode}
+
     def refit(self, tensors: Mapping[str, RawTensor], stream: int, synchronize: Callable[[], None]) -> None:
         """Copy tensors into the plan, by name, on `stream`. They are in device memory; for TensorRT 8, in the host's.
 
@@ -246,13 +257,22 @@ class Execution:
         else:
             self._context.device_memory = address  # TensorRT 8
 
-    def set_tensors(self, inputs: Mapping[str, RawTensor], outputs: Mapping[str, RawTensor]) -> None:
-        """Set the shapes of the inputs and all addresses, which must be aligned. Raises EngineError."""
-        context = self._context
+    def set_shapes(self, inputs: Mapping[str, RawTensor]) -> None:
+        """Set the shapes of the inputs. Raises EngineError."""
         for name, tensor in inputs.items():
             if self._shapes.get(name) != tensor.shape:
-                self._require(context.set_input_shape(name, tensor.shape), f"shape {list(tensor.shape)} of {name}")
+                accepted = self._context.set_input_shape(name, tensor.shape)
+                self._require(accepted, f"shape {list(tensor.shape)} of {name}")
                 self._shapes[name] = tensor.shape
+
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        """Return an output's shape for the shapes that are set."""
+        return tuple(self._context.get_tensor_shape(name))
+
+    def set_tensors(self, inputs: Mapping[str, RawTensor], outputs: Mapping[str, RawTensor]) -> None:
+        """Set the shapes of the inputs and all addresses, which must be aligned. Raises EngineError."""
+        self.set_shapes(inputs)
+        context = self._context
         for name, tensor in {**inputs, **outputs}.items():
             self._require(context.set_tensor_address(name, tensor.address), f"address of {name}")
 
@@ -296,6 +316,35 @@ def _create_context(plan: Plan, runtime_cache: RuntimeCache | None) -> Any:
     config.dynamic_shapes_kernel_specialization_strategy = plan.module.DynamicShapesKernelSpecializationStrategy.EAGER
     config.set_runtime_cache(runtime_cache.cache)
     return engine.create_execution_context(config)
+
+
+def capture(runtime: Any, stream: int, work: Callable[[], None]) -> Callable[[], None]:
+    """Capture the work that `work` queues on a stream in a CUDA graph, and return a function that replays it there.
+
+    `runtime`: cuda-python's module `cuda.bindings.runtime`. Raises EngineError. The denoising loops capture PyTorch's
+    operations too, so they use model/cuda/graphs.py.
+    """
+    check_cuda(
+        runtime, runtime.cudaStreamBeginCapture(stream, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal)
+    )
+    try:
+        work()
+    finally:
+        graph = check_cuda(runtime, runtime.cudaStreamEndCapture(stream))
+    executable = check_cuda(runtime, runtime.cudaGraphInstantiate(graph, 0))
+
+    def replay() -> None:
+        check_cuda(runtime, runtime.cudaGraphLaunch(executable, stream))
+
+    return replay
+
+
+def check_cuda(runtime: Any, result: tuple[Any, ...]) -> Any:
+    """Return the value of a call of cuda-python, or None if it has none. Raises EngineError if the call failed."""
+    error, *values = result
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise EngineError(f"CUDA refused a call: {error!s}.", "")
+    return values[0] if values else None
 
 
 class WorkspaceMemory:
