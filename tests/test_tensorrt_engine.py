@@ -1,7 +1,7 @@
-"""TensorRT engines: the calls of TensorRT, their order and addresses, and how refusals are handled.
+"""Engines of TensorRT and TensorRT-RTX: the calls of the library, their order and addresses, and refusals.
 
-TensorRT is a fake here (tests/support/fake_tensorrt.py). tests/builder/test_tensorrt_real.py runs the real one where it
-is installed.
+The library is a fake here (tests/support/fake_tensorrt.py). tests/builder/test_tensorrt_real.py runs the real TensorRT
+where it is installed. tests/builder/test_tensorrt_rtx.py runs the real TensorRT-RTX as far as it runs without a GPU.
 """
 
 import json
@@ -13,11 +13,30 @@ import pytest
 import torch
 
 from model.engines.engine import EngineSet
-from model.engines.tensorrt.api import TensorRTUnavailable, installed_version, require, version_tag
-from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace
+from model.engines.tensorrt import libraries
+from model.engines.tensorrt.engine import TensorRTEngine, TensorRTPlan, Workspace, named_tensors
+from model.engines.tensorrt.execution import Execution, Plan, PlanError, RawTensor
+from model.engines.tensorrt.libraries import (
+    LIBRARIES,
+    TENSORRT,
+    TENSORRT_RTX,
+    Library,
+    TensorRTUnavailable,
+    driver_cuda_version,
+    installed_version,
+    require,
+)
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span, TensorSpec
-from tests.support.fake_tensorrt import VERSION, Fake, FakeCuda, install_distribution, install_fake
+from tests.support.fake_tensorrt import (
+    RTX_VERSION,
+    VERSION,
+    VERSION_8,
+    Fake,
+    FakeCuda,
+    install_distribution,
+    install_fake,
+)
 
 CPU = torch.device("cpu")
 SIGNATURE = Signature(
@@ -45,24 +64,35 @@ def cuda(fakes: tuple[Fake, FakeCuda]) -> FakeCuda:
     return fakes[1]
 
 
+@pytest.fixture
+def rtx(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return install_fake(monkeypatch, TENSORRT_RTX)[0]
+
+
 def open_plan(**changes: Any) -> TensorRTPlan:
+    """Open a plan with `constants`, `weights` and `literals`."""
     arguments = {
+        "library": TENSORRT,
         "component": "unet",
         "plan_bytes": b"plan",
         "version": VERSION,
         "signature": SIGNATURE,
-        "constants": CONSTANTS,
-        "weights": WEIGHTS,
-        "literals": LITERALS,
         "device": CPU,
-    }
-    return TensorRTPlan(**(arguments | changes))
+    } | changes
+    tensors = {"constants": CONSTANTS, "weights": WEIGHTS, "literals": LITERALS}
+    tensors |= {name: arguments.pop(name) for name in tensors if name in arguments}
+    return TensorRTPlan(tensors=named_tensors("unet", **tensors, device=CPU), **arguments)
 
 
-def open_engines(workspace: Workspace | None = None) -> list[TensorRTEngine]:
+def open_rtx_plan(runtime_cache: bytes = b"") -> TensorRTPlan:
+    """Open a plan of TensorRT-RTX that holds its weights."""
+    return TensorRTPlan(TENSORRT_RTX, "unet", b"plan", RTX_VERSION, SIGNATURE, None, CPU, runtime_cache)
+
+
+def open_engines(workspace: Workspace | None = None, **changes: Any) -> list[TensorRTEngine]:
     """Open a plan's engines of batch 1 and of batch 2 to 4."""
     workspace = workspace or Workspace(CPU)
-    plan = open_plan()
+    plan = open_plan(**changes)
     return [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate((ONE, FOUR))]
 
 
@@ -150,14 +180,14 @@ def test_weights_stored_with_channels_last_are_made_contiguous(fake: Fake) -> No
     fake.weights = {"w": 16, "b": 4}
     weight = torch.arange(16.0).reshape(1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
     constants = json.dumps({"w": {"tensor": "w", "dtype": "float32", "shape": [1, 4, 2, 2]}}).encode()
-    plan: Any = open_plan(constants=constants, weights={"w": weight})
-    assert plan.engine.held["w"].tolist() == list(range(16))
+    engine: Any = open_plan(constants=constants, weights={"w": weight}).plan.engine
+    assert engine.held["w"].tolist() == list(range(16))
 
 
 def test_engines_of_one_workspace_share_memory(fake: Fake) -> None:
     workspace = Workspace(CPU)
     one, four = open_engines(workspace)
-    assert workspace.bytes == 1024
+    assert workspace.memory.bytes == 1024
     for engine, rows in ((one, 1), (four, 3)):
         engine.run({"x": torch.zeros(rows, 4)})
     [(_, first, small), (_, second, large)] = fake.calls_of("device_memory")
@@ -281,28 +311,144 @@ def test_checks_inputs_before_the_run(fake: Fake) -> None:
     assert not fake.calls_of("execute")
 
 
+# -- TensorRT-RTX -------------------------------------------------------------------------------------------------
+
+
+def test_rtx_reads_the_header_before_the_plan(rtx: Fake) -> None:
+    open_rtx_plan()
+    assert rtx.call_names() == ["validity", "deserialize"]  # no refit: the plan holds its weights
+
+
+@pytest.mark.parametrize(
+    ("invalid", "reason"),
+    [
+        (["VERSION_MISMATCH", "UNSUPPORTED_CC"], "version mismatch, unsupported cc"),
+        (["MALFORMED_ENGINE"], "malformed engine"),
+        ([], "Error reading CUDA GPU properties"),
+    ],
+    ids=["two reasons", "malformed", "no GPU"],
+)
+def test_rtx_does_not_read_a_plan_with_an_invalid_header(rtx: Fake, invalid: list[str], reason: str) -> None:
+    rtx.invalid = invalid
+    with pytest.raises(PlanError, match=f"unet plan cannot be opened on this machine: {reason}\\. Build and publish"):
+        open_rtx_plan()
+    assert rtx.call_names() == ["validity"]
+
+
+def test_rtx_compiles_kernels_before_a_capture(rtx: Fake) -> None:
+    """With the default strategy a graph could keep kernels that are not yet specialized."""
+    plan = open_rtx_plan()
+    TensorRTEngine(plan, 0, ONE, Workspace(CPU))
+    [(_, config)] = rtx.calls_of("context")
+    assert config.dynamic_shapes_kernel_specialization_strategy == "EAGER"
+    assert config.strategy == "USER_MANAGED"
+    assert plan.runtime_cache is not None and config.cache is plan.runtime_cache.cache
+
+
+def test_rtx_loads_the_kernels_of_an_earlier_process(rtx: Fake) -> None:
+    plan = open_rtx_plan(b"kernels")
+    assert rtx.calls_of("load_cache") == [("load_cache", b"kernels")]
+    assert plan.runtime_cache is not None and plan.runtime_cache.was_loaded
+    assert plan.runtime_cache.serialize() == b"kernels+kernels"
+
+
+@pytest.mark.parametrize("data", [b"", b"of another driver"], ids=["none", "refused"])
+def test_rtx_compiles_without_usable_kernels(rtx: Fake, data: bytes) -> None:
+    rtx.refuse = {"load_cache"}
+    plan = open_rtx_plan(data)
+    assert plan.runtime_cache is not None and not plan.runtime_cache.was_loaded
+    assert len(rtx.calls_of("load_cache")) == bool(data)
+
+
+@pytest.mark.usefixtures("fake")
+def test_tensorrt_has_no_runtime_cache() -> None:
+    assert open_plan(runtime_cache=b"kernels").runtime_cache is None
+
+
+@pytest.mark.usefixtures("rtx")
+def test_refuses_a_plan_of_another_rtx_by_name() -> None:
+    with pytest.raises(PlanError, match=r"built by TensorRT-RTX 1\.8\.0 and this machine has 1\.7\.1\.116") as caught:
+        TensorRTPlan(TENSORRT_RTX, "unet", b"plan", "1.8.0", SIGNATURE, None, CPU)
+    assert "preheat build --runtime tensorrt-rtx" in str(caught.value)
+
+
+# -- raw addresses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [VERSION, VERSION_8], ids=["TensorRT 11", "TensorRT 8"])
+def test_same_calls_run_on_both_versions(version: str) -> None:
+    """Without torch.cuda: streams are handles, and tensors are addresses in the host's memory."""
+    fake = Fake(version)
+    plan = Plan(fake.module, b"plan", "unet")
+    plan.check_tensors({"x": "float32"}, {"y": "float32"})
+    tensors = {"w": WEIGHTS["layer.weight"], "b": LITERALS["b"]}
+    plan.refit({name: raw(tensor) for name, tensor in tensors.items()}, 5, lambda: None)
+    execution = Execution(plan, 1, 5, lambda: None)
+    assert execution.workspace_bytes == 1024
+    memory = torch.empty(1024, dtype=torch.uint8)
+    execution.set_workspace(memory.data_ptr())
+    x, y = torch.randn(2, 4), torch.empty(2, 4)
+    execution.set_tensors({"x": raw(x)}, {"y": raw(y)})
+    execution.enqueue(5)
+    torch.testing.assert_close(y, expected_output(x))
+    assert fake.calls_of("device_memory")[0][1] == memory.data_ptr()
+    is_8 = version == VERSION_8
+    assert [location for _, _, location in fake.calls_of("set_weights")] == ["host" if is_8 else "DEVICE"] * 2
+    assert fake.calls_of("refit") == [("refit", "no stream" if is_8 else 5)]
+
+
+def test_capture_needs_a_shape_that_has_run(fake: Fake) -> None:
+    """The library finishes its setup in the first run of a shape, which a capture does not allow."""
+    execution = Execution(open_plan().plan, 1, 7, lambda: None)
+    y = torch.empty(4, 4)
+    for rows in (2, 3):
+        execution.set_tensors({"x": raw(torch.zeros(rows, 4))}, {"y": raw(y)})
+        with pytest.raises(EngineError, match="unet: a CUDA graph captures a shape that has not run before"):
+            execution.enqueue(7, is_capturing=True)
+        execution.enqueue(7)
+        execution.enqueue(7, is_capturing=True)
+    assert len(fake.calls_of("execute")) == 4
+
+
+def raw(tensor: torch.Tensor) -> RawTensor:
+    return RawTensor(tensor.data_ptr(), "float32", tuple(tensor.shape))
+
+
 # -- the installed version ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("version", "tag"), [("10.16.1.11", "trt10.16"), ("11.4.0.106", "trt11.4"), ("11.0", "trt11.0")]
+    ("library", "version", "tag"),
+    [
+        (TENSORRT, "10.16.1.11", "trt10.16"),
+        (TENSORRT, "11.4.0.106", "trt11.4"),
+        (TENSORRT, "11.0", "trt11.0"),
+        (TENSORRT_RTX, "1.7.1.116", "rtx1.7"),
+        (TENSORRT_RTX, "1.12", "rtx1.12"),
+    ],
 )
-def test_supported_versions_have_a_tag(version: str, tag: str) -> None:
-    assert version_tag(version) == tag
+def test_supported_versions_have_a_tag(library: Library, version: str, tag: str) -> None:
+    assert library.version_tag(version) == tag
 
 
-@pytest.mark.parametrize("version", ["10.15.9", "8.6.1", "12.0.0", "dev", ""])
-def test_refuses_other_versions(version: str) -> None:
-    with pytest.raises(TensorRTUnavailable, match="is not supported. Install 10.16"):
-        version_tag(version)
+@pytest.mark.parametrize(
+    ("library", "version"),
+    [(TENSORRT, version) for version in ("10.15.9", "8.6.1", "12.0.0", "dev", "")]
+    + [(TENSORRT_RTX, version) for version in ("1.6.9", "2.0.0", "11.4.0")],
+)
+def test_refuses_other_versions(library: Library, version: str) -> None:
+    oldest = {"tensorrt": r"10\.16", "tensorrt-rtx": r"1\.7"}[library.runtime]
+    with pytest.raises(TensorRTUnavailable, match=f"^{library.title} .*is not supported. Install {oldest}"):
+        library.version_tag(version)
 
 
-def test_missing_tensorrt_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_distribution(monkeypatch, tmp_path, None)
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_missing_library_is_one_sentence(library: Library, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_distribution(monkeypatch, tmp_path, None, library)
     with pytest.raises(
-        TensorRTUnavailable, match="TensorRT is not installed here. Install TensorRT .docs/tensorrt.md."
+        TensorRTUnavailable, match=f"^{library.title} is not installed here. Install the library .docs/tensorrt.md."
     ) as caught:
-        require()
+        require(library)
     assert isinstance(caught.value, EngineError) and "aot_inductor" in str(caught.value)
 
 
@@ -311,22 +457,92 @@ def test_missing_tensorrt_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_p
     [
         ("cuda", False, "needs an NVIDIA GPU, and PyTorch finds none"),
         ("cpu", True, "needs an NVIDIA GPU, and PyTorch finds none"),
-        ("cuda", True, "cannot be imported .libnvinfer.so was not found.*Install TensorRT"),
+        ("cuda", True, "cannot be imported .libnvinfer.so was not found.*Install the library"),
     ],
 )
-def test_does_not_import_tensorrt_without_a_gpu(
+def test_does_not_import_a_library_without_a_gpu(
     device: str, has_gpu: bool, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A Runtime without a GPU ends the process. The import here fails, so its error shows that it was tried."""
     install_distribution(monkeypatch, tmp_path, VERSION)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    use_gpu(monkeypatch, (8, 6) if has_gpu else None)
     with pytest.raises(TensorRTUnavailable, match=words):
-        require(device)
+        require(TENSORRT, device)
 
 
-@pytest.mark.parametrize("name", ["tensorrt", "tensorrt-cu13", "tensorrt-cu12"])
-def test_reads_the_version_without_the_libraries(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if installed_version() is not None:
+def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    """Let torch report a GPU of a compute capability; None: no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test GPU")
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "words"),
+    [
+        (
+            (9, 0),
+            (13, 0),
+            r"does not support the GPU NVIDIA .* \(compute capability 9\.0\); it supports 7\.5, 8\.0",
+        ),
+        ((12, 0), (12, 9), r"needs a driver for CUDA 13\.0 or later, and this machine's driver supports CUDA 12\.9\."),
+        ((12, 1), (13, 1), r"cannot be imported"),
+    ],
+    ids=["GPU", "driver", "supported"],
+)
+def test_rtx_checks_gpu_and_driver_before_its_import(
+    capability: tuple[int, int], cuda: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_distribution(monkeypatch, tmp_path, RTX_VERSION, TENSORRT_RTX)
+    use_gpu(monkeypatch, capability)
+    monkeypatch.setattr(libraries, "driver_cuda_version", lambda: cuda)
+    with pytest.raises(TensorRTUnavailable, match=f"^TensorRT-RTX .*{words}"):
+        require(TENSORRT_RTX)
+
+
+class FakeDriver:
+    """The driver's library, which supports a version of CUDA: 12090 is 12.9."""
+
+    def __init__(self, version: int, error: int = 0) -> None:
+        self._version, self._error = version, error
+
+    def cuDriverGetVersion(self, into: Any) -> int:
+        into._obj.value = self._version
+        return self._error
+
+
+@pytest.mark.parametrize(("number", "version"), [(13000, (13, 0)), (12090, (12, 9)), (13020, (13, 2))])
+def test_reads_the_cuda_version_of_the_driver(number: int, version: tuple[int, int]) -> None:
+    opened: Any = FakeDriver(number)
+    assert driver_cuda_version(lambda name: opened) == version
+
+
+def test_machine_without_a_usable_driver_has_no_cuda_version() -> None:
+    broken: Any = FakeDriver(0, error=999)
+    assert driver_cuda_version(lambda name: broken) is None
+
+    def fail(name: str) -> Any:
+        raise OSError(f"{name} was not found")
+
+    assert driver_cuda_version(fail) is None
+
+
+def test_driver_is_not_checked_without_a_driver() -> None:
+    """The GPU's own check then refuses the machine. A machine that only builds has no driver."""
+    TENSORRT_RTX.check_driver(None)
+    TENSORRT_RTX.check_driver((13, 0))
+    TENSORRT.check_driver((11, 0))
+    with pytest.raises(TensorRTUnavailable, match="Update the NVIDIA driver, or choose the runtime aot_inductor"):
+        TENSORRT_RTX.check_driver((12, 9))
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [(library, name) for library in LIBRARIES.values() for name in library.distributions]
+)
+def test_reads_the_version_without_the_shared_objects(
+    library: Library, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if library is TENSORRT and installed_version(library) is not None:
         pytest.skip("TensorRT is installed here, and may be found first")
-    install_distribution(monkeypatch, tmp_path, "11.4.0.107", name)
-    assert installed_version() == "11.4.0.107"
+    install_distribution(monkeypatch, tmp_path, f"{library.oldest[0]}.99.0.107", library, name)
+    assert installed_version(library) == f"{library.oldest[0]}.99.0.107"

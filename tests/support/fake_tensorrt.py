@@ -1,7 +1,8 @@
-"""A fake `tensorrt` module that records every call, with an engine that computes y = x * w + b from raw addresses.
+"""A fake module of TensorRT that records every call, with an engine that computes y = x * w + b from raw addresses.
 
-It shows that Preheat calls TensorRT in the right order and with the right addresses, and how it handles refusals. It
-shows nothing about TensorRT itself. All memory is the CPU's.
+It has the interface of TensorRT 11, TensorRT 8 or TensorRT-RTX. It shows that Preheat calls the library in the right
+order and with the right addresses, and how it handles refusals. It shows nothing about the library itself. All memory
+is the CPU's.
 """
 
 import ctypes
@@ -16,9 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from model.engines.tensorrt import api
+from model.engines.tensorrt import engine as tensorrt_engine
+from model.engines.tensorrt.libraries import TENSORRT, Library
 
 VERSION = "11.4.0.106"
+VERSION_8 = "8.6.0"
+RTX_VERSION = "1.7.1.116"
 
 
 def floats(address: int, count: int) -> Any:
@@ -27,16 +31,25 @@ def floats(address: int, count: int) -> Any:
 
 
 class Fake:
-    """The fake `module` and its recorded `calls`. Change `weights` or `profiles`, or add calls to `refuse`."""
+    """The fake `module` and its recorded `calls`. Change `weights` or `profiles`, or add calls to `refuse`.
 
-    def __init__(self) -> None:
+    invalid: the diagnostics of a plan's header, as names; None: the header is valid. Only TensorRT-RTX reads it.
+    """
+
+    def __init__(self, version: str = VERSION) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.refuse: set[str] = set()
         self.weights = {"w": 4, "b": 4}
         self.names = {"x": "INPUT", "y": "OUTPUT"}
         self.dtypes = {"x": "FLOAT", "y": "FLOAT"}
         self.profiles = [64, 1024]
+        self.invalid: list[str] | None = None
         self.module = _module(self)
+        self.module.__version__ = version
+        if version == VERSION_8:
+            _make_version_8(self, self.module)
+        elif version == RTX_VERSION:
+            _make_rtx(self, self.module)
 
     def calls_of(self, *names: str) -> list[tuple[Any, ...]]:
         """Return the calls of these names, in order, with their arguments."""
@@ -90,7 +103,7 @@ def _module(fake: Fake) -> ModuleType:
         def get_device_memory_size_for_profile_v2(self, profile: int) -> int:
             return fake.profiles[profile]
 
-        def create_execution_context(self, strategy: str) -> "Context | None":
+        def create_execution_context(self, strategy: Any) -> "Context | None":
             return Context(self) if fake.record("context", strategy) else None
 
     class Refitter:
@@ -149,9 +162,9 @@ def _module(fake: Fake) -> ModuleType:
             self.dtype, self.ptr, self.size = kind, ptr, count
 
     module: Any = ModuleType("tensorrt")
-    module.__version__ = VERSION
     module.__spec__ = ModuleSpec("tensorrt", None)  # so that importlib finds it
     module.ILogger, module.Runtime, module.Refitter, module.Weights = Logger, Runtime, Refitter, Weights
+    module.ICudaEngine, module.IExecutionContext = Engine, Context
     for name, members in {
         "DataType": "BF16 BOOL FLOAT HALF INT32 INT64 UINT8",
         "TensorIOMode": "INPUT OUTPUT",
@@ -160,6 +173,97 @@ def _module(fake: Fake) -> ModuleType:
     }.items():
         setattr(module, name, SimpleNamespace(**{member: member for member in members.split()}))
     return module
+
+
+def _make_version_8(fake: Fake, module: Any) -> None:
+    """Replace the calls that TensorRT 8 lacks by those that it has instead."""
+
+    class Refitter(module.Refitter):
+        get_weights_prototype = release_refit_resources = refit_cuda_engine_async = property()
+
+        def set_named_weights(self, name: str, weights: Any) -> bool:
+            accepted: bool = super().set_named_weights(name, weights, "host")
+            return accepted
+
+        def refit_cuda_engine(self) -> bool:
+            refitted: bool = super().refit_cuda_engine_async("no stream")
+            return refitted
+
+    class Context(module.IExecutionContext):
+        set_device_memory = property()
+        device_memory = property(None, lambda self, address: fake.record("device_memory", address))
+
+    class Engine(module.ICudaEngine):
+        create_execution_context = get_device_memory_size_for_profile_v2 = property()
+
+        @property
+        def device_memory_size(self) -> int:
+            return max(fake.profiles)
+
+        def create_execution_context_without_device_memory(self) -> Any:
+            return Context(self) if super().create_execution_context(None) else None
+
+    class Runtime(module.Runtime):
+        def deserialize_cuda_engine(self, data: bytes) -> Any:
+            return Engine() if super().deserialize_cuda_engine(data) else None
+
+    module.Refitter, module.IExecutionContext, module.ICudaEngine, module.Runtime = Refitter, Context, Engine, Runtime
+    del module.TensorLocation, module.ExecutionContextAllocationStrategy
+
+
+def _make_rtx(fake: Fake, module: Any) -> None:
+    """Add the calls that only TensorRT-RTX has."""
+
+    class RuntimeCache:
+        def __init__(self) -> None:
+            self.data = b""
+
+        def deserialize(self, data: bytes) -> bool:
+            self.data = data
+            return fake.record("load_cache", data)
+
+        def serialize(self) -> bytes:
+            fake.record("serialize_cache")
+            return self.data + b"+kernels"
+
+    class RuntimeConfig:
+        dynamic_shapes_kernel_specialization_strategy = "LAZY"
+        strategy = cache = None
+
+        def create_runtime_cache(self) -> RuntimeCache:
+            return RuntimeCache()
+
+        def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+            self.strategy = strategy
+
+        def set_runtime_cache(self, cache: RuntimeCache) -> bool:
+            self.cache = cache
+            return True
+
+    class Engine(module.ICudaEngine):
+        def create_runtime_config(self) -> RuntimeConfig:
+            return RuntimeConfig()
+
+    class Runtime(module.Runtime):
+        def get_engine_validity(self, data: bytes) -> tuple[str, int]:
+            fake.record("validity", data)
+            if fake.invalid is None:
+                return "VALID", 0
+            if not fake.invalid:
+                self.log.log("internal", "Error reading CUDA GPU properties")
+            return "INVALID", sum(_DIAGNOSTICS[name] for name in fake.invalid)
+
+        def deserialize_cuda_engine(self, data: bytes) -> Any:
+            return Engine() if super().deserialize_cuda_engine(data) else None
+
+    module.ICudaEngine, module.Runtime = Engine, Runtime
+    module.IRuntimeConfig, module.IRuntimeCache = RuntimeConfig, RuntimeCache
+    module.EngineValidity = SimpleNamespace(VALID="VALID", INVALID="INVALID")
+    module.EngineInvalidityDiagnostics = SimpleNamespace(__members__=_DIAGNOSTICS)
+    module.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(LAZY="LAZY", EAGER="EAGER")
+
+
+_DIAGNOSTICS = {"VERSION_MISMATCH": 1, "UNSUPPORTED_CC": 2, "MALFORMED_ENGINE": 32}
 
 
 class FakeCuda:
@@ -187,31 +291,36 @@ class FakeCuda:
         return self.capturing
 
 
-def install_fake(monkeypatch: pytest.MonkeyPatch) -> tuple[Fake, FakeCuda]:
-    """Make the fakes what `import tensorrt` and torch.cuda return, as on a machine with a GPU."""
-    fake = Fake()
+def install_fake(monkeypatch: pytest.MonkeyPatch, library: Library = TENSORRT) -> tuple[Fake, FakeCuda]:
+    """Make the fakes what importing the library and torch.cuda return, as on a machine with a GPU."""
+    fake = Fake(VERSION if library is TENSORRT else RTX_VERSION)
     cuda = FakeCuda(fake.record)
-    monkeypatch.setitem(sys.modules, "tensorrt", fake.module)
-    monkeypatch.setattr(api, "require", lambda *_: VERSION)
+    monkeypatch.setitem(sys.modules, library.module, fake.module)
+    monkeypatch.setattr(tensorrt_engine, "require", lambda *_: fake.module.__version__)
     for name in ("current_stream", "Event", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     return fake, cuda
 
 
 def install_distribution(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, version: str | None, name: str = "tensorrt"
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    version: str | None,
+    library: Library = TENSORRT,
+    name: str | None = None,
 ) -> None:
-    """Install a TensorRT of that version, whose libraries are missing, in a new folder below `folder`.
+    """Install a version of a library, whose shared objects are missing, in a new folder below `folder`.
 
-    None: hide any TensorRT that is installed.
+    None: hide the library if it is installed. `name`: the package; None: the first of the library's.
     """
-    monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
+    monkeypatch.delitem(sys.modules, library.module, raising=False)
     if version is None:
-        monkeypatch.setitem(sys.modules, "tensorrt", None)
+        monkeypatch.setitem(sys.modules, library.module, None)
         return
+    name = name or library.distributions[0]
     site = folder / f"{name}-{version}"
-    (site / "tensorrt").mkdir(parents=True)
-    (site / "tensorrt" / "__init__.py").write_text("raise ImportError('libnvinfer.so was not found')\n")
+    (site / library.module).mkdir(parents=True)
+    (site / library.module / "__init__.py").write_text("raise ImportError('libnvinfer.so was not found')\n")
     metadata = site / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

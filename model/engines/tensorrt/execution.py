@@ -104,7 +104,7 @@ class Plan:
         self.name = name
         self.log = make_logger(module)
         self._runtime = trt.Runtime(self.log)  # must outlive the engine
-        if reasons := _invalidity(module, self._runtime, data):
+        if reasons := _invalidity(module, self._runtime, self.log, data):
             raise PlanError(f"The {name} plan cannot be opened on this machine: {reasons}.")
         self.engine = self._runtime.deserialize_cuda_engine(data)
         if self.engine is None:
@@ -184,7 +184,7 @@ class Plan:
             refitter.release_refit_resources()
 
 
-def _invalidity(module: ModuleType, runtime: Any, data: Buffer) -> str:
+def _invalidity(module: ModuleType, runtime: Any, log: tensorrt.ILogger, data: Buffer) -> str:
     """Return why a plan's header does not fit this machine. Empty if it fits, or if the library cannot tell."""
     if not hasattr(runtime, "get_engine_validity"):
         return ""
@@ -193,7 +193,7 @@ def _invalidity(module: ModuleType, runtime: Any, data: Buffer) -> str:
         return ""
     flags = module.EngineInvalidityDiagnostics.__members__
     names = [name.lower().replace("_", " ") for name, flag in flags.items() if int(diagnostics) & int(flag)]
-    return ", ".join(names) or "no reason given"
+    return ", ".join(names) or last_error(log)
 
 
 def _data_type(module: ModuleType, dtype: str) -> Any:
