@@ -1,4 +1,4 @@
-"""TensorRT plans of a release: each is opened once, from verified bytes. Those of one stream share a workspace."""
+"""Plans of a release: each is opened once, from verified bytes. Those of one stream share a workspace."""
 
 import json
 import shutil
@@ -11,7 +11,9 @@ from safetensors.torch import save
 
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
+from model.engines.tensorrt.libraries import TENSORRT_RTX
 from model.engines.tensorrt.plans import Plans
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.errors import CorruptBlob, EngineError, NoEngineForTarget, OutOfDeviceMemory
 from model.loading.load import Loaded, load_release
 from model.loading.memory import check_memory, tensorrt_bytes
@@ -20,7 +22,7 @@ from model.loading.target import Target
 from model.pipeline.spec import SDXL
 from model.store.manifest import Blob, Bucket, EngineRecord, Manifest, Signature, Span, TensorRTPlan, TensorSpec
 from tests.support import releases
-from tests.support.fake_tensorrt import VERSION, Fake, install_distribution, install_fake
+from tests.support.fake_tensorrt import RTX_VERSION, VERSION, Fake, install_distribution, install_fake
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="x", dtype="float32", shape=("rows", 4)),),
@@ -34,6 +36,12 @@ WEIGHTS = {"layer.weight": torch.tensor([1.0, 2.0, 3.0, 4.0])}
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     install_distribution(monkeypatch, tmp_path, VERSION)
     return install_fake(monkeypatch)[0]
+
+
+@pytest.fixture
+def rtx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    install_distribution(monkeypatch, tmp_path, RTX_VERSION, TENSORRT_RTX)
+    return install_fake(monkeypatch, TENSORRT_RTX)[0]
 
 
 @pytest.fixture
@@ -129,6 +137,28 @@ def test_memory_of_plans_is_weights_and_workspaces(store: WritableLocalStore) ->
     assert tensorrt_bytes(select_engines(store, list(releases.draft_release(store).engines), 5000)) == 0
 
 
+def as_holder(engine: EngineRecord) -> EngineRecord:
+    """Return the record as that of a plan of TensorRT-RTX that holds its weights and has not run."""
+    assert engine.tensorrt is not None
+    plan = engine.tensorrt.model_copy(update={"refit": "none", "workspace_bytes": None})
+    changes = {"runtime": "tensorrt-rtx", "runtime_version": RTX_VERSION, "tensorrt": plan, "accuracy": None}
+    return engine.model_copy(update=changes)
+
+
+def test_weights_inside_a_plan_are_on_the_gpu_once(store: WritableLocalStore) -> None:
+    """The workspace of a plan that has not run is not known, and counts as 0."""
+    gpu, engine = torch.device("cuda"), as_holder(engine_record(store, "vae_decoder", 0))
+    selection = select_engines(store, [engine], 2**30)
+    assert selection.streamed_weights() == [] and tensorrt_bytes(selection) == 2**30
+    check_memory(gpu, selection, free=2**30)
+    with pytest.raises(OutOfDeviceMemory):
+        check_memory(gpu, selection, free=2**30 - 1)
+    both = select_engines(store, [engine, engine_record(store, "unet", 1)], 2**29)
+    assert tensorrt_bytes(both) == 2 * 2**29 + 1024
+    with pytest.raises(OutOfDeviceMemory):  # the UNet's weights are streamed, and copied by the refit
+        check_memory(gpu, both, free=3 * 2**29 + 1023)
+
+
 def test_refuses_plans_that_do_not_fit_into_memory(store: WritableLocalStore) -> None:
     gpu, engine = torch.device("cuda"), engine_record(store, "vae_decoder", 0)
     check_memory(gpu, select_engines(store, [engine], 2**29 - 32), free=2**30)
@@ -161,9 +191,15 @@ def plan_release(store: WritableLocalStore) -> Manifest:
     return draft.model_copy(update={"engines": tuple(engines)})
 
 
-def load(store: WritableLocalStore, manifest: Manifest) -> Loaded:
+@pytest.fixture
+def holder_release(plan_release: Manifest) -> Manifest:
+    """The toy release with plans of TensorRT-RTX that hold its weights. It is not written to the store."""
+    return plan_release.model_copy(update={"engines": tuple(as_holder(engine) for engine in plan_release.engines)})
+
+
+def load(store: WritableLocalStore, manifest: Manifest, caches: RuntimeCacheFolder | None = None) -> Loaded:
     store.write_release(manifest)
-    return load_release(store, manifest.name, [CPU_TARGET], [], ColdStart())
+    return load_release(store, manifest.name, [CPU_TARGET], [], ColdStart(), caches=caches)
 
 
 def test_loads_plans_and_refits_them_from_the_weights(
@@ -172,6 +208,71 @@ def test_loads_plans_and_refits_them_from_the_weights(
     loaded = load(store, plan_release)
     assert loaded.runtime == "tensorrt"
     assert len(fake.calls_of("deserialize")) == len(fake.calls_of("refit")) == len(plan_release.components)
+
+
+def test_loads_plans_that_hold_their_weights_without_other_weights(
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake
+) -> None:
+    weights = {blob.sha256 for record in holder_release.weights for blob in record.blobs}
+    selection = select(holder_release, [CPU_TARGET], [])
+    assert selection.weight_blobs() == [] and not weights & {blob.sha256 for blob in selection.blobs()}
+    store.write_release(holder_release)
+    for digest in weights:
+        (store.root / "blobs" / "sha256" / digest).unlink()
+    loaded = load_release(store, holder_release.name, [CPU_TARGET], [], ColdStart())
+    assert loaded.runtime == "tensorrt-rtx" and loaded.weight_bytes == 0
+    assert len(rtx.calls_of("deserialize")) == len(holder_release.components)
+    assert not rtx.calls_of("set_weights", "refit")
+
+
+def test_streams_the_weights_of_the_other_engines(holder_release: Manifest, plan_release: Manifest) -> None:
+    """A release may mix plans that hold weights with engines that do not."""
+    engines = tuple(
+        engine if engine.component == "unet" else holder
+        for engine, holder in zip(plan_release.engines, holder_release.engines, strict=True)
+    )
+    mixed = plan_release.model_copy(update={"engines": engines})
+    [unet] = [record for record in mixed.weights if record.component == "unet"]
+    versions = {"tensorrt": VERSION, "tensorrt-rtx": RTX_VERSION}
+    assert select(mixed, [CPU_TARGET], [], versions).streamed_weights() == [unet]
+
+
+def test_keeps_compiled_kernels_for_the_next_start(
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, tmp_path: Path
+) -> None:
+    caches, plans = RuntimeCacheFolder(tmp_path / "caches"), len(holder_release.components)
+    first = load(store, holder_release, caches)
+    assert not (tmp_path / "caches").exists() and first.plans is not None
+    first.plans.keep_compiled_kernels()
+    assert {path.name for path in (tmp_path / "caches").iterdir()} == {e.blob.sha256 for e in holder_release.engines}
+    assert len(rtx.calls_of("serialize_cache")) == plans and not rtx.calls_of("load_cache")
+
+    second = load_release(store, holder_release.name, [CPU_TARGET], [], ColdStart(), caches=caches)
+    assert rtx.calls_of("load_cache") == [("load_cache", b"+kernels")] * plans
+    assert second.plans is not None
+    second.plans.keep_compiled_kernels()
+    assert len(rtx.calls_of("serialize_cache")) == plans, "kernels that were loaded are not written again"
+
+
+def test_keeps_kernels_again_if_the_library_refused_them(
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, tmp_path: Path
+) -> None:
+    """They are of another GPU or driver."""
+    caches = RuntimeCacheFolder(tmp_path / "caches")
+    for engine in holder_release.engines:
+        caches.write(engine.blob.sha256, b"old")
+    rtx.refuse = {"load_cache"}
+    loaded = load(store, holder_release, caches)
+    assert loaded.plans is not None
+    loaded.plans.keep_compiled_kernels()
+    assert {caches.read(engine.blob.sha256) for engine in holder_release.engines} == {b"old+kernels"}
+
+
+def test_tensorrt_keeps_no_kernels(store: WritableLocalStore, plan_release: Manifest, tmp_path: Path) -> None:
+    loaded = load(store, plan_release, RuntimeCacheFolder(tmp_path / "caches"))
+    assert loaded.plans is not None
+    loaded.plans.keep_compiled_kernels()
+    assert not (tmp_path / "caches").exists()
 
 
 def test_refuses_weights_that_a_plan_was_not_built_with(

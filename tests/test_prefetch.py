@@ -16,16 +16,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from engine_builder.stores.local import WritableLocalStore
 from model.cold_start import ColdStart
+from model.engines.tensorrt.libraries import LIBRARIES, TENSORRT_RTX
 from model.errors import ConfigError, ReleaseNotFound, StoreError
 from model.loading.load import load_release
 from model.loading.prefetch import Prefetch
 from model.loading.select import select
 from model.settings import ServedBucket, read_settings
 from model.store.local import LocalStore
-from model.store.manifest import Blob, Manifest
+from model.store.manifest import Blob, Manifest, TensorRTPlan
 from model.store.precision import INT8
 from model.store.sink import Sink
 from tests.support import releases
+from tests.support.fake_tensorrt import RTX_VERSION, install_distribution
 from tests.support.releases import RELEASE_NAME, cpu_target
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -128,12 +130,29 @@ def test_local_store_asks_the_system_to_read_ahead(store: WritableLocalStore, mo
     assert advised == [blob.bytes for blob in blobs]
 
 
-@pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt", "fastest"])
+@pytest.mark.parametrize("runtime", ["aot_inductor", *LIBRARIES, "fastest"])
 def test_fetches_for_the_configured_runtime(store: WritableLocalStore, runtime: str) -> None:
-    """Without a GPU no TensorRT engine can run, so `tensorrt` fetches nothing. The load then reports the error."""
+    """Without a GPU no plan can run, so a library of plans fetches nothing. The load then reports the error."""
     recording = RecordingStore(store.root)
     run_prefetch(recording, runtime=runtime)
-    assert bool(recording.fetched) == (runtime != "tensorrt")
+    assert bool(recording.fetched) == (runtime not in LIBRARIES)
+
+
+def test_fetches_no_weights_for_a_plan_that_holds_them(
+    store: WritableLocalStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install_distribution(monkeypatch, tmp_path, RTX_VERSION, TENSORRT_RTX)
+    manifest = store.read_release(RELEASE_NAME)
+    [unet] = [record for record in manifest.weights if record.component == "unet"]
+    literals, onnx = releases.put_blob(store, b"literals"), releases.put_blob(store, b"graph")
+    plan = TensorRTPlan(profile=0, literals=literals, onnx=onnx, refit="none", weights=unet.identity)
+    changes = {"runtime": "tensorrt-rtx", "runtime_version": RTX_VERSION, "tensorrt": plan, "accuracy": None}
+    engines = tuple(e.model_copy(update=changes) if e.component == "unet" else e for e in manifest.engines)
+    store.write_release(manifest.model_copy(update={"version": "2", "engines": engines}))
+    recording = RecordingStore(store.root)
+    run_prefetch(recording, release="toy/2")
+    named = store.read_release("toy/2").blobs().keys()
+    assert recording.fetched == named - {*unet.identity, onnx.sha256}
 
 
 def test_fetches_nothing_of_an_untrusted_release(store: WritableLocalStore) -> None:

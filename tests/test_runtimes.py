@@ -1,5 +1,6 @@
-"""The choice of the runtime that serves: the setting, the installed version, the measured times, and refusals."""
+"""The choice of the runtime that serves: the setting, the installed versions, the measured times, and refusals."""
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from engine_builder.stores.local import WritableLocalStore
-from model.engines.tensorrt.api import TensorRTUnavailable, version_tag
+from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, Library, TensorRTUnavailable
 from model.errors import EngineError, NoEngineForTarget
+from model.loading import runtimes
 from model.loading.runtimes import list_targets, request_milliseconds, sort_fastest_first
-from model.loading.select import check_refit, check_tensorrt_version
+from model.loading.select import check_plan_versions, check_refit
 from model.loading.target import Target
 from model.settings import read_settings
 from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
@@ -21,12 +23,13 @@ from model.store.precision import FP16, FP32
 from tests.conftest import REPOSITORY
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
-from tests.support.fake_tensorrt import VERSION, install_distribution
+from tests.support.fake_tensorrt import RTX_VERSION, VERSION, install_distribution
 
 with warnings.catch_warnings(action="ignore"):  # truss's dependencies warn about each other
     from truss.base.truss_config import TrussConfig
 
 GPU = Target("cuda", "h200", "sm90", "torch2.13-cu130")
+A10G = Target("cuda", "a10g", "sm86", "torch2.13-cu130")
 CPU = Target("cpu", "x86_64_v3", "", "torch2.13")
 PLANS = "cuda-h200-sm90-trt11.4"
 """The target of that GPU's plans."""
@@ -34,18 +37,20 @@ BLOB = Blob(sha256="a" * 64, bytes=1)
 PLAN = TensorRTPlan(profile=0, literals=BLOB, onnx=BLOB, refit="any", workspace_bytes=1)
 
 
-Install = Callable[[str | None], None]
+Install = Callable[..., None]
 
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Install:
-    """Install a TensorRT of a version; None: uninstall it."""
-    return lambda version: install_distribution(monkeypatch, tmp_path, version)
+    """Install a version of a library, by default TensorRT; None: uninstall it."""
+    return lambda version, library=TENSORRT: install_distribution(monkeypatch, tmp_path, version, library)
 
 
 @pytest.fixture(autouse=True)
 def installed(install: Install) -> None:
+    """Install TensorRT alone."""
     install(VERSION)
+    install(None, TENSORRT_RTX)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +60,16 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def engines_for(draft: Manifest, target: str, milliseconds: float | None, **changed: Any) -> list[EngineRecord]:
     """An engine of every component for `target`. Its benchmark has `milliseconds`."""
-    tensorrt = "trt" in target
+    tag = target.rpartition("-")[2][:3]
+    runtime, version = {"trt": ("tensorrt", VERSION), "rtx": ("tensorrt-rtx", RTX_VERSION)}.get(
+        tag, ("aot_inductor", "2.13.0")
+    )
     entries: dict[str, Any] = {
         "target": target,
         "key": f"{abs(hash(target)):064x}"[:64],
-        "runtime": "tensorrt" if tensorrt else "aot_inductor",
-        "runtime_version": VERSION if tensorrt else "2.13.0",
-        "tensorrt": PLAN if tensorrt else None,
+        "runtime": runtime,
+        "runtime_version": version,
+        "tensorrt": PLAN if runtime != "aot_inductor" else None,
         "benchmark": Benchmark(median=milliseconds, runs=20) if milliseconds else None,
     }
     return [engine.model_copy(update=entries | changed) for engine in draft.engines]
@@ -103,9 +111,23 @@ def test_each_gpu_of_a_config_has_its_own_plans(product: str, capability: str, a
     assert (keys[2:] == ["cuda-ampere_plus-trt11.4"]) == ampere
 
 
-def test_refuses_tensorrt_without_a_gpu() -> None:
-    with pytest.raises(TensorRTUnavailable, match="needs an NVIDIA GPU, and this machine has none"):
-        list_targets("tensorrt", [CPU])
+@pytest.mark.parametrize(
+    ("product", "capability"), [("a100", "sm80"), ("a10g", "sm86"), ("l4", "sm89"), ("t4", "sm75"), ("gb10", "sm121")]
+)
+def test_plans_of_rtx_are_those_of_the_capability(product: str, capability: str, install: Install) -> None:
+    """One plan serves all GPUs of a compute capability, because kernels are compiled on the GPU."""
+    install(RTX_VERSION, TENSORRT_RTX)
+    gpu = Target("cuda", product, capability, "torch2.13-cu130")
+    assert [target.key for target in list_targets("tensorrt-rtx", [gpu])] == [f"cuda-{capability}-rtx1.7"]
+    fastest = [target.key for target in list_targets("fastest", [gpu])]
+    assert fastest[-2:] == [f"cuda-{capability}-rtx1.7", gpu.key] and fastest[0].endswith("trt11.4")
+
+
+@pytest.mark.parametrize("library", [TENSORRT, TENSORRT_RTX], ids=lambda library: library.title)
+def test_refuses_plans_without_a_gpu(library: Library, install: Install) -> None:
+    install(RTX_VERSION, TENSORRT_RTX)
+    with pytest.raises(TensorRTUnavailable, match=f"^{library.title} needs an NVIDIA GPU, and this machine has none"):
+        list_targets(library.runtime, [CPU])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +139,31 @@ def test_refuses_tensorrt_that_cannot_be_used(version: str | None, words: str, i
     with pytest.raises(TensorRTUnavailable, match=words):
         list_targets("tensorrt", [GPU])
     assert list_targets("fastest", [GPU]) == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "cuda", "words"),
+    [
+        (A10G, None, (13, 0), "runtime tensorrt-rtx is configured, and TensorRT-RTX is not installed here"),
+        (A10G, "1.6.0.1", (13, 0), "TensorRT-RTX 1.6.0.1 is not supported"),
+        (A10G, RTX_VERSION, (12, 8), "TensorRT-RTX needs a driver for CUDA 13.0 or later, .* supports CUDA 12.8"),
+        (GPU, RTX_VERSION, (13, 0), "TensorRT-RTX does not support the GPU h200 .compute capability 9.0."),
+    ],
+    ids=["missing", "version", "driver", "GPU"],
+)
+def test_refuses_rtx_that_cannot_be_used(
+    gpu: Target,
+    version: str | None,
+    cuda: tuple[int, int],
+    words: str,
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(version, TENSORRT_RTX)
+    monkeypatch.setattr(runtimes, "driver_cuda_version", lambda: cuda)
+    with pytest.raises(TensorRTUnavailable, match=words):
+        list_targets("tensorrt-rtx", [gpu])
+    assert not [target for target in list_targets("fastest", [gpu]) if "rtx" in target.key]
 
 
 @pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])
@@ -131,7 +178,7 @@ def test_gpu_config_with_two_more_lines_serves_tensorrt(gpu: str) -> None:
     changed = TrussConfig.from_dict(entries)
     changed.validate_forbid_extra()
     assert read_settings(changed.model_metadata["preheat"]).runtime == "tensorrt"
-    assert version_tag(requirement.partition("==")[2]) == "trt11.4"
+    assert TENSORRT.version_tag(requirement.partition("==")[2]) == "trt11.4"
 
 
 # -- the measured times -------------------------------------------------------------------------------------------
@@ -146,6 +193,20 @@ def test_faster_benchmark_comes_first(
 ) -> None:
     plans, inductors = engines_for(draft, PLANS, tensorrt), engines_for(draft, GPU.key, inductor)
     assert first_for_gpu(release_of(draft, plans, inductors)).key.endswith(first)
+
+
+@pytest.mark.parametrize(("rtx", "first"), [(1.0, "rtx1.7"), (2.5, "trt11.4"), (9.0, "trt11.4"), (None, "trt11.4")])
+def test_compares_all_three_runtimes(draft: Manifest, rtx: float | None, first: str, install: Install) -> None:
+    """Plans of TensorRT-RTX have no benchmark if they were built without their GPU."""
+    install(RTX_VERSION, TENSORRT_RTX)
+    engines = [
+        engines_for(draft, target, time)
+        for target, time in (("cuda-sm86-trt11.4", 2.0), ("cuda-sm86-rtx1.7", rtx), (A10G.key, 3.0))
+    ]
+    release = release_of(draft, *engines)
+    ordered = sort_fastest_first(release, list_targets("fastest", [A10G]), BASE_COMPONENTS)
+    assert ordered[0].key.endswith(first)
+    assert [target.key for target in ordered[:3]].count(A10G.key) == 1
 
 
 def test_target_without_all_components_is_not_first(draft: Manifest) -> None:
@@ -251,13 +312,25 @@ def test_step_runs_the_faster_of_one_call_and_two(draft: Manifest, variants: dic
 
 def test_refuses_plans_of_another_tensorrt_by_version(draft: Manifest) -> None:
     plans = engines_for(draft, PLANS, 1.0)
-    check_tensorrt_version(draft, plans)
+    check_plan_versions(draft, plans)
     with pytest.raises(
         NoEngineForTarget, match=f"plans of TensorRT {VERSION}, and this machine has 11.4.1.2"
     ) as caught:
-        check_tensorrt_version(draft, plans, "11.4.1.2")
-    assert f"Install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt" in str(caught.value)
-    check_tensorrt_version(draft, engines_for(draft, GPU.key, 1.0), "11.4.1.2")
+        check_plan_versions(draft, plans, {"tensorrt": "11.4.1.2"})
+    assert f"Install {VERSION}" in str(caught.value) and "preheat build --runtime tensorrt`" in str(caught.value)
+    check_plan_versions(draft, engines_for(draft, GPU.key, 1.0), {"tensorrt": "11.4.1.2"})
+
+
+def test_versions_belong_to_their_library(draft: Manifest) -> None:
+    plans = engines_for(draft, "cuda-sm86-rtx1.7", None)
+    check_plan_versions(draft, plans, {"tensorrt-rtx": RTX_VERSION})
+    with pytest.raises(
+        NoEngineForTarget, match=f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
+    ) as caught:
+        check_plan_versions(draft, plans, {"tensorrt": RTX_VERSION, "tensorrt-rtx": None})
+    assert "preheat build --runtime tensorrt-rtx" in str(caught.value)
+    with pytest.raises(NoEngineForTarget, match="this machine has none"):
+        check_plan_versions(draft, plans)  # it is not installed
 
 
 def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
@@ -274,6 +347,10 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         EngineError, match="takes only the weights it was built with, and the release has others.*--refit any"
     ):
         check_refit(bound, other)
+    holder = bound.model_copy(update={"tensorrt": identical.model_copy(update={"refit": "none"})})
+    check_refit(holder, own)
+    with pytest.raises(EngineError, match="holds the weights it was built with, and the release has others"):
+        check_refit(holder, other)
 
 
 # -- in a manifest ------------------------------------------------------------------------------------------------
@@ -290,11 +367,24 @@ def test_manifest_without_tensorrt_has_no_new_entries(draft: Manifest) -> None:
     assert b"tensorrt" not in draft.to_json() and b"benchmark" not in draft.to_json()
 
 
+def test_manifest_keeps_plans_that_have_not_run(draft: Manifest) -> None:
+    """Older versions know no plan without measured entries. Entries of other engines stay as they were."""
+    plan = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,), "workspace_bytes": None})
+    rtx = engines_for(draft, "cuda-sm86-rtx1.7", None, accuracy=None, tensorrt=plan)
+    both = release_of(draft, rtx, engines_for(draft, PLANS, 2.0))
+    assert parse_manifest(both.to_json(), both.name) == both
+    assert all(engine.holds_weights == (engine.runtime == "tensorrt-rtx") for engine in both.engines)
+    written = {entry["runtime"]: "accuracy" in entry for entry in json.loads(both.to_json())["engines"]}
+    assert written == {"tensorrt-rtx": False, "tensorrt": True}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"refit": "identical"},
         {"refit": "any", "weights": ("a" * 64,)},
+        {"refit": "none"},
+        {"refit": "some", "weights": ("a" * 64,)},
         {"profile": -1},
         {"literals": {"sha256": "a" * 64, "bytes": 2**40}},
         {"unknown": 1},
@@ -308,8 +398,18 @@ def test_refuses_an_inconsistent_plan(changes: dict[str, Any]) -> None:
 
 def test_refuses_a_plan_of_another_runtime(draft: Manifest) -> None:
     entries = draft.engines[0].model_dump() | {"tensorrt": PLAN.model_dump()}
-    with pytest.raises(ValidationError, match="only a TensorRT engine has a plan"):
+    with pytest.raises(ValidationError, match="only an engine of TensorRT or TensorRT-RTX has a plan"):
         EngineRecord.model_validate(entries)
+
+
+@pytest.mark.parametrize("runtime", ["aot_inductor", "tensorrt"])
+def test_refuses_an_engine_that_was_not_compared(draft: Manifest, runtime: str) -> None:
+    """TensorRT builds on the GPU that runs the plan, so its plans are always checked."""
+    target = GPU.key if runtime == "aot_inductor" else PLANS
+    [engine, *_] = engines_for(draft, target, None)
+    assert EngineRecord.model_validate(engine.model_dump()) == engine
+    with pytest.raises(ValidationError, match="the engine was not compared with eager PyTorch"):
+        EngineRecord.model_validate(engine.model_dump() | {"accuracy": None})
 
 
 def test_blobs_of_a_manifest_include_those_of_plans(draft: Manifest, tmp_path: Path) -> None:

@@ -147,6 +147,9 @@ def _module(fake: Fake) -> ModuleType:
             self.shape = shape
             return fake.record("shape", name, shape)
 
+        def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+            return self.shape
+
         def set_tensor_address(self, name: str, memory: int) -> bool:
             self.addresses[name] = memory
             return fake.record("address", name, memory)

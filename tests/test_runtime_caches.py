@@ -1,0 +1,115 @@
+"""Files of compiled kernels: only those that nobody else can write are read, and a failed write is no error."""
+
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model.engines.tensorrt import runtime_caches
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+
+PLAN = "a" * 64
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of caches, which does not exist yet."""
+    return tmp_path / "preheat" / "runtime-caches"
+
+
+@pytest.fixture
+def kept(folder: Path) -> Path:
+    """The file of a cache that was written."""
+    RuntimeCacheFolder(folder).write(PLAN, b"kernels")
+    return folder / PLAN
+
+
+def test_reads_what_it_wrote(folder: Path) -> None:
+    caches = RuntimeCacheFolder(folder)
+    assert caches.read(PLAN) == b""
+    caches.write(PLAN, b"kernels")
+    caches.write("b" * 64, b"others")
+    assert (caches.read(PLAN), caches.read("b" * 64)) == (b"kernels", b"others")
+    caches.write(PLAN, b"newer")
+    assert caches.read(PLAN) == b"newer"
+    assert {path.name for path in folder.iterdir()} == {PLAN, "b" * 64}, "no temporary files are left"
+
+
+def test_only_the_owner_can_read_and_write(kept: Path) -> None:
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("target"))
+    path.symlink_to("target")
+
+
+def replace_by_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+def replace_by_huge_file(path: Path) -> None:
+    """A sparse file, one byte larger than the limit."""
+    os.truncate(path, 2**30 + 1)
+
+
+REPLACEMENTS: dict[str, Callable[[Path], None]] = {
+    "group can write": lambda path: path.chmod(0o620),
+    "others can write": lambda path: path.chmod(0o602),
+    "link": replace_by_link,
+    "pipe": replace_by_fifo,
+    "folder": replace_by_folder,
+    "too large": replace_by_huge_file,
+}
+
+
+@pytest.mark.parametrize("replace", REPLACEMENTS.values(), ids=REPLACEMENTS)
+def test_does_not_read_what_others_may_have_written(replace: Callable[[Path], None], kept: Path) -> None:
+    """A pipe without a writer must not block either."""
+    replace(kept)
+    assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+
+
+def test_does_not_read_the_file_of_another_user(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = kept.stat().st_uid
+    monkeypatch.setattr(runtime_caches.os, "geteuid", lambda: owner + 1)
+    assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+
+
+def test_logs_a_file_that_others_can_write(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kept.chmod(0o666)
+    RuntimeCacheFolder(kept.parent).read(PLAN)
+    assert f"the runtime cache {kept} is not used: others can write it" in caplog.text
+
+
+def test_next_write_replaces_a_file_that_is_not_used(kept: Path) -> None:
+    caches = RuntimeCacheFolder(kept.parent)
+    replace_by_link(kept)
+    caches.write(PLAN, b"newer")
+    assert caches.read(PLAN) == b"newer" and not kept.is_symlink()
+    assert kept.with_name("target").read_bytes() == b"kernels", "the link is replaced, not followed"
+
+
+@pytest.mark.parametrize("obstacle", ["file", "folder of the name"])
+def test_failed_write_is_logged(obstacle: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if obstacle == "file":
+        folder.parent.mkdir()
+        folder.write_text("a file where the folder should be")
+    else:
+        (folder / PLAN / "content").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        RuntimeCacheFolder(folder).write(PLAN, b"kernels")
+    assert "the runtime cache of a plan was not kept" in caplog.text
+    assert RuntimeCacheFolder(folder).read(PLAN) == b""
+    if obstacle != "file":
+        assert [path.name for path in folder.iterdir()] == [PLAN], "no temporary file is left"
