@@ -20,6 +20,7 @@ import httpx
 from engine_builder.benchmarks.figure import two_panels
 from engine_builder.benchmarks.rows import Row, make_row, percentile
 from engine_builder.replicas.traffic import poisson_arrivals
+from model.errors import PreheatError
 
 RequestOf = Callable[[int], dict[str, Any]]
 """Makes the JSON body of a request from the request's number."""
@@ -59,8 +60,14 @@ class Outcome:
 
 
 def _connect(url: str) -> httpx.AsyncClient:
+    """Return a client of the server at `url`. Raises PreheatError if that is not a URL."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    return httpx.AsyncClient(base_url=url, limits=limits, timeout=_TIMEOUT_SECONDS, trust_env=False)
+    try:
+        return httpx.AsyncClient(base_url=url, limits=limits, timeout=_TIMEOUT_SECONDS, trust_env=False)
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise PreheatError(
+            f"{url!r} is not the URL of a server: {error}.", "Give one like http://127.0.0.1:8080."
+        ) from error
 
 
 async def _send(client: httpx.AsyncClient, request: dict[str, Any], outcome: Outcome) -> None:
