@@ -36,7 +36,8 @@ def check(config: Path, *options: str) -> tuple[int, str]:
 def gpu_store(store: WritableStore, release: str, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
     """A store with the tiny release, its engines renamed as if built for an H100 at 1024x1024 with batches up to 16.
 
-    Also published: tiny-sdxl/plans with TensorRT plans for every sm90, and tiny-sdxl/signed.
+    Also published: tiny-sdxl/plans with TensorRT plans for every sm90, tiny-sdxl/rtx with plans of TensorRT-RTX for
+    sm80, sm86 and sm89, and tiny-sdxl/signed.
     """
     manifest = store.read_release(release)
     settings = manifest.settings.model_copy(update={"native_height": 1024, "native_width": 1024})
@@ -50,6 +51,7 @@ def gpu_store(store: WritableStore, release: str, tmp_path_factory: pytest.TempP
     for changed in (
         built,
         manifest.model_copy(update={"engines": plans, "version": "plans"}),
+        manifest.model_copy(update={"engines": rtx_plans(manifest), "version": "rtx"}),
         sign(built.model_copy(update={"version": "signed"}), KEY),
     ):
         gpu.write_release(Manifest.model_validate_json(changed.to_json()))
@@ -66,6 +68,22 @@ def for_gpu(engine: EngineRecord, target: str) -> EngineRecord:
 def as_plan(engine: EngineRecord) -> EngineRecord:
     plan = TensorRTPlan(profile=0, literals=engine.constants, onnx=engine.constants, refit="any", workspace_bytes=0)
     return engine.model_copy(update={"runtime": "tensorrt", "runtime_version": "11.4.0.106", "tensorrt": plan})
+
+
+def rtx_plans(manifest: Manifest) -> tuple[EngineRecord, ...]:
+    """Return engines that hold the manifest's weights, each for three targets."""
+    weights = {record.component: record.identity for record in manifest.weights}
+    plans = []
+    for number, capability in enumerate(("sm80", "sm86", "sm89")):
+        for engine in manifest.engines:
+            plan = as_plan(for_gpu(engine, f"cuda-{capability}-rtx1.7"))
+            assert plan.tensorrt is not None
+            holder = plan.tensorrt.model_copy(
+                update={"refit": "none", "weights": weights[engine.component], "workspace_bytes": None}
+            )
+            changes = {"runtime": "tensorrt-rtx", "runtime_version": "1.7.1.116", "tensorrt": holder, "accuracy": None}
+            plans.append(plan.model_copy(update=changes | {"key": f"{number}{engine.key[1:]}"}))
+    return tuple(plans)
 
 
 def edited(source: Path, folder: Path, **changes: object) -> Path:
@@ -89,6 +107,16 @@ def test_accepts_the_demo_and_lists_what_it_serves(store: WritableStore, release
 
 
 H100 = ["torch==2.11.0+cu130"]
+RTX = [*H100, "tensorrt-rtx-cu13-libs==1.7.1.116", "tensorrt-rtx-cu13-bindings==1.7.1.116"]
+
+
+def rtx_config(accelerator: str, **changes: object) -> dict[str, object]:
+    """Return the changes of a config that serves tiny-sdxl/rtx on a GPU."""
+    resources = {"accelerator": accelerator, "use_gpu": True}
+    entries = {"release": "tiny-sdxl/rtx", "runtime": "tensorrt-rtx", "requirements": RTX, "resources": resources}
+    return entries | changes
+
+
 ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
     "as shipped": (
         {},
@@ -116,6 +144,11 @@ ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
         {"release": "tiny-sdxl/plans", "runtime": "fastest", "requirements": [*H100, "tensorrt-cu13==11.4.0.106"]},
         ["target cuda-sm90-trt11.4"],
     ),
+    "TensorRT-RTX for an A10G": (rtx_config("A10G"), ["target cuda-sm86-rtx1.7", "sizes 1024x1024@16 "]),
+    "TensorRT-RTX for an A100": (rtx_config("A100"), ["target cuda-sm80-rtx1.7"]),
+    "TensorRT-RTX for an A100 of 40 GB": (rtx_config("A100_40GB"), ["target cuda-sm80-rtx1.7"]),
+    "TensorRT-RTX for an L40S": (rtx_config("L40S"), ["target cuda-sm89-rtx1.7"]),
+    "fastest runtime, only plans of TensorRT-RTX": (rtx_config("L4", runtime="fastest"), ["target cuda-sm89-rtx1.7"]),
     "environment variable": (
         {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
         ["release tiny-sdxl/signed"],
@@ -140,6 +173,7 @@ def test_accepts_a_gpu_release(
         Target("cuda", "h100", "sm90", "torch2.11-cu130"),
         Target("cuda", "", "sm90", "trt11.4"),
         Target("cuda", "ampere_plus", "", "trt11.4"),
+        Target("cuda", "", "sm86", "rtx1.7"),
         Target("cpu", "x86_64_v3", "", "torch2.13"),
     ],
     ids=lambda target: target.key,
@@ -237,6 +271,35 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "another build of TensorRT": (
         {"release": "tiny-sdxl/plans", "runtime": "tensorrt", "requirements": [*H100, "tensorrt-cu13==11.4.0.999"]},
         r"has plans of TensorRT 11\.4\.0\.106, and",
+    ),
+    "TensorRT-RTX for a GPU it does not support": (
+        rtx_config("H100"),
+        r"TensorRT-RTX does not support the GPU h100 \(compute capability 9\.0\); it supports 7\.5, 8\.0, 8\.6, 8\.9, "
+        r"12\.0, 12\.1\. Choose a GPU with one of these, or the runtime aot_inductor or tensorrt\.",
+    ),
+    "TensorRT-RTX for another capability": (
+        rtx_config("T4"),
+        r"tensorrt-rtx for T4 and pins tensorrt-rtx-cu13-bindings==1\.7\.1\.116\. Release .* for cuda-sm80-rtx1\.7, ",
+    ),
+    "TensorRT-RTX for a CPU": (
+        rtx_config("A10G", resources={"use_gpu": False}),
+        r"tensorrt-rtx for a CPU\. .* Set runtime to aot_inductor, or choose another",
+    ),
+    "TensorRT-RTX not pinned": (
+        rtx_config("A10G", requirements=H100),
+        r"chooses the runtime tensorrt-rtx for A10G and pins no TensorRT-RTX\. .* Pin the TensorRT-RTX of the release",
+    ),
+    "another build of TensorRT-RTX": (
+        rtx_config("A10G", requirements=[*H100, "tensorrt-rtx-cu13-bindings==1.7.0.1"]),
+        r"has plans of TensorRT-RTX 1\.7\.1\.116, and this machine has 1\.7\.0\.1",
+    ),
+    "TensorRT-RTX not supported": (
+        rtx_config("A10G", requirements=[*H100, "tensorrt-rtx-cu13-bindings==1.6.0.1"]),
+        r"TensorRT-RTX 1\.6\.0\.1 is not supported\. Install 1\.7",
+    ),
+    "TensorRT-RTX alone": (
+        rtx_config("A10G", runtime="aot_inductor"),
+        r"requests the GPU A10G\. Release .* has engines for cuda-sm80-rtx1\.7, cuda-sm86-rtx1\.7, cuda-sm89-rtx1\.7\.",
     ),
     "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"requests the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),

@@ -54,7 +54,8 @@ def every_command(files: OddFiles) -> list[Command]:
     build = {"--refiner": models, "--precision": TEXTS, **store}
     return [
         Command("build", {**build, "--name": [*TEXTS, *NAMES], "--vae-precision": TEXTS, "--size": SIZES,
-                          "--runtime": [*TEXTS, "tensorrt"], "--refit": TEXTS, "--compatibility": TEXTS,
+                          "--runtime": [*TEXTS, "tensorrt", "tensorrt-rtx"], "--gpu": [*TEXTS, "h100"],
+                          "--refit": TEXTS, "--compatibility": TEXTS,
                           "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS},
                 {}, (models,)),
         Command("export-onnx", {**build, "--out": paths}, {}, (models,)),

@@ -71,7 +71,7 @@ def test_serving_imports_no_library_of_the_builder(process: subprocess.Completed
     # torch imports torch.export itself, but must not import the compiler.
     unwanted = {
         "diffusers", "transformers", "accelerate", "huggingface_hub", "engine_builder", "boto3", "torch._inductor",
-        "torch._dynamo", "triton", "scipy", "tests", "tensorrt", "onnx", "onnxruntime",
+        "torch._dynamo", "triton", "scipy", "tests", "tensorrt", "tensorrt_rtx_bindings", "onnx", "onnxruntime",
     }  # fmt: skip
     assert sorted(modules & unwanted) == []
 

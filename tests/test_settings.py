@@ -86,7 +86,10 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ({"store": ["s3://bucket"]}, "store: got a list, expected a string"),
         ({"log_prompts": "no"}, 'log_prompts: got "no", expected true or false'),
         ({1: 2}, "1: the name of a field is not text"),
-        ({"runtime": "TensorRT"}, 'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "fastest"'),
+        (
+            {"runtime": "TensorRT"},
+            'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"',
+        ),
         ({"runtime": "x" * 1000}, "runtime: got .{60,90}1000 characters"),
         ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
         ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),

@@ -100,6 +100,7 @@ def test_product_is_always_valid_in_a_key(name: str) -> None:
     [
         (("cuda", "h200", "sm90", "torch2.13-cu130"), "cuda-h200-sm90-torch2.13-cu130"),
         (("cuda", "a10g", "sm86", "trt11.4"), "cuda-a10g-sm86-trt11.4"),
+        (("cuda", "", "sm86", "rtx1.7"), "cuda-sm86-rtx1.7"),
         (("cpu", "x86_64_v3", "", "torch2.13"), "cpu-x86_64_v3-torch2.13"),
     ],
 )

@@ -216,6 +216,7 @@ def test_image_has_what_model_imports(layout: Layout) -> None:
     known = {
         "starlette": {"fastapi"},
         "pydantic_core": {"pydantic"},
+        "typing_extensions": {"pydantic"},
         "botocore": {"boto3"},
         "cuda": {"cuda-python"},
     }

@@ -15,7 +15,7 @@ from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
 # gpu_product cannot derive the product from these names of Truss's accelerators. H100_40GB is a MIG slice of a GPU.
-_PRODUCTS = {"H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
+_PRODUCTS = {"A100_40GB": "a100", "H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
 _TARGET_KEY = re.compile(
     r"(?P<device>cuda|cpu)-((?P<product>\w+?)-)??((?P<capability>sm\d+)-)?(?P<runtime_tag>(torch|trt|rtx)[\w.-]+)"
 )

@@ -212,6 +212,7 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
         replace(plan, target=target),  # its loop cannot use them
         replace(plan, sizes=(Size(1, 512, 512), Size(5, 512, 512))),
         replace(plan, tensorrt=PlanOptions()),
+        replace(plan, tensorrt=PlanOptions(runtime="tensorrt-rtx", refit="none")),
         replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
     ):
         assert not {*CFG_VARIANTS} & {*other.components}
