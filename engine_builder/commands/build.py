@@ -12,6 +12,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET, OPSETS
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     ROOT,
@@ -227,6 +228,7 @@ def export_onnx(
     out: Annotated[
         Path | None, typer.Option(help="Also write each COMPONENT.onnx and the weights to this folder.")
     ] = None,
+    opset: Annotated[int, typer.Option(help=f"ONNX opset: {OPSET}, or {OLD_OPSET} for TensorRT 8.6.")] = OPSET,
     cache_dir: CacheOption = None,
 ) -> None:
     """Export the networks of MODEL to ONNX, check them in ONNX Runtime, and store graphs and weights."""
@@ -235,9 +237,11 @@ def export_onnx(
         from engine_builder.checkpoints.find import find_checkpoints
 
     chosen = _parse_precision(precision, "onnx", "--precision")
+    if opset not in OPSETS:
+        raise typer.BadParameter(f"{opset} is not supported; choose {OPSET} or {OLD_OPSET}", param_hint="--opset")
     opened_store = open_cli_store(store, cache_dir)
     with _progress() as report:
-        exported = export_model(*find_checkpoints(model, refiner), chosen, opened_store, report)
+        exported = export_model(*find_checkpoints(model, refiner), chosen, opened_store, report, opset)
     table = Table("component", "graph", "KiB", "exported in", "weights MiB", "error against eager PyTorch")
     kind = "absolute" if chosen == FP32 else "relative"
     for graph in exported:

@@ -21,6 +21,7 @@ _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attenti
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
 
 _PLAIN = ContextVar("_PLAIN", default=False)
+_ONNX = ContextVar("_ONNX", default=False)
 
 
 @contextmanager
@@ -31,6 +32,21 @@ def plain_operations() -> Iterator[None]:
         yield
     finally:
         _PLAIN.reset(before)
+
+
+@contextmanager
+def onnx_operations() -> Iterator[None]:
+    """Compute in the forms that make small ONNX graphs. The results are the same."""
+    before = _ONNX.set(True)
+    try:
+        yield
+    finally:
+        _ONNX.reset(before)
+
+
+def is_for_onnx() -> bool:
+    """True inside of `onnx_operations`."""
+    return _ONNX.get()
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -199,6 +215,11 @@ def _phase_taps(first: Tensor, second: Tensor, third: Tensor) -> tuple[tuple[Ten
 
 def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
     """Double height and width by nearest neighbours and convolve with a 3x3 kernel; see `subpixel_upsample`."""
+    if is_for_onnx():
+        from engine_builder.networks.onnx_operations import interleave_phases
+
+        upsampled: Tensor = interleave_phases(upsampler.phases(hidden))
+        return upsampled
     batch, _, height, width = hidden.shape
     phases = upsampler.phases(hidden).permute(0, 2, 3, 1).chunk(4, dim=-1)  # each [batch, height + 1, width + 1, out]
     # The phase of odd rows starts one row further down, that of odd columns one column to the right.
@@ -206,6 +227,17 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
     even, odd = torch.stack(windows[:2], 3), torch.stack(windows[2:], 3)  # [batch, height, width, 2, out]
     out = torch.stack([even, odd], 2).reshape(batch, 2 * height, 2 * width, -1)
     return out.permute(0, 3, 1, 2)
+
+
+def tokens_to_pixels(tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Return `tokens` [batch, height * width, channels] in the shape of `hidden`, [batch, channels, height, width]."""
+    if is_for_onnx():
+        from engine_builder.networks.onnx_operations import reshape_like
+
+        pixels: Tensor = reshape_like(tokens.transpose(1, 2), hidden)
+        return pixels
+    batch, channels, height, width = hidden.shape
+    return tokens.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
 def concat_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
@@ -220,13 +252,13 @@ def concat_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     return fused
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, is_causal: bool = False) -> Tensor:
     """Return attention [batch, n, channels] of queries [batch, n, channels] to keys, values [batch, m, channels]."""
 
     def split(tensor: Tensor) -> Tensor:
         return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
 
-    mixed: Tensor = F.scaled_dot_product_attention(split(queries), split(keys), split(values))
+    mixed: Tensor = F.scaled_dot_product_attention(split(queries), split(keys), split(values), is_causal=is_causal)
     return mixed.transpose(1, 2).flatten(2)
 
 
@@ -267,6 +299,7 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
 
             gated: Tensor = kernels.geglu(tokens, projection.weight, projection.bias)
             return gated
-    values, gates = projection(tokens).unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = projection(tokens).unflatten(-1, (-1, 2))
+    values, gates = pairs.split(1, -1) if is_for_onnx() else pairs.unbind(-1)
     product: Tensor = values * F.gelu(gates)
-    return product
+    return product.flatten(2) if is_for_onnx() else product

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import concat_linears
+from engine_builder.networks.blocks import attend, concat_linears, is_for_onnx
 
 
 class TextNetwork(nn.Module):
@@ -49,11 +49,15 @@ class _SelfAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return attention of the shape [batch, tokens, width], and None. Masks are ignored: SDXL passes none."""
-        fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
+        fused = self.to_qkv(hidden_states)
+        if is_for_onnx():
+            queries, keys, values = fused.chunk(3, dim=-1)
+            return self.out_proj(attend(queries, keys, values, self.heads, is_causal=True)), None
+        fused = fused.unflatten(-1, (3, self.heads, -1))
         queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [batch, heads, tokens, head width]
         if hidden_states.is_cuda:
             mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        else:  # also in ONNX: a constant mask needs no operator that TensorRT's parser may lack
+        else:
             position = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             mixed = F.scaled_dot_product_attention(queries, keys, values, position[:, None] >= position)
         return self.out_proj(mixed.transpose(1, 2).flatten(2)), None

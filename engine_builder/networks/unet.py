@@ -24,6 +24,7 @@ from engine_builder.networks.blocks import (
     resnet,
     self_attention,
     subpixel_upsample,
+    tokens_to_pixels,
     upsample,
 )
 from engine_builder.networks.winograd import replace_wide_convs
@@ -196,8 +197,7 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
         tokens = tokens + attention.to_out[0](self_attention(attention.to_qkv(block.norm1(tokens)), attention.heads))
         tokens = _add_cross_attention(block.attn2, tokens, block.norm2(tokens), next(texts), next(texts))
         tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].interleaved, block.norm3(tokens)))
-    out: Tensor = transformer.proj_out(tokens)
-    return out.reshape(batch, height, width, channels).permute(0, 3, 1, 2) + hidden
+    return tokens_to_pixels(transformer.proj_out(tokens), hidden) + hidden
 
 
 def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: Tensor, values: Tensor) -> Tensor:

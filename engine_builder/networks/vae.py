@@ -5,7 +5,15 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import group_norm, resnet, subpixel_upsample, upsample
+from engine_builder.networks.blocks import (
+    attend,
+    group_norm,
+    is_for_onnx,
+    resnet,
+    subpixel_upsample,
+    tokens_to_pixels,
+    upsample,
+)
 
 
 class VaeDecoderNetwork(nn.Module):
@@ -45,9 +53,10 @@ def _attention(attention: Any, hidden: Tensor) -> Tensor:
     batch, channels, height, width = hidden.shape
     tokens = group_norm(attention.group_norm, hidden).permute(0, 2, 3, 1).reshape(batch, height * width, channels)
     queries, keys, values = attention.to_q(tokens), attention.to_k(tokens), attention.to_v(tokens)
-    if hidden.device.type == "cuda":
+    if is_for_onnx():
+        mixed = attend(queries, keys, values, heads=1)
+    elif hidden.device.type == "cuda":
         mixed = ((queries * channels**-0.5) @ keys.transpose(1, 2)).softmax(-1) @ values
     else:
         mixed = F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None])[:, 0]
-    out: Tensor = attention.to_out[0](mixed)
-    return out.reshape(batch, height, width, channels).permute(0, 3, 1, 2) + hidden
+    return tokens_to_pixels(attention.to_out[0](mixed), hidden) + hidden

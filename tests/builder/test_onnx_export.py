@@ -13,6 +13,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import CompileError
@@ -26,9 +27,13 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
+from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.main import app
+from engine_builder.networks.blocks import onnx_operations
 from engine_builder.networks.network import Network, load_network
+from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
@@ -78,6 +83,22 @@ def graphs(kept: WritableStore, show_progress: Callable[[str], None]) -> dict[st
     return {graph.component: read_graph(kept, graph.built) for graph in exported}
 
 
+@pytest.fixture(scope="session")
+def old_graphs(kept: WritableStore) -> dict[str, OnnxGraph]:
+    """The components of data/tiny-sdxl in fp16 and the older opset; with the refiner's if slow tests run."""
+    refiner = Checkpoint(MODEL_FOLDER / "refiner") if os.environ.get("PREHEAT_SLOW") else None
+    with file_lock(KEPT_GRAPHS.with_suffix(".lock")):
+        exported = export_model(Checkpoint(MODEL_FOLDER), refiner, FP16, kept, opset=OLD_OPSET)
+    return {graph.component: read_graph(kept, graph.built) for graph in exported}
+
+
+@pytest.fixture(scope="session")
+def fp16_graphs(kept: WritableStore) -> dict[str, OnnxGraph]:
+    """Two components of data/tiny-sdxl in fp16 and the default opset."""
+    with file_lock(KEPT_GRAPHS.with_suffix(".lock")):
+        return {name: load_or_export_graph(load_tiny(name, FP16), kept)[1] for name in ("text_encoder", "unet")}
+
+
 @pytest.fixture(scope="module")
 def toy_unet(toy_folder: Path, exported: tuple[WritableStore, Path]) -> tuple[Network, OnnxGraph]:
     """The toy's UNet in fp16."""
@@ -109,6 +130,24 @@ def test_fp32_equals_eager_pytorch_at_three_shapes(component: str, graphs: dict[
     network = load_tiny(component)
     engine = OnnxEngine(component, graphs[component], network.signature, network.tensors())
     assert max(errors(network, engine, relative=False)) <= 1e-4
+
+
+@pytest.mark.parametrize("component", TESTED)
+def test_opset_17_equals_eager_pytorch_at_three_shapes(component: str, old_graphs: dict[str, OnnxGraph]) -> None:
+    network = load_tiny(component, FP16)
+    engine = OnnxEngine(component, old_graphs[component], network.signature, network.tensors())
+    assert max(errors(network, engine, relative=True)) <= 1e-2
+
+
+@pytest.mark.parametrize("component", BASE_COMPONENTS)
+def test_forms_for_onnx_equal_the_networks(component: str, toy_folder: Path) -> None:
+    network = load_network(Checkpoint(toy_folder), component, FP32)
+    case = example_inputs(network.signature, 2, 64, 96, "cpu")
+    with torch.inference_mode():
+        expected = network.module(*case.values())
+        with onnx_operations():
+            actual = network.module(*case.values())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @slow
@@ -325,11 +364,108 @@ def test_pipeline_generates_aot_inductors_image(refiner: bool, graphs: dict[str,
     assert images[0].std() > 10
 
 
-def test_tensorrts_parser_supports_every_operator(graphs: dict[str, OnnxGraph]) -> None:
-    """The operators are those of docs/operators.md of onnx-tensorrt, which supports them for some inputs at least."""
-    used = {name for graph in graphs.values() for name in count_operators(graph.model)}
-    assert used <= set(
-        "Add ArgMax Cast Concat Conv Cos Equal Expand Gather GatherND Gelu Gemm InstanceNormalization IsNaN "
-        "LayerNormalization MatMul Mul Range Reshape Resize Shape Sigmoid Sin Slice Softmax Split Squeeze Transpose "
-        "Unsqueeze Where".split()
-    )
+# -- what TensorRT makes of the graphs ----------------------------------------------------------------------------
+
+# Operators of our graphs in docs/operators.md of onnx-tensorrt 10.15, which supports them for some inputs at least.
+SUPPORTED = set(
+    "Add ArgMax Attention Cast Concat Conv Cos DepthToSpace Equal Gather GatherND Gelu Gemm GroupNormalization "
+    "LayerNormalization MatMul Mul Range Reshape Shape Sigmoid Sin Slice Softmax Split Squeeze Transpose "
+    "Unsqueeze".split()
+)
+# The same of 8.6.
+SUPPORTED_BEFORE = SUPPORTED - {"Attention", "Gelu", "GroupNormalization"} | {"Div", "Erf", "InstanceNormalization"}
+
+
+def test_tensorrts_parser_supports_every_operator(
+    graphs: dict[str, OnnxGraph], fp16_graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
+) -> None:
+    for graph in (*graphs.values(), *fp16_graphs.values()):
+        assert count_operators(graph.model).keys() <= SUPPORTED
+        assert onnx.load_from_string(graph.model).opset_import[0].version == OPSET
+    for graph in old_graphs.values():
+        assert count_operators(graph.model).keys() <= SUPPORTED_BEFORE
+        assert onnx.load_from_string(graph.model).opset_import[0].version == OLD_OPSET
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "unet"])
+def test_fp16_attention_is_one_node(component: str, fp16_graphs: dict[str, OnnxGraph]) -> None:
+    counts = count_operators(fp16_graphs[component].model)
+    assert counts["Attention"] == count_attentions(load_tiny(component)) and "Softmax" not in counts
+    nodes = onnx.load_from_string(fp16_graphs[component].model).graph.node
+    causal = [attribute.i for node in nodes for attribute in node.attribute if attribute.name == "is_causal"]
+    assert causal == [component == "text_encoder"] * counts["Attention"]
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "text_encoder_2", "unet", "vae_decoder"])
+@pytest.mark.parametrize("opset", [OPSET, OLD_OPSET])
+def test_other_attention_is_the_pattern_that_tensorrt_fuses(
+    component: str, opset: int, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
+) -> None:
+    """Reshape and Transpose of queries, keys, values; scale; product; mask; softmax; product."""
+    graph = onnx.load_from_string((graphs if opset == OPSET else old_graphs)[component].model).graph
+    made_by = {name: node for node in graph.node for name in node.output}
+
+    def operators(name: str, *path: int) -> list[str]:
+        """Follow the input with that number from node to node. Returns the operators."""
+        found = []
+        for number in path:
+            found.append(made_by[name].op_type)
+            name = made_by[name].input[number]
+        return found
+
+    mask = ["Add"] if component.startswith("text") else []
+    softmaxes = [node for node in graph.node if node.op_type == "Softmax"]
+    assert len(softmaxes) == count_attentions(load_tiny(component))
+    for softmax in softmaxes:
+        before = [0] * len(mask)
+        assert operators(softmax.input[0], *before, 0, 0, 0, 0) == [*mask, "MatMul", "Mul", "Transpose", "Reshape"]
+        assert operators(softmax.input[0], *before, 1, 0, 0) == [*mask, "MatMul", "Transpose", "Reshape"]
+        [product] = [node for node in graph.node if softmax.output[0] in node.input]
+        assert operators(product.output[0], 1, 0, 0) == ["MatMul", "Transpose", "Reshape"]
+
+
+def count_attentions(network: Network) -> int:
+    """Return the number of attentions that a component computes."""
+    if network.component == "unet":
+        return 2 * len(list(transformer_blocks(network.module.network)))
+    if network.component == "vae_decoder":
+        return 1
+    layers = int(network.architecture["num_hidden_layers"])
+    return layers - 1 if network.component == "text_encoder" else layers  # the first encoder's last layer is not used
+
+
+@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
+def test_each_norm_is_one_node(component: str, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]) -> None:
+    modules = list(load_tiny(component).module.modules())
+    norms = [sum(isinstance(module, norm) for module in modules) for norm in (torch.nn.GroupNorm, torch.nn.LayerNorm)]
+    for graph, group_norm in ((graphs, "GroupNormalization"), (old_graphs, "InstanceNormalization")):
+        counts = count_operators(graph[component].model)
+        assert [counts[group_norm], counts.get("LayerNormalization", 0)] == norms
+
+
+@pytest.mark.parametrize("component", ["unet", "vae_decoder"])
+@pytest.mark.parametrize("opset", [OPSET, OLD_OPSET])
+def test_shapes_are_constants(
+    component: str, opset: int, graphs: dict[str, OnnxGraph], old_graphs: dict[str, OnnxGraph]
+) -> None:
+    """Only a transformer's output gets the shape of another tensor, because its height and width are both dynamic."""
+    graph = (graphs if opset == OPSET else old_graphs)[component]
+    nodes = onnx.load_from_string(graph.model).graph.node
+    constants = set(read_literals(graph.model))
+    shapes = {node.output[0] for node in nodes if node.op_type == "Shape"}
+    assert len(shapes) == {"unet": 7, "vae_decoder": 1}[component]
+    for node in nodes:
+        assert node.op_type not in ("Gather", "Squeeze", "Range", "Expand", "Where")
+        if node.op_type == "Reshape":
+            assert node.input[1] in constants | shapes
+        if node.op_type == "Slice":
+            assert constants.issuperset(node.input[1:])
+
+
+def test_refuses_other_opsets(toy_folder: Path) -> None:
+    network = load_network(Checkpoint(toy_folder), "unet_text", FP16)
+    assert graph_key(network) != graph_key(network, OLD_OPSET)
+    with pytest.raises(CompileError, match="ONNX opset 18 is not supported. Choose 23 or 17."):
+        export_graph(network, 18)
+    result = CliRunner().invoke(app, ["export-onnx", str(toy_folder), "--opset", "18"])
+    assert result.exit_code == 2 and "18 is not supported; choose 23 or 17" in result.output

@@ -32,6 +32,10 @@ from engine_builder.backends.aot_inductor.compile import (
     without_warnings,
 )
 from engine_builder.backends.built import CompileError
+from engine_builder.backends.onnx.opsets import OPSET, OPSETS
+from engine_builder.backends.onnx.rewrites import fix_reshapes, lower
+from engine_builder.backends.onnx.translations import exporter_opset, translations
+from engine_builder.networks.blocks import onnx_operations
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions
 from model.engines.shapes import dtype_name
 from model.store.manifest import Bucket, Signature
@@ -39,10 +43,10 @@ from model.store.precision import FP16, FP32
 from model.weights.safetensors_header import HEADER_LIMIT, read_header
 
 # Part of every graph key. Raise it when the result of an export changes for a network.
-EXPORT_VERSION = 1
-OPSET = 20
+EXPORT_VERSION = 2
 EXPORTED_PRECISIONS = (FP32, FP16)
 WEIGHTS_FOLDER = "weights"  # next to a written graph; a placeholder in a stored graph
+_LARGEST_LITERAL = 2**16  # elements of a constant that is looked for among the others; causal masks have 77 x 77
 _MAX_BATCH, _MAX_SIDE = 32, 2048  # bounds of the exported dimensions (pixels); TensorRT profiles narrow them
 
 
@@ -58,13 +62,13 @@ class OnnxGraph:
         return json.dumps(self.constants, sort_keys=True).encode()
 
 
-def graph_key(network: Network) -> str:
+def graph_key(network: Network, opset: int = OPSET) -> str:
     """Return the SHA-256 of everything that decides the graph. The weights and the machine do not count."""
     return digest_json(
         {
             "recipe": EXPORT_VERSION,
             "form": NETWORK_VERSION,
-            "opset": OPSET,
+            "opset": opset,
             "component": type(network.module).__name__,
             "architecture": network.architecture,
             "signature": network.signature.model_dump(mode="json"),
@@ -76,17 +80,18 @@ def graph_key(network: Network) -> str:
     )
 
 
-def export_graph(network: Network) -> OnnxGraph:
+def export_graph(network: Network, opset: int = OPSET) -> OnnxGraph:
     """Export `network` with dynamic batch, height and width. The network itself is not changed. Raises CompileError."""
+    if opset not in OPSETS:
+        raise CompileError(f"ONNX opset {opset} is not supported.", f"Choose {' or '.join(map(str, OPSETS))}.")
     if network.precision not in EXPORTED_PRECISIONS:
         names = " or ".join(precision.name for precision in EXPORTED_PRECISIONS)
         raise CompileError(
-            f"A network in {network.precision} cannot be exported to ONNX: opset {OPSET} has no convolutions of that "
-            "type.",
+            f"A network in {network.precision} cannot be exported to ONNX: ONNX Runtime could not check the graph.",
             f"Choose {names}.",
         )
     bucket = dynamic_bucket(network.multiple, _MAX_BATCH, _MAX_SIDE)
-    program = _trace(network, bucket)
+    program = _trace(network, bucket, opset)
     graph = program.graph
     tensors = network.tensors()
     weights: dict[str, ir.Value] = {}
@@ -98,6 +103,7 @@ def export_graph(network: Network) -> OnnxGraph:
         value.name = name = constant["tensor"]
         weights[name], constants[name] = value, constant
     _cast_concat_inputs(graph)
+    fix_reshapes(graph)
     _optimize(program, list(weights.values()))
     constants = {name: constant for name, constant in constants.items() if weights[name].uses()}
     for name in constants:
@@ -108,16 +114,17 @@ def export_graph(network: Network) -> OnnxGraph:
         graph.initializers.add(weights[name])
     _name_dimensions(graph.inputs, network.signature.inputs)
     _name_dimensions(graph.outputs, network.signature.outputs)
+    lower(program, opset)
     _strip_metadata(program)
     exported = OnnxGraph(ir.to_proto(program).SerializeToString(deterministic=True), constants)
     check_graph(exported, network.signature)
     return exported
 
 
-def _trace(network: Network, bucket: Bucket) -> ir.Model:
+def _trace(network: Network, bucket: Bucket, opset: int) -> ir.Model:
     example = {name: tensor.to("meta") for name, tensor in trace_inputs(network, bucket, "cpu").items()}
     try:
-        with without_warnings(), _without_log("torch.onnx"):
+        with without_warnings(), _without_log("torch.onnx"), onnx_operations():
             exported = torch.export.export(
                 _copy_without_data(network.module),
                 tuple(example.values()),
@@ -130,7 +137,8 @@ def _trace(network: Network, bucket: Bucket) -> ir.Model:
                 external_data=True,
                 input_names=[spec.name for spec in network.signature.inputs],
                 output_names=[spec.name for spec in network.signature.outputs],
-                opset_version=OPSET,
+                opset_version=exporter_opset(opset),
+                custom_translation_table=translations(opset),
                 optimize=False,  # done in _optimize, where it cannot change the weights
                 verbose=False,
             )
@@ -172,10 +180,12 @@ def _cast_concat_inputs(graph: ir.Graph) -> None:
 
 def _optimize(program: ir.Model, weights: Sequence[ir.Value]) -> None:
     """Fold and simplify with the weights as inputs, so that no weight is folded or merged."""
+    from onnx_ir.passes.common import DeduplicateInitializersPass
     from onnxscript import optimizer
 
     program.graph.inputs.extend(weights)
     optimizer.optimize(program)
+    DeduplicateInitializersPass(_LARGEST_LITERAL)(program)
     for value in weights:
         program.graph.inputs.remove(value)
 

@@ -15,6 +15,7 @@ from safetensors.torch import save
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.backends.built import BuiltRecord, ReportProgress, put_blob
 from engine_builder.backends.onnx.export import OnnxGraph, export_graph, graph_key, read_literals, write_model
+from engine_builder.backends.onnx.opsets import OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
@@ -62,10 +63,11 @@ def export_model(
     precision: Precision,
     store: WritableStore,
     report: ReportProgress = lambda *_: None,
+    opset: int = OPSET,
 ) -> list[ExportedComponent]:
     """Write every component's graph and weights to the store, and check each graph with the model's weights.
 
-    Raises CheckpointError, CompileError or InaccurateEngine.
+    `opset`: one of `opsets.OPSETS`. Raises CheckpointError, CompileError or InaccurateEngine.
     """
     check_model(base, refiner)
     names = [spec.name for spec in components_of(model_parts(refiner is not None))]
@@ -77,13 +79,13 @@ def export_model(
         network = load_network(checkpoint, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)
-        stored = BuiltGraph.find(store, graph_key(network))
+        stored = BuiltGraph.find(store, graph_key(network, opset))
         report(name, "checking" if stored else "exporting", done, len(names))
         started = time.perf_counter()
-        graph = read_graph(store, stored) if stored else export_graph(network)
+        graph = read_graph(store, stored) if stored else export_graph(network, opset)
         seconds = time.perf_counter() - started
         error = validate_graph(network, graph)
-        built = stored or _write_graph(store, network, graph, seconds)
+        built = stored or _write_graph(store, graph_key(network, opset), graph, seconds)
         exported.append(ExportedComponent(name, built, weights, error, is_new=stored is None))
     report("graphs", "done", len(names), len(names))
     return exported
@@ -96,17 +98,17 @@ def load_or_export_graph(network: Network, store: WritableStore) -> tuple[BuiltG
         return stored, read_graph(store, stored)
     started = time.perf_counter()
     graph = export_graph(network)
-    return _write_graph(store, network, graph, time.perf_counter() - started), graph
+    return _write_graph(store, graph_key(network), graph, time.perf_counter() - started), graph
 
 
-def _write_graph(store: WritableStore, network: Network, graph: OnnxGraph, seconds: float) -> BuiltGraph:
+def _write_graph(store: WritableStore, key: str, graph: OnnxGraph, seconds: float) -> BuiltGraph:
     built = BuiltGraph(
         graph=put_blob(store, graph.model),
         constants=put_blob(store, graph.constants_json()),
         literals=put_blob(store, save(read_literals(graph.model))),
         export_seconds=round(seconds, 1),
     )
-    built.write(store, graph_key(network))
+    built.write(store, key)
     return built
 
 

@@ -1,0 +1,38 @@
+"""Operations that ONNX has and PyTorch lacks, for networks that are traced for an ONNX graph.
+
+`engine_builder.backends.onnx.translations` has the ONNX operator of each.
+"""
+
+import torch
+from torch import Tensor
+
+NAMESPACE = "preheat"  # of the operators in torch.ops
+
+
+@torch.library.custom_op(f"{NAMESPACE}::interleave_phases", mutates_args=())
+def interleave_phases(phases: Tensor) -> Tensor:
+    """Return [batch, out, 2 * height, 2 * width] of the four phases [batch, 4 * out, height + 1, width + 1].
+
+    This is the second half of `blocks.upsample`.
+    """
+    even, odd = slice(None, -1), slice(1, None)
+    parts = zip(phases.chunk(4, 1), ((even, even), (even, odd), (odd, even), (odd, odd)), strict=True)
+    windows = torch.stack([phase[:, :, rows, columns] for phase, (rows, columns) in parts], 2)
+    return torch.pixel_shuffle(windows.flatten(1, 2), 2)
+
+
+@interleave_phases.register_fake
+def _(phases: Tensor) -> Tensor:
+    batch, channels, height, width = phases.shape
+    return phases.new_empty(batch, channels // 4, 2 * (height - 1), 2 * (width - 1))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::reshape_like", mutates_args=())
+def reshape_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return `tensor` in the shape of `other`. In ONNX the shape is one node, however many sizes are dynamic."""
+    return tensor.reshape(other.shape).clone()
+
+
+@reshape_like.register_fake
+def _(tensor: Tensor, other: Tensor) -> Tensor:
+    return tensor.new_empty(other.shape)
