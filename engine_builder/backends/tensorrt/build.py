@@ -76,9 +76,7 @@ def build_plan(
     config = _make_config(trt, builder, precision, options, workspace_bytes, capabilities)
     for profile in profiles:
         if config.add_optimization_profile(_make_optimization_profile(builder, profile)) < 0:
-            raise CompileError(
-                f"{library.title} refused the shapes of {component}: {_describe_profile(profile)} ({last_error(log)})."
-            )
+            raise CompileError(f"{library.title} refused the shapes of {component}: {_describe_profile(profile)}.")
     cache = None if library.compiles_on_target else _set_timing_cache(config, timing_cache)
     progress = PhaseProgress(report)
     monitor = _make_progress_monitor(trt, progress)
@@ -88,7 +86,11 @@ def build_plan(
     if progress.error is not None:
         raise progress.error  # an exception of `report`, which cannot pass through the library
     if serialized is None:
-        remedy = "Give more --workspace, fewer or smaller --size, or build on a GPU with more memory."
+        remedy = (
+            "Give other --size, or choose the runtime aot_inductor."
+            if library.compiles_on_target
+            else "Give more --workspace, fewer or smaller --size, or build on a GPU with more memory."
+        )
         raise CompileError(f"{library.title} could not build {component} ({last_error(log)}).", remedy)
     seconds = time.perf_counter() - started
     return SerializedPlan(memoryview(serialized).cast("B"), bytes(cache.serialize()) if cache else b"", seconds)
@@ -104,9 +106,10 @@ def _allow_decomposition(module: ModuleType, network: Any) -> None:
 
     By default the build fails there.
     """
-    layers = [network.get_layer(index) for index in range(network.num_layers)]
-    for layer in layers:
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
         if layer.type == module.LayerType.ATTENTION_OUTPUT:
+            layer.__class__ = module.IAttentionOutputLayer  # get_layer returns the base class
             layer.attention.decomposable = True
 
 
@@ -173,25 +176,12 @@ def _describe_unsupported_nodes(
     module: ModuleType, builder: "tensorrt.Builder", log: "tensorrt.ILogger", onnx_path: Path
 ) -> str:
     """Describe the nodes that the installed library's parser refuses. Empty if it supports all of them."""
-    import onnx
-
     network = builder.create_network(_network_flags(module))  # a variable, because the parser does not keep it alive
     parser: tensorrt.OnnxParser = module.OnnxParser(network, log)
-    graph = onnx_path.read_bytes()
-    if parser.supports_model_v2(graph, str(onnx_path)):
+    if parser.supports_model_v2(onnx_path.read_bytes(), str(onnx_path)):
         return ""
-    nodes = onnx.load_from_string(graph).graph.node
-    reasons = {error.node(): _reason(error) for error in _list_errors(parser)}
-    refused = [
-        index
-        for subgraph in range(parser.num_subgraphs)
-        if not parser.is_subgraph_supported(subgraph)
-        for index in parser.get_subgraph_nodes(subgraph)
-    ]
-    # A refused subgraph may hold supported nodes. So list only nodes with an error, if any has one.
-    listed = [index for index in refused if index in reasons] or refused
-    unsupported = [(nodes[i].op_type, nodes[i].name, reasons.get(i, "not supported")) for i in listed]
-    return describe_unsupported(unsupported) or _describe_errors(parser)
+    # An error without a node is of the whole graph. The parse reports it.
+    return _describe_nodes([error for error in _list_errors(parser) if error.node() >= 0])
 
 
 def _list_errors(parser: "tensorrt.OnnxParser") -> "list[tensorrt.ParserError]":
@@ -199,13 +189,23 @@ def _list_errors(parser: "tensorrt.OnnxParser") -> "list[tensorrt.ParserError]":
 
 
 def _describe_errors(parser: "tensorrt.OnnxParser") -> str:
-    nodes = [(e.node_operator() or "graph", e.node_name() or str(e.node()), _reason(e)) for e in _list_errors(parser)]
-    return describe_unsupported(nodes) or "no reason given"
+    errors = _list_errors(parser)
+    of_graph = [_reason(error) for error in errors if error.node() < 0]
+    of_nodes = _describe_nodes([error for error in errors if error.node() >= 0])
+    return "; ".join(filter(None, [*of_graph, of_nodes])) or "no reason given"
+
+
+def _describe_nodes(errors: "Sequence[tensorrt.ParserError]") -> str:
+    return describe_unsupported((e.node_operator(), e.node_name() or str(e.node()), _reason(e)) for e in errors)
 
 
 def _reason(error: "tensorrt.ParserError") -> str:
-    """Return the first line of the parser's message, at most 200 characters."""
-    return str(error.desc()).strip().partition("\n")[0][:200]
+    """Return the first line of the parser's message, at most 200 characters.
+
+    For an operator that it never supports, the message is "false".
+    """
+    reason = str(error.desc()).strip().partition("\n")[0][:200].rstrip(".")
+    return "not supported" if reason == "false" else reason
 
 
 def _make_progress_monitor(module: ModuleType, progress: PhaseProgress) -> "tensorrt.IProgressMonitor":

@@ -1,0 +1,332 @@
+"""The decisions of a build of plans: options, profiles, flags, keys, memory, progress; and the records in a store."""
+
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_builder.backends.aot_inductor.compile import dynamic_bucket, static_bucket
+from engine_builder.backends.tensorrt import options as tensorrt_options
+from engine_builder.backends.tensorrt.options import (
+    COMPATIBILITY,
+    REFIT,
+    InvalidOption,
+    PlanOptions,
+    Refit,
+    parse_options,
+    plan_targets,
+)
+from engine_builder.backends.tensorrt.plan_settings import (
+    NotEnoughMemory,
+    ShapeRange,
+    builder_flags,
+    check_build_memory,
+    describe_unsupported,
+    optimization_profiles,
+    plan_key,
+    profile_key,
+    workspace_limit,
+)
+from engine_builder.backends.tensorrt.plan_store import BuiltPlan, read_timing_cache, write_timing_cache
+from engine_builder.backends.tensorrt.progress import PhaseProgress
+from engine_builder.networks.network import Network
+from engine_builder.releases.gc import named_blobs
+from engine_builder.stores.local import WritableLocalStore
+from model.engines.signatures import Widths, pooled_text_signature, vae_decoder_signature
+from model.engines.tensorrt.libraries import TENSORRT, TensorRTUnavailable, installed_version
+from model.loading.runtimes import make_tensorrt_target, runnable_plan_targets
+from model.loading.target import Target
+from model.store.manifest import Benchmark, Blob, Signature, TensorSpec, WeightsRecord
+from model.store.precision import FP16, FP32, Precision
+
+GIB = 2**30
+H200 = Target("cuda", "h200", "sm90", "torch2.13-cu130")
+UNET = Signature(
+    inputs=(
+        TensorSpec(name="sample", dtype="float16", shape=("rows", 4, "height/8", "width/8")),
+        TensorSpec(name="time_ids", dtype="float32", shape=("rows", 6)),
+    ),
+    outputs=(TensorSpec(name="noise", dtype="float16", shape=("rows", 4, "height/8", "width/8")),),
+)
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_profile_of_static_bucket_has_one_shape() -> None:
+    [one, other] = optimization_profiles(UNET, [static_bucket(2, 1024, 768), static_bucket(8, 512, 512)])
+    assert one == {
+        "sample": ShapeRange((2, 4, 128, 96), (2, 4, 128, 96), (2, 4, 128, 96)),
+        "time_ids": ShapeRange((2, 6), (2, 6), (2, 6)),
+    }
+    assert other["sample"].tuned == (8, 4, 64, 64) and other["time_ids"].tuned == (8, 6)
+
+
+def test_profile_of_dynamic_bucket_has_its_range() -> None:
+    [profile] = optimization_profiles(UNET, [dynamic_bucket(32, max_batch=16, max_side=1024)])
+    assert profile["sample"] == ShapeRange((1, 4, 8, 8), (16, 4, 128, 128), (16, 4, 128, 128))
+    assert profile["time_ids"] == ShapeRange((1, 6), (16, 6), (16, 6))
+
+
+def test_profiles_of_every_signature() -> None:
+    widths = Widths(
+        tokens=77, text_width=768, text_width_2=1280, pooled_width=1280, context_width=2048, latent_channels=4,
+        time_ids=6, vae_scale=8,
+    )  # fmt: skip
+    for signature, buckets in (
+        (pooled_text_signature(widths, "float16"), [static_bucket(1, None, None), static_bucket(2, None, None)]),
+        (vae_decoder_signature(widths, "float16"), [static_bucket(1, 1024, 1024)]),
+    ):
+        profiles = optimization_profiles(signature, buckets)
+        assert len(profiles) == len(buckets)
+        for profile in profiles:
+            assert list(profile) == [spec.name for spec in signature.inputs]
+            for spec in signature.inputs:
+                for number, size in enumerate(spec.shape):
+                    assert not isinstance(size, int) or profile[spec.name].smallest[number] == size
+
+
+def test_flags_strip_the_plan_and_set_one_refit() -> None:
+    assert builder_flags("none", FP16) == {
+        "STRIP_PLAN": False, "REFIT_IDENTICAL": False, "REFIT": False, "TF32": True
+    }  # fmt: skip
+    assert builder_flags("identical", FP16) == {
+        "STRIP_PLAN": True, "REFIT_IDENTICAL": True, "REFIT": False, "TF32": True
+    }  # fmt: skip
+    assert builder_flags("any", FP16)["REFIT"] and not builder_flags("any", FP16)["REFIT_IDENTICAL"]
+    assert not builder_flags("identical", FP32)["TF32"]
+
+
+def test_target_depends_on_compatibility() -> None:
+    keys = {choice: make_tensorrt_target(H200, "trt11.4", choice).key for choice in COMPATIBILITY}
+    assert keys == {
+        "none": "cuda-h200-sm90-trt11.4",
+        "same_compute_capability": "cuda-sm90-trt11.4",
+        "ampere_plus": "cuda-ampere_plus-trt11.4",
+    }
+    assert [target.key for target in runnable_plan_targets(TENSORRT, H200, "trt11.4")] == list(keys.values()), (
+        "in the order that servers look for them"
+    )
+
+
+def test_parses_options() -> None:
+    assert parse_options(TENSORRT, None, "none", None, 3) == PlanOptions()
+    assert parse_options(TENSORRT, "identical", "none", None, 3) == PlanOptions()
+    assert parse_options(TENSORRT, "none", "none", None, 3) == PlanOptions("none")
+    assert parse_options(TENSORRT, "any", "ampere_plus", 1.5, 5) == PlanOptions("any", "ampere_plus", 3 * 2**29, 5)
+    for arguments, message in (
+        (
+            ("same", "none", None, 3),
+            "--refit 'same' is not one .* .identical: takes the weights it was",
+        ),
+        (("any", "hopper", None, 3), "--compatibility 'hopper' is not .* ampere_plus: runs on Ampere"),
+        (("any", "none", -1.0, 3), "workspace of -1.0 GiB"),
+    ):
+        with pytest.raises(InvalidOption, match=message):
+            parse_options(TENSORRT, *arguments)
+    assert set(REFIT) == {"identical", "any", "none"}
+
+
+@pytest.mark.skipif(
+    installed_version(TENSORRT) is not None, reason="shows the refusal without TensorRT: uninstall it to run this"
+)
+def test_target_needs_tensorrt() -> None:
+    with pytest.raises(TensorRTUnavailable, match="is not installed here"):
+        plan_targets(H200, [], PlanOptions())
+
+
+def test_target_has_tensorrts_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensorrt_options, "require", lambda *_: "11.4.0.106")
+    for options, key in (
+        (PlanOptions(), "cuda-h200-sm90-trt11.4"),
+        (PlanOptions(compatibility="ampere_plus"), "cuda-ampere_plus-trt11.4"),
+    ):
+        [target] = plan_targets(H200, [], options)
+        assert target.key == key
+
+
+def network(precision: Precision = FP16, **architecture: Any) -> Network:
+    fake_network: Any = SimpleNamespace(
+        component="unet", module=torch.nn.Identity(), signature=UNET, architecture=architecture, precision=precision
+    )
+    return fake_network
+
+
+def weights(digit: str = "a") -> WeightsRecord:
+    blob = Blob(sha256=digit * 64, bytes=4)
+    return WeightsRecord(component="unet", precision="fp16", layout="plain", blobs=(blob,))
+
+
+def key(**changed: Any) -> str:
+    arguments: dict[str, Any] = {
+        "network": network(),
+        "targets": [make_tensorrt_target(H200, "trt11.4", "none")],
+        "version": "11.4.0.106",
+        "buckets": [static_bucket(2, 1024, 1024)],
+        "options": PlanOptions(),
+        "weights": weights(),
+    }
+    return plan_key(**(arguments | changed))
+
+
+def test_key_depends_on_everything_that_decides_a_plan() -> None:
+    other_gpu, gpu = Target("cuda", "h100", "sm90", "trt11.4"), make_tensorrt_target(H200, "trt11.4", "none")
+    keys = [
+        key(),
+        key(network=network(FP32)),
+        key(network=network(layers=3)),
+        key(targets=[other_gpu]),
+        key(targets=[gpu, other_gpu]),
+        key(version="11.4.1.2"),
+        key(buckets=[static_bucket(2, 1024, 768)]),
+        key(buckets=[static_bucket(2, 1024, 1024), static_bucket(4, 1024, 1024)]),
+        key(options=PlanOptions(refit="any")),
+        key(options=PlanOptions(refit="none")),
+        key(options=PlanOptions(compatibility="ampere_plus")),
+        key(options=PlanOptions(workspace=GIB)),
+        key(options=PlanOptions(level=5)),
+        key(weights=weights("b")),
+    ]
+    assert len(set(keys)) == len(keys) and key() == key()
+    assert len({profile_key(key(), number) for number in range(3)} | {key()}) == 4
+    assert len({profile_key(key(), 0, target) for target in (None, gpu, other_gpu)}) == 3
+
+
+@pytest.mark.parametrize(("refit", "depends"), [("identical", True), ("none", True), ("any", False)])
+def test_key_depends_on_the_weights_that_a_plan_is_bound_to(refit: Refit, depends: bool) -> None:
+    options = PlanOptions(refit=refit)
+    one, other = (key(options=options, weights=weights(digit)) for digit in "ab")
+    assert (one != other) == depends
+
+
+def test_workspace_is_explicit_or_half_of_free_memory() -> None:
+    assert workspace_limit(PlanOptions(workspace=3 * GIB), 5 * GIB, 24 * GIB) == 3 * GIB
+    assert workspace_limit(PlanOptions(), 5 * GIB, 24 * GIB) == 7 * GIB
+    assert workspace_limit(PlanOptions(), 5 * GIB, 8 * GIB) == GIB // 4
+    assert workspace_limit(PlanOptions(), 5 * GIB, free_gpu=None) is None, "a build without a GPU has no limit"
+    assert workspace_limit(PlanOptions(workspace=3 * GIB), 5 * GIB, free_gpu=None) == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "message"),
+    [
+        (10, 64, "takes about 12.0 GiB of GPU memory, and 10.0 GiB are free"),
+        (24, 8, "takes about 15.0 GiB of memory, and 8.0 GiB are free"),
+    ],
+)
+def test_refuses_builds_that_do_not_fit(gpu: int, host: int, message: str) -> None:
+    with pytest.raises(NotEnoughMemory, match="Building unet " + message):
+        check_build_memory("unet", 5 * GIB, 2 * GIB, gpu * GIB, host * GIB)
+    check_build_memory("unet", 5 * GIB, 2 * GIB, 12 * GIB, 15 * GIB)
+
+
+def test_build_without_a_gpu_needs_memory_of_the_host_only() -> None:
+    check_build_memory("unet", 5 * GIB, None, free_gpu=None, free_host=15 * GIB)
+    with pytest.raises(NotEnoughMemory, match="takes about 15.0 GiB of memory, and 14.0 GiB are free"):
+        check_build_memory("unet", 5 * GIB, 2 * GIB, free_gpu=None, free_host=14 * GIB)
+
+
+def test_lists_unsupported_nodes_by_frequency() -> None:
+    nodes = [("IsInf", f"n{i}", "no converter") for i in range(3)]
+    nodes.insert(0, ("Resize", "up", "cubic"))
+    assert describe_unsupported(nodes) == "IsInf x3 (first: n0): no converter; Resize x1 (first: up): cubic"
+    many = [(f"Op{i}", "n", "r") for i in range(25)]
+    assert describe_unsupported(many).endswith("; and 5 more kinds")
+    assert describe_unsupported([]) == ""
+
+
+# -- progress -----------------------------------------------------------------------------------------------------
+
+
+def test_reports_each_start_and_then_one_line_a_second() -> None:
+    lines: list[str] = []
+    seconds = 0.0
+    progress = PhaseProgress(lines.append, lambda: seconds)
+    progress.start("Building Engine", None, 2)
+    progress.start("Tactics", "Building Engine", 400)
+    for step in range(400):  # four steps a second
+        seconds += 0.25
+        assert progress.step("Tactics", step)
+    progress.finish("Tactics")
+    progress.start("Serializing", "Building Engine", 1)
+    assert progress.step("Building Engine", 0)
+    seconds += 1
+    assert progress.step("Building Engine", 1)
+    assert lines == [
+        "building: Building Engine 0%",
+        *(f"building: Tactics {percent}%" for percent in range(101)),
+        "building: Serializing 0%",
+        "building: Building Engine 100%",
+    ]
+
+
+def test_reports_no_line_twice() -> None:
+    lines: list[str] = []
+    seconds = count(step=2.0)
+    progress = PhaseProgress(lines.append, lambda: next(seconds))
+    progress.start("Tactics", None, 1000)
+    for step in range(20):
+        progress.step("Tactics", step)
+    assert lines == ["building: Tactics 0%", "building: Tactics 1%", "building: Tactics 2%"]
+
+
+def test_reports_the_two_outer_levels_of_phases() -> None:
+    lines: list[str] = []
+    progress = PhaseProgress(lines.append)
+    progress.start("Building Engine", None, 2)
+    progress.start("Tactics", "Building Engine", 2)
+    progress.start("Timing", "Tactics", 9)
+    assert progress.step("Timing", 3)
+    assert lines == ["building: Building Engine 0%", "building: Tactics 0%"]
+
+
+def test_progress_keeps_the_interrupt_that_stops_a_build() -> None:
+    def interrupt(line: str) -> None:
+        if "50%" in line:
+            raise KeyboardInterrupt
+
+    seconds = count(step=2.0)
+    progress = PhaseProgress(interrupt, lambda: next(seconds))
+    progress.start("Tactics", None, 2)
+    assert not progress.step("Tactics", 0)
+    assert isinstance(progress.error, KeyboardInterrupt)
+    assert not progress.step("Tactics", 1)
+
+
+# -- in a store ---------------------------------------------------------------------------------------------------
+
+
+def test_timing_caches_are_stored_by_target(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
+    targets = [make_tensorrt_target(H200, tag, choice) for tag in ("trt10.16", "trt11.4") for choice in COMPATIBILITY]
+    for number, target in enumerate(targets):
+        assert read_timing_cache(store, target) == b""
+        write_timing_cache(store, target, str(number).encode())
+    assert [read_timing_cache(store, target) for target in targets] == [str(n).encode() for n in range(len(targets))]
+    [path] = [path for path in (tmp_path / "blobs" / "sha256").iterdir() if path.read_bytes() == b"0"]
+    path.write_bytes(b"9")
+    assert read_timing_cache(store, targets[0]) == b""
+    store.write_record("timing", targets[1].key, b"{")
+    assert read_timing_cache(store, targets[1]) == b""
+
+
+def test_gc_keeps_timing_caches(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
+    write_timing_cache(store, make_tensorrt_target(H200, "trt11.4", "none"), b"times")
+    assert {digest for digest, _, _ in store.blobs()} <= named_blobs(store)
+
+
+def test_finds_a_plan_only_if_all_blobs_are_intact(tmp_path: Path) -> None:
+    store = WritableLocalStore(tmp_path)
+    blobs = [Blob(sha256=store.put_bytes(data), bytes=len(data)) for data in (b"plan", b"{}", b"literals", b"onnx")]
+    built = BuiltPlan(
+        plan=blobs[0], constants=blobs[1], literals=blobs[2], onnx=blobs[3], runtime_version="11.4.0.106",
+        build_seconds=1.0, workspace_bytes=[1], benchmarks=[Benchmark(median=1.0, runs=2)],
+    )  # fmt: skip
+    built.write(store, "k")
+    assert BuiltPlan.find(store, "k") == built and BuiltPlan.find(store, "other") is None
+    (tmp_path / "blobs" / "sha256" / blobs[3].sha256).write_bytes(b"ONNX")
+    assert BuiltPlan.find(store, "k") is None
