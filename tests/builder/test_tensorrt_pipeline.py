@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine_builder.backends.tensorrt import build as tensorrt_build
+from engine_builder.backends.tensorrt import plan_store
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import NotEnoughMemory
 from engine_builder.backends.tensorrt.plan_store import read_timing_cache
@@ -24,7 +26,7 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines.tensorrt import api as tensorrt_api
+from model.engines.tensorrt import engine as tensorrt_engine
 from model.errors import EngineError
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
@@ -44,8 +46,8 @@ def gpu_memory() -> Iterator[dict[str, int]]:
     memory = {"free": 2**33, "total": 2**34}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "tensorrt", onnx_tensorrt.module())
-        patch.setattr(tensorrt_api, "require", lambda *_: onnx_tensorrt.VERSION)
-        patch.setattr(tensorrt_api, "installed_version", lambda: onnx_tensorrt.VERSION)
+        for module in (tensorrt_build, plan_store, tensorrt_engine):
+            patch.setattr(module, "require", lambda *_: onnx_tensorrt.VERSION)
         patch.setattr(torch.cuda, "mem_get_info", lambda *_: (memory["free"], memory["total"]))
         cuda = FakeCuda(lambda *_: True)
         for name in ("current_stream", "Event", "is_current_stream_capturing"):
@@ -106,13 +108,9 @@ def test_manifest_describes_every_engine(built: tuple[WritableStore, Manifest], 
 
 def test_build_reports_progress(built: tuple[WritableStore, Manifest], progress: list[str]) -> None:
     activities = [line.removeprefix("unet ") for line in progress if line.startswith("unet ")]
-    assert activities == [
-        "writing weights",
-        "exporting to ONNX",
-        "building: Building 0%",
-        "building: Building 100%",
-        "refitting and checking",
-    ]
+    if "building: Building 100%" in activities:  # more than a second after the start
+        activities.remove("building: Building 100%")
+    assert activities == ["writing weights", "exporting to ONNX", "building: Building 0%", "refitting and checking"]
 
 
 def test_building_again_builds_nothing(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:

@@ -28,7 +28,7 @@ from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.engines.tensorrt.api import installed_version, version_tag
+from model.engines.tensorrt.libraries import TENSORRT, installed_version
 from model.engines.tensorrt.plans import Plans
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import list_targets, make_tensorrt_target
@@ -44,7 +44,7 @@ from tests.support.reference import Reference
 
 
 def _missing() -> str:
-    if installed_version() is None:
+    if installed_version(TENSORRT) is None:
         return "TensorRT is not installed: see docs/tensorrt.md"
     return "" if torch.cuda.is_available() else "TensorRT needs an NVIDIA GPU that PyTorch can use"
 
@@ -56,9 +56,9 @@ SIZES = (Size(2, 256, 256), Size(4, 256, 256))
 
 def plan_of(folder: Path = MODEL_FOLDER, name: str = "tiny-sdxl", options: PlanOptions | None = None) -> BuildPlan:
     options = options or PlanOptions()
-    version = installed_version()
+    version = installed_version(TENSORRT)
     assert version is not None
-    target = make_tensorrt_target(build_target(), version_tag(version), options.compatibility)
+    target = make_tensorrt_target(build_target(), TENSORRT.version_tag(version), options.compatibility)
     return BuildPlan(name, Checkpoint(folder), None, target, FP16, SIZES, tensorrt=options)
 
 
@@ -102,13 +102,13 @@ def test_every_engine_equals_eager_pytorch(
     built: tuple[WritableStore, Manifest], show_progress: Callable[[str], None]
 ) -> None:
     for engine in built[1].engines:
-        assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version()
-        assert engine.benchmark is not None and engine.tensorrt is not None
+        assert engine.runtime == "tensorrt" and engine.runtime_version == installed_version(TENSORRT)
+        assert engine.benchmark is not None and engine.tensorrt is not None and engine.accuracy is not None
         network = load_network(Checkpoint(MODEL_FOLDER), engine.component, FP16, "meta")
         assert 0.0 < engine.accuracy.relative <= tolerance(network, "cuda")
         show_progress(
             f"{engine.component} batch {engine.bucket.batch.max}: relative error {engine.accuracy.relative:.1e}, "
-            f"{engine.benchmark.median:.2f} ms, workspace {engine.tensorrt.workspace_bytes / 2**20:.1f} MiB, "
+            f"{engine.benchmark.median:.2f} ms, workspace {(engine.tensorrt.workspace_bytes or 0) / 2**20:.1f} MiB, "
             f"plan {engine.blob.bytes / 2**10:.0f} KiB"
         )
 
@@ -198,8 +198,8 @@ def test_compatible_plan_is_found_by_its_target(compatibility: str, tmp_path: Pa
 def test_require_raises_without_a_gpu(built: tuple[WritableStore, Manifest]) -> None:
     """Deserializing a plan there would be a segmentation fault."""
     script = (
-        "from model.engines.tensorrt.api import TensorRTUnavailable, require\n"
-        "try:\n    require()\n"
+        "from model.engines.tensorrt.libraries import TENSORRT, TensorRTUnavailable, require\n"
+        "try:\n    require(TENSORRT)\n"
         "except TensorRTUnavailable as error:\n    print(error)\n"
     )
     result = subprocess.run(

@@ -8,6 +8,7 @@ and only with shapes of its profile. The fake shows nothing about TensorRT itsel
 import ctypes
 import json
 import struct
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ class _Parser:
 
 class _Builder:
     def __init__(self, log: Any) -> None:
-        self.create_network = lambda flags: SimpleNamespace(flags=flags, model=None)
+        self.create_network = lambda flags: SimpleNamespace(flags=flags, model=None, num_layers=0)
 
     def create_optimization_profile(self) -> Any:
         shapes: dict[str, Any] = {}
@@ -104,7 +105,8 @@ class _Builder:
 
 
 class _Engine:
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, plan: bytes | memoryview) -> None:
+        data = bytes(plan)
         (length,) = struct.unpack("<Q", data[:8])
         self.profiles = json.loads(data[8 : 8 + length])
         self.data = data[8 + length :]
@@ -203,6 +205,7 @@ def module() -> ModuleType:
     """Return the fake module, to be registered in sys.modules as "tensorrt"."""
     fake: Any = ModuleType("tensorrt")
     fake.__version__ = VERSION
+    fake.__spec__ = ModuleSpec("tensorrt", None)  # so that importlib finds it
     fake.ILogger, fake.Builder, fake.OnnxParser = _Logger, _Builder, _Parser
     fake.Refitter, fake.Weights = _Refitter, _Weights
     fake.IProgressMonitor = type("IProgressMonitor", (), {"__init__": lambda self: None})
