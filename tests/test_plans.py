@@ -210,7 +210,7 @@ def test_loads_plans_and_refits_them_from_the_weights(
     assert len(fake.calls_of("deserialize")) == len(fake.calls_of("refit")) == len(plan_release.components)
 
 
-def test_loads_plans_that_hold_their_weights_without_other_weights(
+def test_loads_plans_that_hold_weights_without_other_weights(
     store: WritableLocalStore, holder_release: Manifest, rtx: Fake
 ) -> None:
     weights = {blob.sha256 for record in holder_release.weights for blob in record.blobs}

@@ -342,8 +342,8 @@ def test_rtx_compiles_kernels_before_a_capture(rtx: Fake) -> None:
     TensorRTEngine(plan, 0, ONE, Workspace(CPU))
     [(_, config)] = rtx.calls_of("context")
     assert config.dynamic_shapes_kernel_specialization_strategy == "EAGER"
-    assert config.strategy == "USER_MANAGED"
-    assert plan.runtime_cache is not None and config.cache is plan.runtime_cache.cache
+    assert config.get_execution_context_allocation_strategy() == "USER_MANAGED"
+    assert plan.runtime_cache is not None and config.get_runtime_cache() is plan.runtime_cache.cache
 
 
 def test_rtx_loads_the_kernels_of_an_earlier_process(rtx: Fake) -> None:

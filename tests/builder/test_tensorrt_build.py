@@ -21,9 +21,9 @@ from engine_builder.backends.tensorrt import build as tensorrt_build
 from engine_builder.backends.tensorrt.build import SerializedPlan, build_plan
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.backends.tensorrt.plan_settings import Profile, ShapeRange
-from model.engines.tensorrt.libraries import TensorRTUnavailable, driver_cuda_version
+from model.engines.tensorrt.libraries import TENSORRT_RTX, TensorRTUnavailable, driver_cuda_version
 from model.store.precision import FP16, FP32, Precision
-from tests.support.tensorrt_rtx import require_tensorrt_rtx
+from tests.support.tensorrt_rtx import capabilities_of
 
 GIB = 2**30
 RTX = PlanOptions(refit="none", runtime="tensorrt-rtx")
@@ -32,11 +32,6 @@ OTHER_PROFILE = {"x": ShapeRange((16, 4), (16, 4), (16, 4))}
 
 
 # -- a build with TensorRT-RTX ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def rtx() -> ModuleType:
-    return require_tensorrt_rtx()
 
 
 def write_graph(
@@ -86,7 +81,14 @@ def test_rtx_builds_a_plan_that_holds_its_weights(product: Path) -> None:
     built = build_rtx(product)
     assert built.timing_cache == b"" and built.build_seconds > 0
     assert isinstance(built.plan, memoryview) and built.plan.itemsize == 1 and len(built.plan) > 10_000
-    assert bytes(built.plan[:4]) == b"vtrt"
+    assert capabilities_of(built.plan) == ["sm86"]
+
+
+def test_rtx_builds_for_each_of_its_capabilities_and_for_all(tmp_path: Path) -> None:
+    graph = write_graph(tmp_path / "graph.onnx", [helper.make_node("Neg", ["x"], ["y"])])
+    supported = TENSORRT_RTX.capabilities
+    for capabilities in (*([name] for name in supported), [*supported]):
+        assert capabilities_of(build_rtx(graph, capabilities=capabilities).plan) == capabilities
 
 
 def test_rtx_gets_all_options(product: Path, rtx: ModuleType, configs: list[Any]) -> None:
@@ -175,11 +177,17 @@ def test_failed_build_has_the_librarys_reason(profiles: Sequence[Profile], reaso
     assert reason in message and message.endswith("). Give other --size, or choose the runtime aot_inductor.")
 
 
+def test_rtx_has_no_fp32_products_for_turing(product: Path) -> None:
+    """So a model in fp32 has no plans for a T4."""
+    with pytest.raises(CompileError, match=r"operation 'second' for Turing \(SM75\): FP32 GEMM is not supported"):
+        build_rtx(product, capabilities=["sm75", "sm86"])
+
+
 @pytest.mark.skipif(driver_cuda_version() is not None, reason="shows the failure without an NVIDIA driver")
 def test_plan_without_weights_needs_a_driver(product: Path) -> None:
     """So `parse_options` refuses these options before a build."""
     for refit in ("identical", "any"):
-        with pytest.raises(CompileError, match=r"could not build unet .*CUDA_SUCCESS"):
+        with pytest.raises(CompileError, match=r"could not build unet .*Error Code 1: Myelin"):
             build_rtx(product, options=PlanOptions(refit=refit, runtime="tensorrt-rtx"))
 
 

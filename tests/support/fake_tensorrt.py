@@ -231,17 +231,25 @@ def _make_rtx(fake: Fake, module: Any) -> None:
 
     class RuntimeConfig:
         dynamic_shapes_kernel_specialization_strategy = "LAZY"
-        strategy = cache = None
+
+        def __init__(self) -> None:
+            self._strategy, self._cache = "STATIC", None
 
         def create_runtime_cache(self) -> RuntimeCache:
             return RuntimeCache()
 
         def set_execution_context_allocation_strategy(self, strategy: str) -> None:
-            self.strategy = strategy
+            self._strategy = strategy
+
+        def get_execution_context_allocation_strategy(self) -> str:
+            return self._strategy
 
         def set_runtime_cache(self, cache: RuntimeCache) -> bool:
-            self.cache = cache
+            self._cache = cache
             return True
+
+        def get_runtime_cache(self) -> RuntimeCache | None:
+            return self._cache
 
     class Engine(module.ICudaEngine):
         def create_runtime_config(self) -> RuntimeConfig:

@@ -21,3 +21,15 @@ def require_tensorrt_rtx() -> ModuleType:
             pytest.fail(reason)
         pytest.skip(reason)
     return import_library(TENSORRT_RTX)
+
+
+def capabilities_of(plan: bytes | memoryview) -> list[str]:
+    """Return the compute capabilities in the header of a plan, such as ["sm80", "sm86"].
+
+    The header has a bit for each supported capability. NVIDIA documents neither. They were found by comparing plans of
+    1.7.1.
+    """
+    assert bytes(plan[:4]) == bytes(plan[28:32]) == b"vtrt"
+    bits = int.from_bytes(plan[32:36], "little")
+    assert bits < 1 << len(TENSORRT_RTX.capabilities)
+    return [name for number, name in enumerate(TENSORRT_RTX.capabilities) if bits >> number & 1]
