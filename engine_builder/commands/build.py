@@ -74,7 +74,7 @@ def build(
         str | None,
         typer.Option(
             help="Plans: for these weights (identical), for those of every model (any), or with these weights inside "
-            "(none); default: identical, but none for tensorrt-rtx without an NVIDIA driver."
+            "(none); default: identical, but none for tensorrt-rtx."
         ),
     ] = None,
     compatibility: Annotated[

@@ -10,7 +10,6 @@ from model.engines.tensorrt.libraries import (
     TENSORRT_RTX,
     Library,
     PlanRuntime,
-    driver_cuda_version,
     import_library,
     require,
 )
@@ -32,8 +31,7 @@ REFIT: dict[Refit, str] = {
     "architecture needs a build",
     "any": "takes the weights of every model of the architecture; NVIDIA warns that this refit may cost accuracy, so "
     "each model is checked when it is built",
-    "none": "holds the weights it was built with, so each plan of a release has a copy of its own; needs no driver "
-    "when it is built",
+    "none": "holds the weights it was built with, so each plan of a release has a copy of its own",
 }
 
 
@@ -65,8 +63,8 @@ def parse_options(
 ) -> PlanOptions:
     """Parse options as typed; `workspace` in GiB. Raises InvalidOption with the choices and their costs.
 
-    Without `refit` it is "identical", or "none" for plans of TensorRT-RTX on a machine without an NVIDIA driver, which
-    the library needs to strip a plan.
+    Without `refit` it is "identical", or "none" for TensorRT-RTX. That library can strip a plan only on a GPU that runs
+    it: it then compiles kernels, which failed on an H100 (docs/tensorrt.md).
     """
     if workspace is not None and not 0 < workspace < 1024:
         raise InvalidOption(f"A workspace of {workspace} GiB is not valid.", "Give more than 0, or omit --workspace.")
@@ -74,13 +72,11 @@ def parse_options(
         raise InvalidOption(
             f"--compatibility {compatibility[:40]} is an option of TensorRT.", "Name the GPUs with --gpu instead."
         )
-    strips = not library.compiles_on_target or driver_cuda_version() is not None
-    chosen = _parse_choice(REFIT, refit, "--refit") if refit else "identical" if strips else "none"
-    if chosen != "none" and not strips:
+    chosen = _parse_choice(REFIT, refit or ("none" if library.compiles_on_target else "identical"), "--refit")
+    if library.compiles_on_target and chosen != "none":
         raise InvalidOption(
-            f"--refit {chosen} needs an NVIDIA driver, and this machine has none: {library.title} asks it to strip a "
-            "plan of its weights.",
-            "Build on a machine with a driver, or choose --refit none.",
+            f"--refit {chosen} is an option of TensorRT: plans of {library.title} hold their weights.",
+            "Choose --refit none, or leave it out.",
         )
     return PlanOptions(
         refit=chosen,
