@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from safetensors.torch import save_file
 
 from engine_builder.backends.aot_inductor.compile import build_target, compile_network, example_inputs, static_bucket
+from engine_builder.backends.onnx.export import OnnxGraph, write_model
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.blocks import plain_operations
@@ -44,17 +47,13 @@ STEPS, RUNS, WARM_UPS = 30, 30, 5
 
 def prepare(model: Path, work: Path, graphs: Path) -> None:
     """Write each component's graph with the model's weights, random inputs, and eager PyTorch's outputs in fp32."""
-    from safetensors.torch import save_file
-
-    from engine_builder.backends.onnx.export import OnnxGraph, write_model
-
     for component, bucket in BUCKETS.items():
         network = load_network(Checkpoint(model), component, FP16, "cuda", plain=True)
         weights = work / f"{component}-weights"
         save_file({name: tensor.contiguous().cpu() for name, tensor in network.tensors().items()}, weights)
-        data = (graphs / f"{component}.onnx").read_bytes()
-        write_model(OnnxGraph(data, _constants_of(data)), [weights], work / component / f"{component}.onnx", link=True)
         inputs = inputs_of(network, bucket)
+        graph = _with_static_shapes((graphs / f"{component}.onnx").read_bytes(), inputs)
+        write_model(graph, [weights], work / component / f"{component}.onnx", link=True)
         _save(work / component / "inputs", inputs)
         with torch.inference_mode(), plain_operations():
             exact = network.module.float()(*(t.float() if t.is_floating_point() else t for t in inputs.values()))
@@ -63,12 +62,14 @@ def prepare(model: Path, work: Path, graphs: Path) -> None:
         print(f"{component}: prepared", flush=True)
 
 
-def _constants_of(graph: bytes) -> dict[str, dict[str, Any]]:
-    """Return the map of constants of a graph: an initializer has the name of its tensor."""
-    import onnx
-
-    external = [i for i in onnx.load_from_string(graph).graph.initializer if i.data_location == i.EXTERNAL]
-    return {initializer.name: {"tensor": initializer.name} for initializer in external}
+def _with_static_shapes(data: bytes, inputs: Mapping[str, torch.Tensor]) -> OnnxGraph:
+    """Return a graph without weights whose inputs have the shapes of `inputs`. An initializer has its tensor's name."""
+    model = onnx.load_from_string(data)
+    for value in model.graph.input:
+        for dimension, size in zip(value.type.tensor_type.shape.dim, inputs[value.name].shape, strict=True):
+            dimension.dim_value = size
+    external = [init.name for init in model.graph.initializer if init.data_location == init.EXTERNAL]
+    return OnnxGraph(model.SerializeToString(), {name: {"tensor": name} for name in external})
 
 
 def inputs_of(network: Network, bucket: Bucket) -> dict[str, torch.Tensor]:
