@@ -2,7 +2,6 @@
 
 import pytest
 
-from engine_builder.backends.tensorrt import options as tensorrt_options
 from engine_builder.backends.tensorrt.options import InvalidOption, PlanOptions, parse_options, plan_targets
 from engine_builder.gpus import CAPABILITIES, UnknownGpu, find_capability
 from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX
@@ -81,45 +80,22 @@ def test_tensorrt_takes_no_gpu_by_name() -> None:
         plan_targets(CPU, ["a10g"], PlanOptions())
 
 
-# -- the options of a machine without a driver --------------------------------------------------------------------
+# -- the options of a build ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_options, "driver_cuda_version", lambda: None)
-
-
-@pytest.fixture
-def with_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensorrt_options, "driver_cuda_version", lambda: (13, 0))
-
-
-@pytest.mark.usefixtures("without_driver")
-def test_plans_hold_their_weights_without_a_driver() -> None:
+def test_plans_of_rtx_hold_their_weights() -> None:
     assert parse_options(TENSORRT_RTX, None, "none", None, 3) == RTX
     assert parse_options(TENSORRT_RTX, "none", "none", None, 3) == RTX
+    assert parse_options(TENSORRT, None, "none", None, 3).refit == "identical"
 
 
-@pytest.mark.usefixtures("without_driver")
 @pytest.mark.parametrize("refit", ["identical", "any"])
-def test_refuses_to_strip_a_plan_without_a_driver(refit: str) -> None:
-    with pytest.raises(InvalidOption, match=f"--refit {refit} needs an NVIDIA driver, .* choose --refit none"):
+def test_refuses_a_refit_of_rtx(refit: str) -> None:
+    with pytest.raises(InvalidOption, match=f"--refit {refit} is an option of TensorRT: .* Choose --refit none"):
         parse_options(TENSORRT_RTX, refit, "none", None, 3)
+    assert parse_options(TENSORRT, refit, "none", None, 3).refit == refit
 
 
-@pytest.mark.usefixtures("with_driver")
-def test_plans_are_stripped_with_a_driver() -> None:
-    assert parse_options(TENSORRT_RTX, None, "none", None, 3).refit == "identical"
-    assert parse_options(TENSORRT_RTX, "any", "none", None, 3).refit == "any"
-
-
-@pytest.mark.usefixtures("without_driver")
-def test_options_of_tensorrt_do_not_depend_on_the_driver() -> None:
-    """Without a driver its build is refused by `require`."""
-    assert parse_options(TENSORRT, None, "none", None, 3) == PlanOptions()
-
-
-@pytest.mark.usefixtures("without_driver")
 @pytest.mark.parametrize("compatibility", ["ampere_plus", "same_compute_capability", "unknown"])
 def test_compatibility_is_an_option_of_tensorrt(compatibility: str) -> None:
     with pytest.raises(InvalidOption, match=f"--compatibility {compatibility} is an option of TensorRT. Name the GPUs"):

@@ -80,6 +80,16 @@ def test_does_not_read_what_others_may_have_written(replace: Callable[[Path], No
     assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
 
 
+def test_does_not_read_a_pipe_with_a_writer(kept: Path) -> None:
+    replace_by_fifo(kept)
+    writer = os.open(kept, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(writer, b"kernels")
+        assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+    finally:
+        os.close(writer)
+
+
 def test_does_not_read_the_file_of_another_user(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = kept.stat().st_uid
     monkeypatch.setattr(runtime_caches.os, "geteuid", lambda: owner + 1)

@@ -284,7 +284,10 @@ def test_reports_the_two_outer_levels_of_phases() -> None:
 
 
 def test_progress_keeps_the_interrupt_that_stops_a_build() -> None:
+    lines: list[str] = []
+
     def interrupt(line: str) -> None:
+        lines.append(line)
         if "50%" in line:
             raise KeyboardInterrupt
 
@@ -293,7 +296,9 @@ def test_progress_keeps_the_interrupt_that_stops_a_build() -> None:
     progress.start("Tactics", None, 2)
     assert not progress.step("Tactics", 0)
     assert isinstance(progress.error, KeyboardInterrupt)
+    progress.start("Serializing", None, 2)
     assert not progress.step("Tactics", 1)
+    assert lines == ["building: Tactics 0%", "building: Tactics 50%"], "the caller is not called again"
 
 
 # -- in a store ---------------------------------------------------------------------------------------------------

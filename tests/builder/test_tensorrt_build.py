@@ -184,7 +184,7 @@ def test_rtx_has_no_fp32_products_for_turing(product: Path) -> None:
 
 
 @pytest.mark.skipif(driver_cuda_version() is not None, reason="shows the failure without an NVIDIA driver")
-def test_plan_without_weights_needs_a_driver(product: Path) -> None:
+def test_rtx_cannot_leave_out_weights_without_a_gpu(product: Path) -> None:
     """So `parse_options` refuses these options before a build."""
     for refit in ("identical", "any"):
         with pytest.raises(CompileError, match=r"could not build unet .*Error Code 1: Myelin"):
