@@ -59,6 +59,7 @@ CAPABILITIES: Tests = {
         "tests/builder/test_onnx_export.py::test_toy_in_fp16_equals_eager_pytorch",
         "tests/builder/test_onnx_export.py::test_pipeline_generates_aot_inductors_image",
         "tests/builder/test_tensorrt_pipeline.py::test_plans_generate_aot_inductors_image",
+        "tests/builder/test_tensorrt_rtx.py::test_builds_each_component_for_one_gpu_and_for_three",
     ),
 }
 """By the first column of "What it can do"."""

@@ -167,7 +167,7 @@ class EngineInfo(TypedDict):
 
     release: str  # model/version
     target: str  # target key, for example cuda-h200-sm90-torch2.13-cu130
-    runtime: str  # aot_inductor, tensorrt or eager
+    runtime: str  # aot_inductor, tensorrt, tensorrt-rtx or eager
 
 
 class GenerationResponse(TypedDict):
