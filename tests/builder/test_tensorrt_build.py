@@ -84,6 +84,7 @@ def test_rtx_builds_a_plan_that_holds_its_weights(product: Path) -> None:
     assert capabilities_of(built.plan) == ["sm86"]
 
 
+@pytest.mark.usefixtures("rtx")
 def test_rtx_builds_for_each_of_its_capabilities_and_for_all(tmp_path: Path) -> None:
     graph = write_graph(tmp_path / "graph.onnx", [helper.make_node("Neg", ["x"], ["y"])])
     supported = TENSORRT_RTX.capabilities
