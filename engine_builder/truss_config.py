@@ -19,7 +19,9 @@ def read_truss_config(path: Path) -> Any:
             entries = yaml.safe_load(read_file(path).decode())
             if not isinstance(entries, dict):
                 raise ValueError("it holds no settings by name")
-            return TrussConfig.from_dict(entries)
+            config = TrussConfig.from_dict(entries)
+            config.to_dict()  # raises for entries that contain themselves, by an alias of YAML
+            return config
         except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
             raise ConfigError(f"{path} is not a valid config.yaml: {reason}.", "See truss/configs.") from error

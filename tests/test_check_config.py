@@ -338,8 +338,11 @@ def test_reports_every_mistake_at_once(gpu_store: WritableStore, release: str, t
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"],
-    ids=["empty", "half", "not text", "unknown key", "nested", "odd value"],
+    [
+        *(b"", b"a: [", b"\xff\xfe", b"model_name: x\nunknown_key: 1\n", b"[" * 5000, b"requirements: 7\n"),
+        b"model_name: x\nmodel_metadata: &a {b: *a}\n",
+    ],
+    ids=["empty", "half", "not text", "unknown key", "nested", "odd value", "contains itself"],
 )
 def test_refuses_an_invalid_truss_config(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
