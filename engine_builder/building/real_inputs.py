@@ -4,17 +4,12 @@ from collections.abc import Collection
 
 import torch
 
-from engine_builder.building.eager_engine import EagerEngine
+from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
 from engine_builder.networks.network import Network
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
 from model.denoising.noise_schedule import NoiseSchedule
-from model.engines.engine import EngineSet
 from model.engines.shapes import bind_shapes
-from model.loading.served import ServedModel, SizeRange, read_defaults
-from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import SDXL, find_component
-from model.pipeline.text_to_image import generate
-from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
 from model.store.store import Store
 
@@ -39,32 +34,15 @@ def record_real_inputs(
     `sizes`: (height, width) in pixels; if empty, the native size, or a smaller one. Raises BrokenImage if an image
     holds NaN or infinity.
     """
-    eager = {
-        name: EagerEngine(name, network.module, network.signature, recording=True)
-        for name, network in networks.items()
-        if name in SDXL
-    }
-    model = LoadedModel(
-        engines={name: EngineSet([engine]) for name, engine in eager.items()},
-        tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
-        noise_schedules=schedulers,
-        settings=facts,
-        device=torch.device(device),
-    )
+    eager = eager_engines({name: network for name, network in networks.items() if name in SDXL}, recording=True)
+    model = open_eager_model(eager, facts, tokenizers, schedulers, store, device)
     native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
     for height, width in sorted(sizes or [native]):
         request = GenerationRequest(
             prompt=_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
             use_refiner=facts.refiner is not None, denoising_frac=0.5,
         )  # fmt: skip
-        served = ServedModel(
-            native_width=width,
-            native_height=height,
-            sizes=SizeRange(1, 2**16, 1),
-            has_refiner=facts.refiner is not None,
-            defaults=read_defaults({}),
-        )
-        generate(model, [resolve(request, served)])
+        generate_eagerly(model, request)
     # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
     return {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
 
@@ -79,8 +57,3 @@ def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -
             index = torch.arange(min(max(batch, bucket.batch.min), bucket.batch.max)) % batch
             fitted.append({name: tensor[index.to(tensor.device)] for name, tensor in inputs.items()})
     return fitted
-
-
-def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
-    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
-    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
 from engine_builder.commands.build import build, export_onnx, parse_plan, run_build
+from engine_builder.commands.calibrate import calibrate
 from engine_builder.commands.check_config import check_config
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
@@ -43,6 +44,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(bench_app)
 for command in (
     build,
+    calibrate,
     check_config,
     export_onnx,
     report,

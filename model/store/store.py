@@ -2,7 +2,7 @@
 
 blobs/sha256/<digest>               written once; readers verify the digest
 releases/<model>/<version>.json     the manifest of a release, written once
-records/<kind>/<name>.json          the builder's records of drafts, engines, graphs and kernel times; may be rewritten
+records/<kind>/<name>.json          the builder's records: drafts, engines, graphs, kernel times, calibrations
 
 Nothing here writes to the store. The builder writes, with engine_builder/stores/.
 """

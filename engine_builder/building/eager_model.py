@@ -1,0 +1,59 @@
+"""A whole model in eager PyTorch, with the server's pipeline around it: what engines are compared with."""
+
+from collections.abc import Mapping
+
+import torch
+
+from engine_builder.building.eager_engine import EagerEngine
+from engine_builder.networks.network import Network
+from model.api.request import GenerationRequest, resolve
+from model.denoising.noise_schedule import NoiseSchedule
+from model.engines.engine import EngineSet
+from model.images.encode import Pixels
+from model.loading.served import ServedModel, SizeRange, read_defaults
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import generate
+from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
+from model.store.manifest import ModelFacts, TokenizerRecord
+from model.store.store import Store
+
+
+def open_eager_model(
+    engines: Mapping[str, EagerEngine],
+    facts: ModelFacts,
+    tokenizers: Mapping[str, TokenizerRecord],
+    schedulers: Mapping[str, NoiseSchedule],
+    store: Store,
+    device: str,
+) -> LoadedModel:
+    """Return a model of engines in eager PyTorch, by component. The tokenizers are read from the store."""
+    return LoadedModel(
+        engines={name: EngineSet([engine]) for name, engine in engines.items()},
+        tokenizers={name: _open_tokenizer(store, record) for name, record in tokenizers.items()},
+        noise_schedules=dict(schedulers),
+        settings=facts,
+        device=torch.device(device),
+    )
+
+
+def eager_engines(networks: Mapping[str, Network], recording: bool = False) -> dict[str, EagerEngine]:
+    """Return an engine for each network. `recording`: each engine copies its inputs."""
+    return {name: EagerEngine(name, network.module, network.signature, recording) for name, network in networks.items()}
+
+
+def generate_eagerly(model: LoadedModel, request: GenerationRequest) -> list[Pixels]:
+    """Return the images of a request with an explicit width and height, which may be any. Raises BrokenImage."""
+    assert request.width is not None and request.height is not None
+    served = ServedModel(
+        native_width=request.width,
+        native_height=request.height,
+        sizes=SizeRange(1, 2**16, 1),
+        has_refiner=model.settings.refiner is not None,
+        defaults=read_defaults({}),
+    )
+    return generate(model, [resolve(request, served)])[0]
+
+
+def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:
+    settings = TokenizerSettings(record.max_length, record.bos_token_id, record.eos_token_id, record.pad_token_id)
+    return ClipTokenizer(store.get(record.blob.sha256, record.blob.bytes).read_bytes(), settings)

@@ -1,0 +1,139 @@
+"""The command `preheat calibrate`: collect the ranges that an 8-bit build needs."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from engine_builder.commands.console import (
+    DEFAULT_STORE,
+    ROOT,
+    CacheOption,
+    StoreOption,
+    console,
+    open_cli_store,
+    parse_size,
+    plain,
+    steps_bar,
+)
+from model.errors import PreheatError
+from model.store.precision import BF16, FP16, FP32
+from model.validation import MAX_STEPS
+
+if TYPE_CHECKING:
+    from engine_builder.quantization.calibrate import CalibratedNetwork, ReportPrompt
+
+PROMPTS = ROOT / "data" / "prompts" / "general.txt"
+PARTIAL = ROOT / ".preheat" / "calibration"  # the ranges of unfinished calibrations
+_LISTED_LAYERS = 10
+_PRECISIONS = {precision.name: precision for precision in (FP32, FP16, BF16)}
+
+
+class BadPrompts(PreheatError):
+    """A file of prompts cannot be read, or holds none."""
+
+    remedy = "Give a text file with one prompt in each line."
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
+    prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
+    negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
+    steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
+    guidance: Annotated[float, typer.Option(min=0, max=50, help="Guidance scale of each image.")] = 8.0,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts; default: all.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
+    ] = None,
+    refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Generate an image of each prompt in eager PyTorch, and store the ranges of the UNet's inputs of each layer.
+
+    A calibration that was interrupted continues. One that is stored is not run again.
+    """
+    with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.backends.aot_inductor.compile import build_target
+        from engine_builder.checkpoints.find import find_checkpoints
+        from engine_builder.checkpoints.release_settings import read_model_facts
+        from engine_builder.quantization.calibrate import CalibrationPlan, read_prompts
+        from engine_builder.quantization.calibrate import calibrate as calibrate_model
+
+    try:
+        listed = read_prompts(prompts.read_text(encoding="utf-8"))[:count]
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadPrompts(f"{prompts} cannot be read ({error}).") from error
+    if not listed:
+        raise BadPrompts(f"{prompts} holds no prompt.")
+    device = build_target().device
+    if precision is not None and precision not in _PRECISIONS:
+        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(_PRECISIONS)}", param_hint="--precision")
+    base, refiner_checkpoint = find_checkpoints(model, refiner)
+    facts = read_model_facts(base, None)
+    width, height = parse_size(size) if size else (facts.native_width, facts.native_height)
+    step = base.size_step()
+    if width % step or height % step or not width or not height:
+        raise typer.BadParameter(f"the sides of {size} must be multiples of {step}", param_hint="--size")
+    plan = CalibrationPlan(
+        base=base,
+        refiner=refiner_checkpoint,
+        precision=_PRECISIONS[precision] if precision else (FP16 if device == "cuda" else FP32),
+        device=device,
+        prompts=listed,
+        negative_prompt=negative_prompt,
+        steps=steps,
+        guidance=guidance,
+        width=width,
+        height=height,
+    )
+    opened = open_cli_store(store, cache_dir)
+    started = time.perf_counter()
+    with _progress() as report:
+        calibrated = calibrate_model(plan, opened, PARTIAL, report)
+    for network in calibrated:
+        _print_network(network)
+    console.print(f"Calibrated in {time.perf_counter() - started:.0f} s: {plain(opened.url)}")
+
+
+def _print_network(network: "CalibratedNetwork") -> None:
+    """Print the layers whose largest input exceeds their 99.99th percentile the most."""
+    conditions, ranges = network.conditions, network.ranges
+    source = "calibrated" if network.is_new else "reused"
+    console.print(
+        f"[bold]{conditions.component}[/] {source}: {len(ranges)} layers, {conditions.prompt_count} prompts, "
+        f"{conditions.steps} steps, record {conditions.key[:12]}"
+    )
+    table = Table(box=SIMPLE_HEAD, title="largest outliers")
+    table.add_column("layer", overflow="fold")
+    for column in ("maximum", "99.99 %", "least error"):
+        table.add_column(column, no_wrap=True)
+    by_outlier = sorted(ranges.items(), key=lambda item: item[1].percentile(0.9999) / item[1].absolute_maximum)
+    for name, observed in by_outlier[:_LISTED_LAYERS]:
+        clips = (observed.clip(rule) for rule in ("absolute_maximum", "percentile", "squared_error"))
+        table.add_row(plain(name), *(f"{clip:.4g}" for clip in clips))
+    console.print(table)
+
+
+@contextmanager
+def _progress() -> Iterator["ReportPrompt"]:
+    """Show a progress bar on a terminal, and a line for every tenth prompt elsewhere."""
+    if not console.is_terminal:
+
+        def print_line(done: int, prompts: int) -> None:
+            if done % 10 == 0 or done == prompts:
+                console.print(f"{done}/{prompts} prompts", soft_wrap=True)
+                sys.stdout.flush()
+
+        yield print_line
+        return
+    with steps_bar() as progress:
+        task = progress.add_task("Generating images", total=None)
+        yield lambda done, prompts: progress.update(task, completed=done, total=prompts)

@@ -1,0 +1,296 @@
+"""Calibration: the ranges of layers, their records in a store, resuming, and refusals."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.calibrate import PROMPTS
+from engine_builder.commands.main import app
+from engine_builder.networks.network import load_network
+from engine_builder.quantization.calibrate import CalibrationPlan, calibrate, digest_weights, observing, read_prompts
+from engine_builder.quantization.ranges import BINS, E4M3_MAX, InputRange, bin_edges, bins_of, to_e4m3
+from engine_builder.quantization.record import (
+    CalibrationError,
+    CalibrationRecord,
+    Conditions,
+    check_ranges,
+    read_calibration,
+    write_calibration,
+)
+from engine_builder.releases.gc import named_blobs
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.store.precision import FP32
+from tests.builder.helpers import edit_weights, folder_of, perturb
+from tests.conftest import REPOSITORY
+
+CPU = torch.device("cpu")
+CONDITIONS = Conditions("unet", "a" * 64, "b" * 64, 2, 3, 8.0, 64, 64, "fp32")
+
+
+def observed(*inputs: torch.Tensor, axis: int = -1) -> InputRange:
+    found = InputRange.empty(inputs[0].shape[axis], CPU)
+    for values in inputs:
+        found.observe(values, axis)
+    return found
+
+
+# -- ranges ----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_every_value_of_small_inputs_and_the_maximum_of_each_channel() -> None:
+    found = observed(torch.tensor([[1.0, -3.0], [0.5, 2.0]]), torch.tensor([[0.0, 4.0]]))
+    assert found.channel_maxima.tolist() == [1.0, 4.0] and found.absolute_maximum == 4.0
+    assert int(found.counts.sum()) == 6 and int(found.counts[0]) == 1, "zero is in the lowest bin"
+    assert found.calls == 2
+
+
+def test_channels_of_a_convolution_are_the_second_axis() -> None:
+    image = torch.zeros(2, 3, 4, 4)
+    image[1, 2, 3, 3] = -7
+    assert observed(image, axis=1).channel_maxima.tolist() == [0.0, 0.0, 7.0]
+
+
+def test_large_inputs_are_sampled_and_their_maximum_is_exact() -> None:
+    values = torch.ones(2**20, 2)
+    values[12345, 1] = 9
+    found = observed(values)
+    assert found.absolute_maximum == 9 and 2**17 < int(found.counts.sum()) < 2**20
+
+
+@pytest.mark.parametrize("value", [1e-9, 2.0**-24, 1.0, 3.7, 448.0, 65504.0, 1e9])
+def test_value_lies_between_the_edges_of_its_bin(value: float) -> None:
+    [index] = bins_of(torch.tensor([value])).tolist()
+    edges = bin_edges()
+    assert len(edges) == BINS + 1
+    assert (index == 0 or edges[index] <= value * (1 + 1e-6)) and (index == BINS - 1 or value < edges[index + 1])
+
+
+def test_percentile_bounds_the_share_of_values() -> None:
+    values = torch.randn(50_000, 2, generator=torch.Generator().manual_seed(0))
+    found = observed(values)
+    for share in (0.5, 0.99, 0.9999):
+        clip = found.percentile(share)
+        exact = float(values.abs().flatten().quantile(share))
+        assert exact <= clip <= exact * 2 ** (1 / 16) * 1.001
+    assert found.percentile(1.0) == found.absolute_maximum
+
+
+def test_least_error_clips_outliers_only_if_that_pays() -> None:
+    """E4M3 has 17 octaves: an outlier costs the other values nothing until they become subnormal."""
+    values = torch.randn(100_000, 1, generator=torch.Generator().manual_seed(0))
+    uniform = observed(values)
+    assert uniform.clip("squared_error") >= 0.9 * uniform.absolute_maximum
+    for rule in ("absolute_maximum", "percentile", "squared_error"):
+        clip = uniform.clip(rule)  # type: ignore[arg-type]
+        errors = (to_e4m3(values.abs().double(), clip) - values.abs().double()).norm() / values.norm()
+        assert errors < 0.04, rule
+
+
+def test_e4m3_maps_the_clip_to_its_largest_number() -> None:
+    assert to_e4m3(torch.tensor([2.0, 5.0], dtype=torch.float64), 2.0).tolist() == [2.0, 2.0]
+    assert to_e4m3(torch.tensor([2.0 / E4M3_MAX * 2**-10], dtype=torch.float64), 2.0).tolist() == [0.0]
+
+
+def test_observes_inputs_of_linears_and_convolutions_by_the_names_of_their_weights(toy_folder: Path) -> None:
+    network = load_network(Checkpoint(toy_folder), "unet", FP32, plain=True)
+    layers = {
+        name
+        for name, m in network.module.named_modules()
+        if isinstance(m, nn.Linear | nn.Conv2d) and m.weight is not None
+    }
+    ranges: dict[str, InputRange] = {}
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 4, 8, 8, generator=generator)]
+    for spec in network.signature.inputs[1:]:
+        inputs.append(torch.randn([1, *(int(size) for size in spec.shape[1:])], generator=generator))
+    with observing(network.module, ranges), torch.inference_mode():
+        network.module(*inputs)
+    assert len(ranges) == len(layers) > 20
+    assert {f"{name}.weight" for name in ranges} <= network.tensors().keys()
+    with torch.inference_mode():
+        network.module(*inputs)
+    assert all(found.calls == 1 for found in ranges.values()), "hooks stay after the calibration"
+
+
+# -- a calibration ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plan(toy_folder: Path) -> CalibrationPlan:
+    return CalibrationPlan(
+        Checkpoint(toy_folder), None, FP32, "cpu", ("a circle", "a square", "a line"), "", steps=2, guidance=4.0,
+        width=64, height=64,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WritableStore:
+    return open_writable_store(tmp_path / "store")
+
+
+def test_calibrates_once(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    [first] = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
+    assert first.is_new and reports == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert {found.calls for found in first.ranges.values()} == {6}, "three prompts of two guided steps"
+    assert list((tmp_path / "partial").iterdir()) == []
+    reports.clear()
+    [again] = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
+    assert not again.is_new and reports == []
+    assert again.ranges.keys() == first.ranges.keys()
+    for name, found in again.ranges.items():
+        assert torch.equal(found.counts, first.ranges[name].counts) and found.calls == 6
+    record = CalibrationRecord.find(store, first.conditions.key)
+    assert record is not None and record.ranges.sha256 in named_blobs(store), "gc would delete the ranges"
+
+
+def test_interrupted_calibration_continues(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:
+    def interrupt(done: int, prompts: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(plan, store, tmp_path / "partial", interrupt)
+    assert store.records("calibrations") == []
+    reports: list[int] = []
+    [resumed] = calibrate(plan, store, tmp_path / "partial", lambda done, prompts: reports.append(done))
+    assert reports == [2, 3]
+    other = open_writable_store(tmp_path / "other")
+    [whole] = calibrate(plan, other, tmp_path / "elsewhere")
+    for name, found in whole.ranges.items():
+        assert torch.equal(found.counts, resumed.ranges[name].counts), name
+        assert torch.equal(found.channel_maxima, resumed.ranges[name].channel_maxima), name
+
+
+def test_damaged_partial_file_starts_again(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:
+    def interrupt(done: int, prompts: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(plan, store, tmp_path / "partial", interrupt)
+    [saved] = (tmp_path / "partial").iterdir()
+    saved.write_bytes(saved.read_bytes()[:1000])
+    reports: list[int] = []
+    calibrate(plan, store, tmp_path / "partial", lambda done, prompts: reports.append(done))
+    assert reports == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"prompts": ("a circle",)}, {"negative_prompt": "blur"}, {"steps": 3}, {"guidance": 5.0}, {"width": 128}],
+    ids=lambda change: next(iter(change)),
+)
+def test_other_conditions_have_another_key(plan: CalibrationPlan, change: dict[str, object]) -> None:
+    changed = dataclasses.replace(plan, **change)  # type: ignore[arg-type]
+    assert changed.conditions("unet").key != plan.conditions("unet").key
+
+
+def test_other_weights_have_another_key(plan: CalibrationPlan, folder_copy: Path) -> None:
+    assert digest_weights(Checkpoint(folder_copy), "unet") == digest_weights(plan.base, "unet")
+    edit_weights(folder_copy / "unet", perturb)
+    assert digest_weights(Checkpoint(folder_copy), "unet") != digest_weights(plan.base, "unet")
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.tensor([[1.0, float("nan")]]), "held NaN or infinity"),
+        (torch.tensor([[1.0, float("inf")]]), "held NaN or infinity"),
+        (torch.zeros(2, 2), "was always zero"),
+    ],
+    ids=["NaN", "infinity", "zeros"],
+)
+def test_refuses_ranges_that_give_no_scale(values: torch.Tensor, words: str, store: WritableStore) -> None:
+    ranges = {"conv_in": observed(torch.ones(1, 2)), "proj": observed(values)}
+    with pytest.raises(CalibrationError, match=f"unet's layer proj {words}"):
+        write_calibration(store, CONDITIONS, ranges)
+    assert store.records("calibrations") == []
+
+
+def test_refuses_a_calibration_without_layers() -> None:
+    with pytest.raises(CalibrationError, match="has no layers"):
+        check_ranges("unet", {})
+
+
+def test_refuses_a_record_of_other_weights(store: WritableStore) -> None:
+    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
+    assert read_calibration(store, CONDITIONS.key, "a" * 64)["proj"].absolute_maximum == 1
+    with pytest.raises(CalibrationError, match=r"of other weights of unet than this model's.*preheat calibrate"):
+        read_calibration(store, CONDITIONS.key, "c" * 64)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [truncate, delete])
+def test_refuses_a_damaged_record(damage: Callable[[Path], None], store: WritableStore) -> None:
+    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
+    record = CalibrationRecord.find(store, CONDITIONS.key)
+    assert record is not None
+    damage(folder_of(store) / "blobs" / "sha256" / record.ranges.sha256)
+    with pytest.raises(CalibrationError, match=r"no intact calibration record.*preheat calibrate"):
+        read_calibration(store, CONDITIONS.key, "a" * 64)
+
+
+def test_refuses_a_record_whose_blob_holds_something_else(store: WritableStore) -> None:
+    from safetensors.torch import save
+
+    from engine_builder.backends.built import put_blob
+
+    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
+    record = CalibrationRecord.find(store, CONDITIONS.key)
+    assert record is not None
+    for data in (save({"proj.counts": torch.zeros(3)}), save({"proj.counts": torch.zeros(BINS).long()}), b"text"):
+        record.model_copy(update={"ranges": put_blob(store, data)}).write(store, CONDITIONS.key)
+        with pytest.raises(CalibrationError, match="of unet is damaged"):
+            read_calibration(store, CONDITIONS.key, "a" * 64)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_command_lists_layers_and_reuses_the_record(toy_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("# two\n\na circle\n  a square  \n")
+    arguments = ["calibrate", str(toy_folder), "--prompts", str(prompts), "--steps", "2", "--size", "64x64",
+                 "--store", str(tmp_path / "store")]  # fmt: skip
+    first = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert first.exit_code == 0 and "unet calibrated: " in first.output and "2 prompts" in first.output
+    assert "largest outliers" in first.output
+    again = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert "unet reused: " in again.output
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "cannot be read"), (b"# none\n\n", "holds no prompt"), (b"\xff", "cannot be read")]
+)
+def test_command_refuses_a_file_without_prompts(
+    content: bytes | None, words: str, toy_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = CliRunner().invoke(app, ["calibrate", str(toy_folder), "--prompts", str(file)])
+    assert result.exception is not None and words in str(result.exception)
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "data" / "prompts").glob("*.txt")), ids=lambda path: path.name)
+def test_shipped_prompts_are_128_different_ones(file: Path) -> None:
+    prompts = read_prompts(file.read_text())
+    assert len(prompts) == len(set(prompts)) == 128
+    assert PROMPTS.is_file()
