@@ -76,7 +76,7 @@ class InputRange:
 
     def _clip_of_least_error(self) -> float:
         """Return the clip whose quantization has the least squared error of the counted values."""
-        centers, counts = _bin_centers(), self.counts.cpu().double()
+        centers, counts = bin_centers(), self.counts.cpu().double()
         clips = self.absolute_maximum * 2.0 ** (-torch.arange(_CANDIDATE_SCALES) / BINS_PER_OCTAVE)
         errors = [float((counts * (to_e4m3(centers, clip) - centers).square()).sum()) for clip in clips.tolist()]
         return float(clips[errors.index(min(errors))])
@@ -100,6 +100,7 @@ def bin_edges() -> torch.Tensor:
     return 2.0 ** (torch.arange(BINS + 1, dtype=torch.float64) / BINS_PER_OCTAVE + _LOWEST_OCTAVE)
 
 
-def _bin_centers() -> torch.Tensor:
+def bin_centers() -> torch.Tensor:
+    """Return the geometric mean of each bin's edges, float64 [BINS]."""
     edges = bin_edges()
     return (edges[:-1] * edges[1:]).sqrt()

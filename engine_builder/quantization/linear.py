@@ -1,0 +1,68 @@
+"""Linears in FP8 (E4M3): weights and inputs are divided by one scale each, rounded to E4M3, and multiplied.
+
+Products are summed in fp32. On a GPU the product runs on the matrix units. On a CPU the same call computes the same
+product, for tests.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from engine_builder.quantization.ranges import E4M3_MAX
+
+MULTIPLE = 16  # of a product's width and depth
+
+
+class QuantizedLinear(nn.Module):
+    """[..., in] -> [..., out], as nn.Linear.
+
+    weight: E4M3 [out, in]. weight_scale, input_scale: float32 scalars: a quantized number times its scale is the number
+    that it stands for. bias: [out] in the type of the inputs, or None.
+    """
+
+    weight_scale: Tensor
+    input_scale: Tensor
+
+    def __init__(self, weight: Tensor, weight_scale: Tensor, input_scale: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("weight_scale", weight_scale)
+        self.register_buffer("input_scale", input_scale)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        quantized = quantize(inputs, self.input_scale)
+        product = torch._scaled_mm(
+            quantized.reshape(-1, self.in_features),
+            self.weight.t(),
+            scale_a=self.input_scale,
+            scale_b=self.weight_scale,
+            bias=self.bias,
+            out_dtype=inputs.dtype,
+        )
+        return product.reshape(*inputs.shape[:-1], self.out_features)
+
+
+def quantize(values: Tensor, scale: Tensor) -> Tensor:
+    """Return values / scale as E4M3. Numbers beyond its largest are clipped."""
+    scaled = values.float() * scale.reciprocal()
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_linear(linear: nn.Linear, input_clip: float) -> QuantizedLinear:
+    """Return a linear in FP8. `input_clip`: the absolute input that is mapped to the largest number of E4M3."""
+    weight = linear.weight.detach()
+    weight_scale = weight.abs().max().float() / E4M3_MAX
+    return QuantizedLinear(
+        quantize(weight, weight_scale),
+        weight_scale,
+        torch.tensor(input_clip / E4M3_MAX, dtype=torch.float32, device=weight.device),
+        None if linear.bias is None else linear.bias.detach(),
+    )
+
+
+def can_quantize(module: nn.Module) -> bool:
+    """True for a linear whose width and depth suit an FP8 product. False for one whose parameters were dropped."""
+    if not isinstance(module, nn.Linear) or module.weight is None:
+        return False
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0

@@ -1,0 +1,55 @@
+"""Which layers of a network are quantized, and how their inputs are clipped. A policy is a TOML file of name patterns.
+
+keep_fp16 = ["*.proj_out", "mid_block.*"]    # of layers that stay in fp16, as the shell matches names
+clip = "squared_error"                       # absolute_maximum, percentile or squared_error
+percentile = 0.9999                          # of clip = "percentile"
+"""
+
+import tomllib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError
+
+from engine_builder.files import read_file
+from engine_builder.quantization.ranges import ScaleRule
+from model.errors import PreheatError
+from model.validation import StrictModel, explain
+
+
+class BadPolicy(PreheatError):
+    """A policy file cannot be read, has an unknown entry, or a pattern that matches no layer."""
+
+    remedy = "See docs/build-and-publish.md for the entries of a policy."
+
+
+class Policy(StrictModel):
+    """The entries of a policy file."""
+
+    keep_fp16: list[str] = []
+    """Patterns of layers that stay in fp16."""
+    clip: ScaleRule = "absolute_maximum"
+    """How the clip of an input follows from its range."""
+    percentile: Annotated[float, Field(gt=0.5, le=1.0)] = 0.9999
+    """The share of values that are not clipped."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a policy file. Raises BadPolicy."""
+        try:
+            return cls.model_validate(tomllib.loads(read_file(path).decode()))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise BadPolicy(f"{path} is not a policy ({error}).") from error
+        except ValidationError as error:
+            problem = explain(error, cls)[0]
+            raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
+
+    def select(self, layers: Iterable[str]) -> list[str]:
+        """Return the layers that are quantized. Raises BadPolicy for a pattern that matches none of `layers`."""
+        names = list(layers)
+        for pattern in self.keep_fp16:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise BadPolicy(f"The pattern {pattern!r} of keep_fp16 matches no layer.")
+        return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
