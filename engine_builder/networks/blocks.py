@@ -234,8 +234,8 @@ def tokens_to_pixels(tokens: Tensor, hidden: Tensor) -> Tensor:
     if is_for_onnx():
         from engine_builder.networks.onnx_operations import reshape_like
 
-        pixels: Tensor = reshape_like(tokens.transpose(1, 2), hidden)
-        return pixels
+        pixels: Tensor = reshape_like(tokens, hidden.permute(0, 2, 3, 1))
+        return pixels.permute(0, 3, 1, 2)
     batch, channels, height, width = hidden.shape
     return tokens.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
@@ -252,13 +252,13 @@ def concat_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     return fused
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int, is_causal: bool = False) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     """Return attention [batch, n, channels] of queries [batch, n, channels] to keys, values [batch, m, channels]."""
 
     def split(tensor: Tensor) -> Tensor:
         return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
 
-    mixed: Tensor = F.scaled_dot_product_attention(split(queries), split(keys), split(values), is_causal=is_causal)
+    mixed: Tensor = F.scaled_dot_product_attention(split(queries), split(keys), split(values))
     return mixed.transpose(1, 2).flatten(2)
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import attend, concat_linears, is_for_onnx
+from engine_builder.networks.blocks import concat_linears, is_for_onnx
 
 
 class TextNetwork(nn.Module):
@@ -49,13 +49,9 @@ class _SelfAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return attention of the shape [batch, tokens, width], and None. Masks are ignored: SDXL passes none."""
-        fused = self.to_qkv(hidden_states)
-        if is_for_onnx():
-            queries, keys, values = fused.chunk(3, dim=-1)
-            return self.out_proj(attend(queries, keys, values, self.heads, is_causal=True)), None
-        fused = fused.unflatten(-1, (3, self.heads, -1))
+        fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [batch, heads, tokens, head width]
-        if hidden_states.is_cuda:
+        if hidden_states.is_cuda or is_for_onnx():
             mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         else:
             position = torch.arange(hidden_states.shape[1], device=hidden_states.device)

@@ -15,19 +15,30 @@ import pytest
 import torch
 
 from engine_builder.backends.onnx.export import count_operators, export_graph, read_literals
+from engine_builder.backends.onnx.inspect_graphs import has_tensorrt_rtx, inspect_graph
+from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.checkpoints import random_sdxl
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
-from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER
+from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER
 from model.store.precision import FP16
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"),
-    reason="exports SDXL at full size, about six minutes: run `make slow`, which sets PREHEAT_SLOW",
+    reason="exports SDXL at full size, about five minutes: run `make slow`, which sets PREHEAT_SLOW",
 )
 # The refiner's text encoder is the base's second.
 COMPONENTS = [name for name in BASE_COMPONENTS + REFINER_COMPONENTS if name != REFINER_TEXT_ENCODER_2]
+CASES = [(name, OPSET) for name in COMPONENTS] + [(name, OLD_OPSET) for name in (TEXT_ENCODER_2, UNET, VAE_DECODER)]
+# Attentions, group norms and layer norms. The first encoder's last layer is not used.
+FUSED = {
+    "text_encoder": (11, 0, 22),
+    "text_encoder_2": (32, 0, 65),
+    "unet": (140, 46, 210),
+    "refiner_unet": (88, 56, 132),
+    "vae_decoder": (1, 30, 0),
+}
 # Parameters of the published checkpoints, to check the configs.
 PARAMETERS = {
     "unet": 2_567_463_684,
@@ -61,13 +72,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Checkpoint]:
     return {False: Checkpoint(root / "base"), True: Checkpoint(root / "refiner")}
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize(("component", "opset"), CASES)
 def test_sdxl_exports_at_full_size(
-    component: str, folders: dict[bool, Checkpoint], show_progress: Callable[[str], None], tmp_path: Path
+    component: str, opset: int, folders: dict[bool, Checkpoint], show_progress: Callable[[str], None], tmp_path: Path
 ) -> None:
     started = time.perf_counter()
     network = load_network(folders[component in REFINER_COMPONENTS], component, FP16, device="meta")
-    graph = export_graph(network)  # checks it: ONNX's checker, strict shape inference, names, types
+    graph = export_graph(network, opset)  # checks it: ONNX's checker, strict shape inference, names, types
     seconds = time.perf_counter() - started
     tensors = network.tensors()
     assert graph.constants.keys() <= tensors.keys()
@@ -75,14 +86,20 @@ def test_sdxl_exports_at_full_size(
         assert graph.constants.keys() == tensors.keys()
     # Everything is fp16, except positions and the sinusoids of time and size.
     assert all(c["dtype"] == "float16" or name.endswith("position_ids") for name, c in graph.constants.items())
-    assert count_operators(graph.model).get("Cast", 0) <= 3
+    counts = count_operators(graph.model)
+    assert counts.get("Cast", 0) <= 3 and counts.get("Shape", 0) <= 11
+    group_norm = "InstanceNormalization" if opset == OLD_OPSET else "GroupNormalization"
+    fused = tuple(counts.get(name, 0) for name in ("Softmax", group_norm, "LayerNormalization"))
+    assert fused == FUSED.get(component, (0, 0, 0))
     assert len(graph.model) < 2**20
-    # Each literal once: a text encoder's graph repeats the causal mask of 77 x 77 bytes in each layer, twice.
-    distinct = {value.numpy().tobytes() for value in read_literals(graph.model).values()}
-    assert sum(map(len, distinct)) < 2**14
-    assert onnx.load_from_string(graph.model).opset_import[0].version == 20
+    assert sum(value.nbytes for value in read_literals(graph.model).values()) < 2**14
+    assert onnx.load_from_string(graph.model).opset_import[0].version == opset
+    path = tmp_path / f"{component}-{opset}.onnx"
+    path.write_bytes(graph.model)
+    layers = inspect_graph(path).layers if has_tensorrt_rtx() else "not counted:"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     show_progress(
-        f"{component}: {seconds:.0f} s, {len(graph.model) / 2**10:.0f} KiB, {len(graph.constants)} tensors, "
+        f"{path.stem}: {seconds:.0f} s, {len(graph.model) / 2**10:.0f} KiB, {sum(counts.values())} nodes, "
+        f"{layers} layers of TensorRT-RTX, {len(graph.constants)} tensors, "
         f"{peak:.0f} MiB of memory at most so far"
     )

@@ -43,7 +43,7 @@ from model.store.precision import FP16, FP32
 from model.weights.safetensors_header import HEADER_LIMIT, read_header
 
 # Part of every graph key. Raise it when the result of an export changes for a network.
-EXPORT_VERSION = 2
+EXPORT_VERSION = 3
 EXPORTED_PRECISIONS = (FP32, FP16)
 WEIGHTS_FOLDER = "weights"  # next to a written graph; a placeholder in a stored graph
 _LARGEST_LITERAL = 2**16  # elements of a constant that is looked for among the others; causal masks have 77 x 77

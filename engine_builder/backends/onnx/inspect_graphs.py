@@ -1,0 +1,121 @@
+"""Count the nodes of ONNX graphs, the layers of TensorRT-RTX's network, and the kernels of its plan.
+
+`python -m engine_builder.backends.onnx.inspect_graphs GRAPH.onnx... [--pixels 1024]`
+
+Needs neither a GPU nor weights: they are replaced by a sparse file of zeros. Graphs of `preheat export-onnx` and stored
+graphs are read. A plan is built for the A10G's compute capability, and its kernels are counted in the description of
+its operations. TensorRT-RTX does not document that description; 1.7.1 has one line for each operation.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import re
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+from onnx import TensorProto
+
+from engine_builder.backends.aot_inductor.compile import concrete_shape
+
+_LIBRARY = "tensorrt_rtx_bindings"
+_PAGE = 4096  # bytes
+_BATCH = 2
+_KERNEL = re.compile(rb"\n  (?:function|runtime_function|runtime_fusion|fully_connected|corrltn)=\{")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What TensorRT-RTX makes of a graph. `kernels` and `build_seconds` are None without a build."""
+
+    layers: int
+    kernels: int | None
+    build_seconds: float | None
+
+
+def has_tensorrt_rtx() -> bool:
+    """True if TensorRT-RTX is installed."""
+    return importlib.util.find_spec(_LIBRARY) is not None
+
+
+def inspect_graph(graph: Path, pixels: int | None = None) -> Inspection:
+    """Parse a graph. With `pixels`, also build its plan for a batch of 2 at `pixels` x `pixels`.
+
+    Raises ValueError if TensorRT-RTX refuses the graph.
+    """
+    trt = importlib.import_module(_LIBRARY)
+    log = trt.Logger(trt.Logger.ERROR)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, log)
+    with tempfile.TemporaryDirectory() as folder:
+        if not parser.parse_from_file(str(write_with_zeros(graph, Path(folder)))):
+            raise ValueError(f"TensorRT-RTX cannot read {graph}: {parser.get_error(0).desc()}")
+        layers = int(network.num_layers)
+        if pixels is None:
+            return Inspection(layers, None, None)
+        started = time.perf_counter()
+        plan = builder.build_serialized_network(network, _make_config(trt, builder, graph, pixels))
+        seconds = time.perf_counter() - started
+    if plan is None:
+        raise ValueError(f"TensorRT-RTX cannot build {graph}.")
+    executed, _, _ = bytes(plan).partition(b"\n  add={")  # after it, the parts of fused products are defined
+    return Inspection(layers, len(_KERNEL.findall(executed)), seconds)
+
+
+def _make_config(trt: Any, builder: Any, graph: Path, pixels: int) -> Any:
+    """Return a build's configuration with one static profile."""
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM86, 0)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    profile = builder.create_optimization_profile()
+    sizes = {"rows": _BATCH, "height": pixels, "width": pixels}
+    for value in onnx.load(graph, load_external_data=False).graph.input:
+        dimensions = [size.dim_param or size.dim_value for size in value.type.tensor_type.shape.dim]
+        profile.set_shape(value.name, *[concrete_shape(dimensions, sizes)] * 3)
+    config.add_optimization_profile(profile)
+    return config
+
+
+def write_with_zeros(graph: Path, folder: Path) -> Path:
+    """Write a copy of a graph to `folder`, with a file of zeros as its external data. Returns the copy's path."""
+    model = onnx.load(graph, load_external_data=False)
+    size = 0
+    for initializer in model.graph.initializer:
+        if initializer.data_location == TensorProto.EXTERNAL:
+            length = next(int(entry.value) for entry in initializer.external_data if entry.key == "length")
+            del initializer.external_data[:]
+            for key, value in (("location", "zeros"), ("offset", str(size)), ("length", str(length))):
+                initializer.external_data.add(key=key, value=value)
+            size += -(-length // _PAGE) * _PAGE  # TensorRT refuses two weights at one address
+    (folder / "zeros").touch()
+    os.truncate(folder / "zeros", size)
+    copy = folder / graph.name
+    copy.write_bytes(model.SerializeToString())
+    return copy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("graphs", type=Path, nargs="+")
+    parser.add_argument("--pixels", type=int, help="also build plans for images of this width and height")
+    arguments = parser.parse_args()
+    if not has_tensorrt_rtx():
+        parser.error("TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+    print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'build s':>7}")
+    for path in arguments.graphs:
+        model = onnx.load(path, load_external_data=False)
+        found = inspect_graph(path, arguments.pixels)
+        built = "" if found.kernels is None else f" {found.kernels:7,} {found.build_seconds:7.1f}"
+        nodes = len(model.graph.node)
+        print(f"{path.name:34} {model.opset_import[0].version:5} {nodes:7,} {found.layers:7,}{built}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
