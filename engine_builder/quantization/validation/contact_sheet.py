@@ -1,0 +1,84 @@
+"""One picture of many pairs: the reference, the quantized model's picture, and their amplified difference."""
+
+import io
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Self
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from engine_builder.quantization.validation.report import ValidationReport
+from model.images.encode import Pixels
+
+MAX_PAIRS = 32
+AMPLIFICATION = 8  # of the absolute difference
+SIDE = 192  # pixels, of a thumbnail's longer side
+_COLUMNS, _MARGIN, _FONT_SIZE = 2, 8, 12
+_TEXT_HEIGHT = 2 * (_FONT_SIZE + 4)
+
+
+@dataclass(frozen=True)
+class PicturePair:
+    """Thumbnails of the request `number` of a report, uint8 [height, width, 3], the longer side `SIDE`."""
+
+    number: int
+    reference: Pixels
+    quantized: Pixels
+    difference: Pixels
+
+    @classmethod
+    def of(cls, number: int, reference: Pixels, quantized: Pixels) -> Self:
+        """Make thumbnails of two pictures of one size, uint8 [height, width, 3]."""
+        difference = np.abs(quantized.astype(np.int32) - reference) * AMPLIFICATION
+        amplified = difference.clip(0, 255).astype(np.uint8)
+        return cls(number, _thumbnail(reference), _thumbnail(quantized), _thumbnail(amplified))
+
+
+def contact_sheet(report: ValidationReport, pairs: Sequence[PicturePair]) -> bytes:
+    """Return a PNG of at most 32 pairs in the order of the report, the worst first.
+
+    Each is `reference | quantized | 8 times their difference`, above the prompt and the distances. `pairs`: of some of
+    the report's prompts, in any order.
+    """
+    by_number = {pair.number: pair for pair in pairs}
+    shown = [prompt for prompt in report.prompts if prompt.number in by_number][:MAX_PAIRS]
+    cell_width, cell_height = 3 * SIDE + _MARGIN, SIDE + _TEXT_HEIGHT + _MARGIN
+    columns = min(_COLUMNS, max(1, len(shown)))
+    rows = max(1, -(-len(shown) // columns))
+    sheet = Image.new("RGB", (columns * cell_width + _MARGIN, rows * cell_height + _MARGIN), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT_SIZE)
+    for index, prompt in enumerate(shown):
+        left = _MARGIN + index % columns * cell_width
+        top = _MARGIN + index // columns * cell_height
+        pair = by_number[prompt.number]
+        for position, pixels in enumerate((pair.reference, pair.quantized, pair.difference)):
+            sheet.paste(Image.fromarray(pixels), (left + position * SIDE, top))
+        numbers = (
+            f"latents {prompt.latents_decibels:.1f} dB, PSNR {prompt.psnr_decibels:.1f} dB, "
+            f"1 - MS-SSIM {prompt.perceptual_distance:.4f}, seed {prompt.seed}"
+        )
+        for line, text in enumerate((_fit(prompt.prompt, font, 3 * SIDE), numbers)):
+            draw.text((left, top + SIDE + line * (_FONT_SIZE + 4)), text, fill="black", font=font)
+    file = io.BytesIO()
+    sheet.save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
+def _thumbnail(pixels: Pixels) -> Pixels:
+    height, width = pixels.shape[:2]
+    share = SIDE / max(height, width)
+    size = (max(1, round(width * share)), max(1, round(height * share)))
+    method = Image.Resampling.BOX if share < 1 else Image.Resampling.NEAREST
+    return np.asarray(Image.fromarray(pixels).resize(size, method))
+
+
+def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """Return the text in one line of at most `width` pixels. The default font has Latin letters only."""
+    line = " ".join(text.split()).encode("latin-1", "replace").decode("latin-1")
+    if font.getlength(line) <= width:
+        return line
+    kept = bisect_right(range(len(line)), width, key=lambda count: ceil(font.getlength(f"{line[:count]}...")))
+    return f"{line[: max(0, kept - 1)]}..."

@@ -1,0 +1,85 @@
+"""The limits that a report must keep, from a TOML file of numbers. An entry that the file lacks has its default.
+
+min_latents_decibels_median = 20.0
+max_true_loss_points = 1.0
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError
+
+from engine_builder.files import read_file
+from engine_builder.quantization.validation.report import ValidationReport
+from model.errors import PreheatError
+from model.validation import StrictModel, explain
+
+Distance = Annotated[float, Field(ge=0, le=1)]
+
+
+class BadThresholds(PreheatError):
+    """A file of thresholds cannot be read, or has an unknown or impossible entry."""
+
+    remedy = "See docs/build-and-publish.md for the entries of a file of thresholds."
+
+
+class Thresholds(StrictModel):
+    """The limits. "median" and "worst" are over all prompts, or for UNet calls over all calls of all prompts."""
+
+    min_prompts: Annotated[int, Field(ge=1)] = 32
+    min_unet_decibels_median: float = 25.0
+    min_unet_decibels_worst: float = 15.0
+    min_latents_decibels_median: float = 20.0
+    min_latents_decibels_worst: float = 5.0
+    min_psnr_decibels_median: float = 20.0
+    min_psnr_decibels_worst: float = 10.0
+    max_perceptual_distance_median: Distance = 0.2
+    max_perceptual_distance_worst: Distance = 0.7
+    max_true_loss_points: Annotated[float, Field(ge=0, le=100)] = 1.0
+    """Percentage points of prompt-true pictures. Not checked if the report has no verdicts."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file of thresholds. Raises BadThresholds."""
+        try:
+            return cls.model_validate(tomllib.loads(read_file(path).decode()))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise BadThresholds(f"{path} is not a file of thresholds ({error}).") from error
+        except ValidationError as error:
+            problem = explain(error, cls)[0]
+            raise BadThresholds(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
+
+
+def violations(report: ValidationReport, thresholds: Thresholds) -> list[str]:
+    """Return a sentence with value and limit for each threshold that the report does not keep."""
+    found = []
+    if len(report.prompts) < thresholds.min_prompts:
+        found.append(f"The report has {len(report.prompts)} prompts; at least {thresholds.min_prompts} are required.")
+    summary = report.summary
+    subjects = {
+        "unet_decibels": "SQNR of UNet calls",
+        "latents_decibels": "SQNR of final latents",
+        "psnr_decibels": "PSNR of pictures",
+        "perceptual_distance": "perceptual distance of pictures",
+    }
+    for entry, subject in subjects.items():
+        for statistic in ("median", "worst"):
+            value: float = getattr(getattr(summary, entry), statistic)
+            if entry == "perceptual_distance":
+                limit: float = getattr(thresholds, f"max_{entry}_{statistic}")
+                if value > limit:
+                    found.append(f"The {statistic} {subject} is {value:.4f}; at most {limit:g} is allowed.")
+            else:
+                limit = getattr(thresholds, f"min_{entry}_{statistic}")
+                if value < limit:
+                    found.append(f"The {statistic} {subject} is {value:.2f} dB; at least {limit:g} dB is required.")
+    loss = summary.true_loss_points
+    # Rounding of percentages must not refuse a loss that equals the limit.
+    if loss is not None and loss > thresholds.max_true_loss_points + 1e-9:
+        found.append(
+            f"The share of prompt-true pictures fell by {loss:.2f} percentage points, from "
+            f"{summary.reference_true:.2f} to {summary.quantized_true:.2f} %; at most "
+            f"{thresholds.max_true_loss_points:g} points are allowed."
+        )
+    return found
