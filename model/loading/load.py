@@ -122,16 +122,18 @@ def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> di
 def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
     """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
 
-    Returns contents by digest, so that the verified bytes are the bytes that are used. The blobs of TensorRT engines
-    have no content here: `Plans` reads them later.
+    Returns contents by digest, so that the verified bytes are the bytes that are used. The blobs of plans have no
+    content here: `Plans` reads and verifies them later. A plan with weights is not verified here, because hashing its
+    gigabytes twice takes seconds.
     """
+    records = [record for engines in selection.engines.values() for record in engines if record.tensorrt]
     plan_blobs = {
         blob.sha256
-        for records in selection.engines.values()
         for record in records
         if record.tensorrt
         for blob in (record.blob, record.constants, record.tensorrt.literals)
     }
+    large = {record.blob.sha256 for record in records if record.holds_weights}
 
     def read(blob: Blob) -> tuple[str, bytes]:
         if blob.sha256 in plan_blobs:
@@ -142,7 +144,7 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
         return blob.sha256, bytes(buffer)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
-        return dict(pool.map(read, selection.blobs(weights=False)))
+        return dict(pool.map(read, [b for b in selection.blobs(weights=False) if b.sha256 not in large]))
 
 
 def _open_tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:
