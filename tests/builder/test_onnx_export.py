@@ -27,6 +27,7 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
+from engine_builder.backends.onnx.inspect_graphs import has_tensorrt_rtx, inspect_graph, write_with_zeros
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
@@ -450,6 +451,31 @@ def test_shapes_are_constants(
             assert node.input[1] in constants | shapes
         if node.op_type == "Slice":
             assert constants.issuperset(node.input[1:])
+
+
+@pytest.mark.skipif(not has_tensorrt_rtx(), reason="TensorRT-RTX is not installed")
+@pytest.mark.parametrize(
+    ("component", "layers", "kernels"), [("text_encoder", 145, 20), ("unet", 1930, 270), ("vae_decoder", 835, 85)]
+)
+def test_tensorrt_rtx_fuses_the_graphs(
+    component: str, layers: int, kernels: int, old_graphs: dict[str, OnnxGraph], tmp_path: Path
+) -> None:
+    """The numbers are those of TensorRT-RTX 1.7.1, see docs/tensorrt.md. Fewer are better."""
+    path = tmp_path / "graph.onnx"
+    path.write_bytes(old_graphs[component].model)
+    found = inspect_graph(path, pixels=256)
+    assert found.layers <= layers
+    assert found.kernels is not None and found.kernels <= kernels
+
+
+def test_zeros_replace_the_weights(toy_unet: tuple[Network, OnnxGraph], tmp_path: Path) -> None:
+    network, graph = toy_unet
+    (tmp_path / "unet.onnx").write_bytes(graph.model)
+    (tmp_path / "copy").mkdir()
+    model = onnx.load(write_with_zeros(tmp_path / "unet.onnx", tmp_path / "copy"))
+    arrays = {init.name: onnx.numpy_helper.to_array(init) for init in model.graph.initializer}
+    assert all(arrays[name].shape == tuple(tensor.shape) for name, tensor in network.tensors().items())
+    assert not any(arrays[name].any() for name in network.tensors())
 
 
 def test_refuses_other_opsets(toy_folder: Path) -> None:

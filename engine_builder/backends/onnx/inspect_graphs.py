@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, help="also build plans for images of this width and height")
     arguments = parser.parse_args()
     if not has_tensorrt_rtx():
-        parser.error("TensorRT-RTX is not installed: pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+        parser.error("TensorRT-RTX is not installed: pip install -e '.[tensorrt-rtx]'")
     print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'build s':>7}")
     for path in arguments.graphs:
         model = onnx.load(path, load_external_data=False)
