@@ -294,7 +294,7 @@ def toy_requests(prompts: tuple[str, ...] = PROMPTS) -> list[GenerationParams]:
 def compared(networks: dict[str, Network], make: Make) -> Comparison:
     """The toy against itself with 5 % of noise in the UNet's linears."""
     other = perturbed(networks["unet"], 0.05)
-    names = ["down_blocks.1.attentions.0.proj_in", "up_blocks.0.attentions.0.proj_out"]
+    names = ["up_blocks.0.attentions.0.proj_out", "down_blocks.1.attentions.0.proj_in"]
     return compare_models(
         make(networks),
         make(networks | {"unet": other}),
@@ -623,6 +623,10 @@ def test_refuses_a_bad_file_of_thresholds(content: bytes | None, words: str, tmp
 # -- the contact sheet -----------------------------------------------------------------------------------------------
 
 
+GAP = 4  # pixels between the pictures of a pair
+PAIR_WIDTH = 3 * SIDE + 2 * GAP
+
+
 def pair_of(number: int, reference: int, quantized: int) -> PicturePair:
     return PicturePair.of(number, constant(reference), constant(quantized))
 
@@ -637,11 +641,11 @@ def test_sheet_has_reference_quantized_and_amplified_difference() -> None:
     report = report_of(prompt_result(5), prompt_result(2))
     sheet = open_sheet(contact_sheet(report, [pair_of(2, 50, 60), pair_of(5, 100, 90)]))
     row = 8 + SIDE // 2
-    levels = [int(sheet[row, 8 + position * SIDE + SIDE // 2, 0]) for position in range(3)]
+    levels = [int(sheet[row, 8 + position * (SIDE + GAP) + SIDE // 2, 0]) for position in range(3)]
     assert levels == [100, 90, 80], "the report's first prompt comes first"
-    second = 8 + 3 * SIDE + 8
-    assert [int(sheet[row, second + position * SIDE + SIDE // 2, 0]) for position in range(3)] == [50, 60, 80]
-    caption = sheet[8 + SIDE : 8 + SIDE + 32, 8 : 8 + 3 * SIDE]
+    second = 8 + PAIR_WIDTH + 8
+    assert [int(sheet[row, second + position * (SIDE + GAP) + SIDE // 2, 0]) for position in range(3)] == [50, 60, 80]
+    caption = sheet[8 + SIDE : 8 + SIDE + 32, 8 : 8 + PAIR_WIDTH]
     assert (caption < 100).any(), "the prompt and the distances are written below"
 
 
@@ -650,8 +654,8 @@ def test_sheet_shows_the_worst_32_prompts() -> None:
     pairs = [pair_of(number, number, number) for number in reversed(range(40))]
     sheet = open_sheet(contact_sheet(report_of(*prompts), pairs))
     row_height = SIDE + 32 + 8
-    assert sheet.shape == (16 * row_height + 8, 2 * (3 * SIDE + 8) + 8, 3)
-    last = sheet[8 + 15 * row_height + SIDE // 2, 8 + 3 * SIDE + 8 + SIDE // 2]
+    assert sheet.shape == (16 * row_height + 8, 2 * (PAIR_WIDTH + 8) + 8, 3)
+    last = sheet[8 + 15 * row_height + SIDE // 2, 8 + PAIR_WIDTH + 8 + SIDE // 2]
     assert last.tolist() == [31, 31, 31]
 
 
@@ -660,9 +664,21 @@ def test_sheet_writes_any_prompt_below_its_pair(prompt: str) -> None:
     report = report_of(prompt_result(0, prompt=prompt), prompt_result(1))
     pairs = [pair_of(0, 0, 0), PicturePair.of(1, constant(255), constant(255))]
     sheet = open_sheet(contact_sheet(report, pairs))
-    second = 8 + 3 * SIDE + 8
-    assert (sheet[8 : 8 + SIDE, second : second + 2 * SIDE] == 255).all(), "text covers a picture"
-    assert (sheet[8 + SIDE :, second - 8 : second] == 255).all(), "text is wider than its pair"
+    second = 8 + PAIR_WIDTH + 8
+    assert (sheet[8 : 8 + SIDE, second : second + SIDE] == 255).all(), "text covers a picture"
+    assert (sheet[8 + SIDE :, second - 8 : second] == 211).all(), "text is wider than its pair"
+
+
+def test_sheet_writes_a_prompt_of_two_lines_in_one() -> None:
+    sheets = [
+        contact_sheet(report_of(prompt_result(0, prompt=prompt)), [pair_of(0, 0, 0)])
+        for prompt in ("two\n lines", "two lines")
+    ]
+    assert sheets[0] == sheets[1]
+
+
+def test_large_differences_are_white() -> None:
+    assert pair_of(0, 100, 132).difference.max() == 255 and pair_of(0, 131, 100).difference.min() == 248
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 16), (1000, 3), (300, 700)])

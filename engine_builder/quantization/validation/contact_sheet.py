@@ -16,7 +16,8 @@ from model.images.encode import Pixels
 MAX_PAIRS = 32
 AMPLIFICATION = 8  # of the absolute difference
 SIDE = 192  # pixels, of a thumbnail's longer side
-_COLUMNS, _MARGIN, _FONT_SIZE = 2, 8, 12
+_COLUMNS, _MARGIN, _GAP, _FONT_SIZE = 2, 8, 4, 12  # pixels, except the columns
+_PAIR_WIDTH = 3 * SIDE + 2 * _GAP
 _TEXT_HEIGHT = 2 * (_FONT_SIZE + 4)
 
 
@@ -45,22 +46,22 @@ def contact_sheet(report: ValidationReport, pairs: Sequence[PicturePair]) -> byt
     """
     by_number = {pair.number: pair for pair in pairs}
     shown = [prompt for prompt in report.prompts if prompt.number in by_number][:MAX_PAIRS]
-    cell_width, cell_height = 3 * SIDE + _MARGIN, SIDE + _TEXT_HEIGHT + _MARGIN
+    cell_width, cell_height = _PAIR_WIDTH + _MARGIN, SIDE + _TEXT_HEIGHT + _MARGIN
     columns = min(_COLUMNS, max(1, len(shown)))
     rows = max(1, -(-len(shown) // columns))
-    sheet = Image.new("RGB", (columns * cell_width + _MARGIN, rows * cell_height + _MARGIN), "white")
+    sheet = Image.new("RGB", (columns * cell_width + _MARGIN, rows * cell_height + _MARGIN), "lightgray")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(_FONT_SIZE)
     for index, prompt in enumerate(shown):
         left = _MARGIN + index % columns * cell_width
         top = _MARGIN + index // columns * cell_height
         pair = by_number[prompt.number]
         for position, pixels in enumerate((pair.reference, pair.quantized, pair.difference)):
-            sheet.paste(Image.fromarray(pixels), (left + position * SIDE, top))
+            sheet.paste(Image.fromarray(pixels), (left + position * (SIDE + _GAP), top))
         numbers = (
             f"latents {prompt.latents_decibels:.1f} dB, PSNR {prompt.psnr_decibels:.1f} dB, "
             f"1 - MS-SSIM {prompt.perceptual_distance:.4f}, seed {prompt.seed}"
         )
-        for line, text in enumerate((_fit(prompt.prompt, font, 3 * SIDE), numbers)):
+        for line, text in enumerate((_fit(prompt.prompt, font, _PAIR_WIDTH), numbers)):
             draw.text((left, top + SIDE + line * (_FONT_SIZE + 4)), text, fill="black", font=font)
     file = io.BytesIO()
     sheet.save(file, "PNG", optimize=True)
@@ -76,8 +77,8 @@ def _thumbnail(pixels: Pixels) -> Pixels:
 
 
 def _fit(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """Return the text in one line of at most `width` pixels. The default font has Latin letters only."""
-    line = " ".join(text.split()).encode("latin-1", "replace").decode("latin-1")
+    """Return the text in one line of at most `width` pixels. The default font draws boxes for other alphabets."""
+    line = " ".join(text.split())
     if font.getlength(line) <= width:
         return line
     kept = bisect_right(range(len(line)), width, key=lambda count: ceil(font.getlength(f"{line[:count]}...")))

@@ -29,7 +29,7 @@ class Thresholds(StrictModel):
 
     min_prompts: Annotated[int, Field(ge=1)] = 32
     min_unet_decibels_median: float = 25.0
-    min_unet_decibels_worst: float = 15.0
+    min_unet_decibels_worst: float = 12.0
     min_latents_decibels_median: float = 20.0
     min_latents_decibels_worst: float = 5.0
     min_psnr_decibels_median: float = 20.0
