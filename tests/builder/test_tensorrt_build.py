@@ -214,18 +214,6 @@ def test_interrupt_stops_a_build(at: str, product: Path, configs: list[Any]) -> 
     build_rtx(product)  # the library is usable afterwards
 
 
-@pytest.mark.parametrize("width", [64, 512], ids=["one kernel", "several kernels"])
-def test_attention_of_every_size_is_built(width: int, tmp_path: Path, configs: list[Any]) -> None:
-    """SDXL's VAE has one head of 512 channels, for which no single kernel exists."""
-    graph = write_graph(
-        tmp_path / "attention.onnx", [helper.make_node("Attention", list("qkv"), ["y"], "attention")],
-        TensorProto.FLOAT16, inputs="qkv", shape=("rows", 1, "tokens", width), opset=23,
-    )  # fmt: skip
-    profile = dict.fromkeys("qkv", ShapeRange((1, 1, 16, width), (1, 1, 64, width), (2, 1, 256, width)))
-    assert build_rtx(graph, profiles=[profile], precision=FP16).plan
-    assert len(configs) == 1
-
-
 # -- a build with TensorRT ----------------------------------------------------------------------------------------
 
 

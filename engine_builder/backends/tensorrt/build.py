@@ -72,7 +72,6 @@ def build_plan(
     parser: tensorrt.OnnxParser = trt.OnnxParser(network, log)
     if not parser.parse_from_file(str(onnx_path)):
         raise CompileError(f"{library.title} cannot read {component}'s ONNX graph: {_describe_errors(parser)}.")
-    _allow_decomposition(trt, network)
     config = _make_config(trt, builder, precision, options, workspace_bytes, capabilities)
     for profile in profiles:
         if config.add_optimization_profile(_make_optimization_profile(builder, profile)) < 0:
@@ -99,18 +98,6 @@ def build_plan(
 def _network_flags(module: ModuleType) -> int:
     """Return the flags of a network with the tensor types of its ONNX graph. TensorRT 11 has no other kind."""
     return 1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-
-
-def _allow_decomposition(module: ModuleType, network: Any) -> None:
-    """Let attention be computed by several kernels where no single one supports its shape, as in SDXL's VAE.
-
-    By default the build fails there.
-    """
-    for index in range(network.num_layers):
-        layer = network.get_layer(index)
-        if layer.type == module.LayerType.ATTENTION_OUTPUT:
-            layer.__class__ = module.IAttentionOutputLayer  # get_layer returns the base class
-            layer.attention.decomposable = True
 
 
 def _make_config(
