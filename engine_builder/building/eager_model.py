@@ -5,16 +5,21 @@ from collections.abc import Mapping
 import torch
 
 from engine_builder.building.eager_engine import EagerEngine
-from engine_builder.networks.network import Network
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
+from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.spec import components_of, model_parts
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.store.manifest import ModelFacts, TokenizerRecord
+from model.store.precision import Precision
 from model.store.store import Store
 
 
@@ -34,6 +39,30 @@ def open_eager_model(
         settings=facts,
         device=torch.device(device),
     )
+
+
+def load_eager_model(
+    base: Checkpoint, refiner: Checkpoint | None, precision: Precision, device: str, store: WritableStore
+) -> tuple[dict[str, Network], LoadedModel]:
+    """Return the networks of a checkpoint in their plain form, and a model that runs them. Raises CheckpointError.
+
+    In the plain form every linear and convolution is a module with the names of its weights.
+    """
+    reader = ModuleReader()
+    networks = {}
+    for spec in components_of(model_parts(refiner is not None)):
+        checkpoint = base if spec.part == "base" else refiner
+        assert checkpoint is not None
+        networks[spec.name] = load_network(checkpoint, spec.name, precision, device, reader, plain=True)
+    model = open_eager_model(
+        eager_engines(networks),
+        read_model_facts(base, refiner),
+        write_tokenizers(base, store),
+        read_noise_schedules(base, refiner),
+        store,
+        device,
+    )
+    return networks, model
 
 
 def eager_engines(networks: Mapping[str, Network], recording: bool = False) -> dict[str, EagerEngine]:

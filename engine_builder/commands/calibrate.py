@@ -23,10 +23,11 @@ from engine_builder.commands.console import (
     steps_bar,
 )
 from model.errors import PreheatError
-from model.store.precision import BF16, FP16, FP32
-from model.validation import MAX_STEPS
+from model.store.precision import BF16, FP16, FP32, Precision
+from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
 
 if TYPE_CHECKING:
+    from engine_builder.checkpoints.folder import Checkpoint
     from engine_builder.quantization.calibrate import CalibratedNetwork, ReportPrompt
 
 PROMPTS = ROOT / "data" / "prompts" / "general.txt"
@@ -63,29 +64,18 @@ def calibrate(
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.checkpoints.find import find_checkpoints
-        from engine_builder.checkpoints.release_settings import read_model_facts
-        from engine_builder.quantization.calibrate import CalibrationPlan, read_prompts
+        from engine_builder.quantization.calibrate import CalibrationPlan
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
 
-    try:
-        listed = read_prompts(prompts.read_text(encoding="utf-8"))[:count]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadPrompts(f"{prompts} cannot be read ({error}).") from error
-    if not listed:
-        raise BadPrompts(f"{prompts} holds no prompt.")
+    listed = read_prompt_file(prompts)[:count]
     device = build_target().device
-    if precision is not None and precision not in _PRECISIONS:
-        raise typer.BadParameter(f"{precision!r} is not one of {', '.join(_PRECISIONS)}", param_hint="--precision")
+    chosen = choose_precision(precision, device)
     base, refiner_checkpoint = find_checkpoints(model, refiner)
-    facts = read_model_facts(base, None)
-    width, height = parse_size(size) if size else (facts.native_width, facts.native_height)
-    step = base.size_step()
-    if width % step or height % step or not width or not height:
-        raise typer.BadParameter(f"the sides of {size} must be multiples of {step}", param_hint="--size")
+    width, height = choose_size(size, base)
     plan = CalibrationPlan(
         base=base,
         refiner=refiner_checkpoint,
-        precision=_PRECISIONS[precision] if precision else (FP16 if device == "cuda" else FP32),
+        precision=chosen,
         device=device,
         prompts=listed,
         negative_prompt=negative_prompt,
@@ -101,6 +91,43 @@ def calibrate(
     for network in calibrated:
         _print_network(network)
     console.print(f"Calibrated in {time.perf_counter() - started:.0f} s: {plain(opened.url)}")
+
+
+def read_prompt_file(path: Path) -> tuple[str, ...]:
+    """Return the prompts of a file. Raises BadPrompts."""
+    from engine_builder.quantization.calibrate import read_prompts
+
+    try:
+        listed = read_prompts(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadPrompts(f"{path} cannot be read ({error}).") from error
+    if not listed:
+        raise BadPrompts(f"{path} holds no prompt.")
+    return listed
+
+
+def choose_precision(name: str | None, device: str) -> Precision:
+    """Return the precision of that name, or a device's default. Raises typer.BadParameter."""
+    if name is None:
+        return FP16 if device == "cuda" else FP32
+    if name not in _PRECISIONS:
+        raise typer.BadParameter(f"{name!r} is not one of {', '.join(_PRECISIONS)}", param_hint="--precision")
+    return _PRECISIONS[name]
+
+
+def choose_size(size: str | None, base: "Checkpoint") -> tuple[int, int]:
+    """Return the width and height of "1024x768", or the model's native size. Raises typer.BadParameter."""
+    from engine_builder.checkpoints.release_settings import read_model_facts
+
+    facts = read_model_facts(base, None)
+    width, height = parse_size(size) if size else (facts.native_width, facts.native_height)
+    step = base.size_step()
+    if not all(SMALLEST_SIDE <= side <= LARGEST_SIDE and side % step == 0 for side in (width, height)):
+        raise typer.BadParameter(
+            f"the sides of {size} must be multiples of {step} from {SMALLEST_SIDE} to {LARGEST_SIDE}",
+            param_hint="--size",
+        )
+    return width, height
 
 
 def _print_network(network: "CalibratedNetwork") -> None:

@@ -17,6 +17,7 @@ from engine_builder.commands.bench import bench_app, report
 from engine_builder.commands.build import build, export_onnx, parse_plan, run_build
 from engine_builder.commands.calibrate import calibrate
 from engine_builder.commands.check_config import check_config
+from engine_builder.commands.check_fp8 import check_fp8
 from engine_builder.commands.console import (
     DEFAULT_PROMPT,
     DEFAULT_STORE,
@@ -46,6 +47,7 @@ for command in (
     build,
     calibrate,
     check_config,
+    check_fp8,
     export_onnx,
     report,
     load,

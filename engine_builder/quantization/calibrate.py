@@ -18,12 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
+from engine_builder.building.eager_model import generate_eagerly, load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
 from engine_builder.networks.blocks import plain_operations
 from engine_builder.networks.check import check_model
-from engine_builder.networks.network import ModuleReader, load_network, public_name
+from engine_builder.networks.network import public_name
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import (
     CalibrationRecord,
@@ -36,8 +35,7 @@ from engine_builder.quantization.record import (
 )
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
-from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import SDXL, components_of, model_parts, unets
+from model.pipeline.spec import SDXL, unets
 from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]
@@ -114,14 +112,14 @@ def calibrate(
             CalibratedNetwork(wanted, read_calibration(store, wanted.key, wanted.weights), is_new=False)
             for wanted in conditions.values()
         ]
-    modules, model = _load(plan, store)
+    networks, model = load_eager_model(plan.base, plan.refiner, plan.precision, plan.device, store)
     key = hashlib.sha256("".join(wanted.key for wanted in conditions.values()).encode()).hexdigest()
     saved = partial / f"{key}.safetensors"
     ranges, done = _read_partial(saved, plan)
     with ExitStack() as stack:
         stack.enter_context(plain_operations())
         for name in plan.components:
-            stack.enter_context(observing(modules[name], ranges[name]))
+            stack.enter_context(observing(networks[name].module, ranges[name]))
         for number in range(done, len(plan.prompts)):
             report(number, len(plan.prompts))
             generate_eagerly(model, _request(plan, number))
@@ -175,25 +173,6 @@ def read_prompts(text: str) -> tuple[str, ...]:
     """Return the prompts of a file: one in each line that is not empty and does not begin with "#"."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
-
-
-def _load(plan: CalibrationPlan, store: WritableStore) -> tuple[dict[str, nn.Module], LoadedModel]:
-    """Return the networks by component, and a model that runs them in eager PyTorch."""
-    reader = ModuleReader()
-    networks = {}
-    for spec in components_of(model_parts(plan.refiner is not None)):
-        checkpoint = plan.base if spec.part == "base" else plan.refiner
-        assert checkpoint is not None
-        networks[spec.name] = load_network(checkpoint, spec.name, plan.precision, plan.device, reader, plain=True)
-    model = open_eager_model(
-        eager_engines(networks),
-        read_model_facts(plan.base, plan.refiner),
-        write_tokenizers(plan.base, store),
-        read_noise_schedules(plan.base, plan.refiner),
-        store,
-        plan.device,
-    )
-    return {name: network.module for name, network in networks.items()}, model
 
 
 def _request(plan: CalibrationPlan, number: int) -> GenerationRequest:

@@ -53,3 +53,7 @@ class Policy(StrictModel):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise BadPolicy(f"The pattern {pattern!r} of keep_fp16 matches no layer.")
         return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
+
+
+# The two small linears around each transformer cost most of the error (docs/log/builds.md). NVIDIA keeps them, too.
+DEFAULT = Policy(keep_fp16=["*.proj_in", "*.proj_out"], clip="squared_error")

@@ -95,6 +95,22 @@ def read_calibration(store: WritableStore, key: str, weights: str) -> dict[str, 
     return ranges
 
 
+def find_calibration(store: WritableStore, component: str, weights: str) -> tuple[str, dict[str, InputRange]]:
+    """Return the key and the ranges of the calibration of these weights with the most prompts, then steps.
+
+    `weights`: SHA-256 of the checkpoint files. Raises CalibrationError if the store has none.
+    """
+    found = []
+    for key in store.records(CalibrationRecord.kind):
+        record = CalibrationRecord.find(store, key)
+        if record is not None and (record.component, record.weights) == (component, weights):
+            found.append((record.prompt_count, record.steps, key))
+    if not found:
+        raise CalibrationError(f"{store.url} has no intact calibration of this model's {component}.")
+    key = max(found)[2]
+    return key, read_calibration(store, key, weights)
+
+
 def check_ranges(component: str, ranges: Mapping[str, InputRange]) -> None:
     """Raise CalibrationError if there are no ranges, or if one holds NaN or infinity, or saw only zeros."""
     if not ranges:

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from typer.testing import CliRunner
 
 from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network, public_name
 from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.linear import QuantizedLinear, can_quantize, quantize, quantize_linear
@@ -14,6 +17,7 @@ from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.quantize import quantize_network
 from engine_builder.quantization.ranges import E4M3_MAX, InputRange
 from engine_builder.quantization.record import CalibrationError
+from engine_builder.quantization.validation.report import ValidationReport
 from model.store.precision import FP8, FP32
 
 Inputs = list[torch.Tensor]
@@ -168,3 +172,52 @@ def test_refuses_a_calibration_of_another_network(network: Network, ranges: dict
     narrow = ranges | {name: InputRange.empty(3, torch.device("cpu"))}
     with pytest.raises(CalibrationError, match=f"does not fit its layer {name}"):
         quantize_network(network, narrow, Policy())
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def calibrated(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments that `calibrate` and `check-fp8` share, after a calibration."""
+    folder = tmp_path_factory.mktemp("check-fp8")
+    (folder / "prompts.txt").write_text("a circle\na square\n")
+    arguments = [str(toy_folder), "--prompts", f"{folder}/prompts.txt", "--steps", "2", "--size", "64x64",
+                 "--store", f"{folder}/store"]  # fmt: skip
+    assert CliRunner().invoke(app, ["calibrate", *arguments], catch_exceptions=False).exit_code == 0
+    return arguments
+
+
+def test_check_fp8_compares_pictures_and_writes_them(calibrated: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check-fp8", *calibrated, "--count", "2", "--out", str(tmp_path)])
+    assert "final latents, SQNR" in result.output and "unet: " in result.output, result.output
+    report = ValidationReport.model_validate_json((tmp_path / "report.json").read_bytes())
+    assert (report.reference, report.quantized, len(report.prompts)) == ("fp32", "fp8", 2)
+    assert 10 < report.summary.latents_decibels.worst < 60, "the two models are equal, or have nothing in common"
+    names = {layer.name for layer in report.layers}
+    assert len(names) > 5 and not any(name.endswith((".proj_in", ".proj_out")) for name in names)
+    assert report.identity.keys() == {"unet"}
+    with Image.open(tmp_path / "pairs.png") as sheet:
+        assert sheet.width > 3 * 64
+
+
+def test_check_fp8_fails_for_a_threshold_that_is_not_kept(calibrated: list[str], tmp_path: Path) -> None:
+    (tmp_path / "thresholds.toml").write_text("min_prompts = 1\nmin_latents_decibels_median = 90.0\n")
+    arguments = ["check-fp8", *calibrated, "--count", "1", "--thresholds", str(tmp_path / "thresholds.toml")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "refused The median SQNR of final latents is" in result.output.replace("\n", " ")
+
+
+def test_check_fp8_takes_a_policy(calibrated: list[str], tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text('keep_fp16 = ["down_blocks.*", "up_blocks.*"]\n')
+    arguments = ["check-fp8", *calibrated, "--count", "1", "--policy", str(tmp_path / "policy.toml")]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    report = ValidationReport.model_validate_json((tmp_path / "out" / "report.json").read_bytes())
+    assert {layer.name.partition(".")[0] for layer in report.layers} == {"mid_block"}, result.output
+
+
+def test_check_fp8_needs_a_calibration(calibrated: list[str], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["check-fp8", *calibrated[:-1], str(tmp_path / "empty")])
+    assert isinstance(result.exception, CalibrationError)
+    assert "no intact calibration of this model's unet. Run `preheat calibrate`" in str(result.exception)
