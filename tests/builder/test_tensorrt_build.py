@@ -257,7 +257,7 @@ class FakeBuilder:
 
             def create_network(self, flags: int) -> Any:
                 fake.record("network", flags)
-                return SimpleNamespace(num_layers=0)
+                return SimpleNamespace()
 
             def build_serialized_network(self, network: Any, config: Any) -> bytes:
                 return b"plan"

@@ -69,7 +69,7 @@ class _Parser:
 
 class _Builder:
     def __init__(self, log: Any) -> None:
-        self.create_network = lambda flags: SimpleNamespace(flags=flags, model=None, num_layers=0)
+        self.create_network = lambda flags: SimpleNamespace(flags=flags, model=None)
 
     def create_optimization_profile(self) -> Any:
         shapes: dict[str, Any] = {}
