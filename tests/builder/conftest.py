@@ -16,12 +16,10 @@ from engine_builder.commands.main import app
 from engine_builder.networks.network import Network, load_network
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP16
-from tests.builder.helpers import PlanOf, folder_of
-from tests.conftest import MODEL_FOLDER, REPOSITORY, file_lock
+from tests.builder.helpers import KEPT_GRAPHS, PlanOf, folder_of
+from tests.conftest import MODEL_FOLDER, file_lock
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 from tests.support.tensorrt_rtx import require_tensorrt_rtx
-
-KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # reused by their keys, as engines are
 
 
 @pytest.fixture

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.stores.store import WritableStore
 from model.store.manifest import Manifest
+from tests.conftest import REPOSITORY
 
+KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # reused by their keys, as engines are
 Tensors = dict[str, torch.Tensor]
 PlanOf = Callable[[Path, str], BuildPlan]
 """Returns the toy's build plan for another folder and model name."""

@@ -44,7 +44,7 @@ from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.store.precision import BF16, FP16, FP32, Precision
-from tests.builder.helpers import edit_weights, folder_of
+from tests.builder.helpers import KEPT_GRAPHS, edit_weights, folder_of
 from tests.conftest import MODEL_FOLDER, REPOSITORY, file_lock
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
 
@@ -53,7 +53,6 @@ slow = pytest.mark.skipif(
     not os.environ.get("PREHEAT_SLOW"), reason="takes minutes: run `make slow`, which sets PREHEAT_SLOW"
 )
 TESTED = [pytest.param(name, marks=slow if name in REFINER_COMPONENTS else ()) for name in COMPONENTS]
-KEPT_GRAPHS = REPOSITORY / ".preheat" / "test-graphs"  # reused by their keys, as engines are
 SHAPES = ((1, 128, 64), (2, 64, 96), (5, 96, 192))
 
 
