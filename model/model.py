@@ -20,10 +20,11 @@ from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
 from model.loading import preload_torch
 from model.loading.prefetch import Prefetch
-from model.settings import read_settings
+from model.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from model.api.service import Service
+    from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
     from model.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("preheat")
@@ -75,7 +76,6 @@ class Model:
 
         from model import metrics
         from model.api.service import Service
-        from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
         from model.loading.load import load_release
         from model.loading.runtimes import find_targets
         from model.loading.warmup import efficient_by_size, warm_up
@@ -91,7 +91,7 @@ class Model:
             settings.buckets,
             self._cold_start,
             settings.public_key,
-            RuntimeCacheFolder(settings.store_options().cache_folder / "runtime-caches"),
+            _runtime_caches(settings),
         )
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
@@ -136,6 +136,15 @@ class Model:
         healthy = self._scheduler is not None and self._scheduler.healthy()
         metrics.HEALTHY.set(healthy)
         return healthy
+
+
+def _runtime_caches(settings: Settings) -> "RuntimeCacheFolder | None":
+    """Return the folder of kernels that TensorRT-RTX compiles, or None for the other runtimes, which have none."""
+    from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+
+    if settings.runtime not in ("tensorrt-rtx", "fastest"):
+        return None
+    return RuntimeCacheFolder(settings.store_options().cache_folder / "runtime-caches")
 
 
 def _log_failed_load(error: Exception) -> None:

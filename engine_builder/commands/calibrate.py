@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 PROMPTS = ROOT / "data" / "prompts" / "general.txt"
 PARTIAL = ROOT / ".preheat" / "calibration"  # the ranges of unfinished calibrations
 _LISTED_LAYERS = 10
+_LONGEST_PROMPT = 4000  # characters, as of a request
 _PRECISIONS = {precision.name: precision for precision in (FP32, FP16, BF16)}
 
 
@@ -47,7 +48,7 @@ def calibrate(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=50, help="Guidance scale of each image.")] = 8.0,
+    guidance: Annotated[float, typer.Option(min=0, max=30, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts; default: all.")] = None,
     precision: Annotated[
@@ -68,6 +69,8 @@ def calibrate(
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
 
     listed = read_prompt_file(prompts)[:count]
+    if len(negative_prompt) > _LONGEST_PROMPT or "\0" in negative_prompt:
+        raise typer.BadParameter(f"more than {_LONGEST_PROMPT} characters, or a NUL", param_hint="--negative-prompt")
     device = build_target().device
     chosen = choose_precision(precision, device)
     base, refiner_checkpoint = find_checkpoints(model, refiner)
@@ -103,6 +106,8 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
         raise BadPrompts(f"{path} cannot be read ({error}).") from error
     if not listed:
         raise BadPrompts(f"{path} holds no prompt.")
+    if unfit := [prompt for prompt in listed if len(prompt) > _LONGEST_PROMPT or "\0" in prompt]:
+        raise BadPrompts(f"{path}: a prompt has more than {_LONGEST_PROMPT} characters, or a NUL: {unfit[0][:40]!r}.")
     return listed
 
 

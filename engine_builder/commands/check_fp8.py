@@ -35,7 +35,7 @@ def check_fp8(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     count: Annotated[int, typer.Option(min=1, help="Use the first prompts of the file.")] = 32,
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=50, help="Guidance scale of each image.")] = 8.0,
+    guidance: Annotated[float, typer.Option(min=0, max=30, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and pairs.png, the pictures side by side.")
@@ -63,8 +63,8 @@ def check_fp8(
         from engine_builder.quantization.validation.thresholds import Thresholds, violations
 
     chosen_policy = Policy.read(policy) if policy else DEFAULT
-    limits = Thresholds.read(thresholds) if thresholds else Thresholds(min_prompts=min(count, 32))
     listed = read_prompt_file(prompts)[:count]
+    limits = Thresholds.read(thresholds) if thresholds else Thresholds(min_prompts=min(len(listed), 32))
     if out is not None:
         check_writable(out / "report.json")
     device = build_target().device

@@ -25,6 +25,7 @@ from engine_builder.networks.check import check_model
 from engine_builder.networks.network import public_name
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import (
+    CalibrationError,
     CalibrationRecord,
     Conditions,
     check_ranges,
@@ -76,6 +77,7 @@ class CalibrationPlan:
             prompts=hashlib.sha256(prompts).hexdigest(),
             prompt_count=len(self.prompts),
             steps=self.steps,
+            base_share=1.0 if self.refiner is None else _BASE_SHARE,
             guidance=self.guidance,
             width=self.width,
             height=self.height,
@@ -123,14 +125,24 @@ def calibrate(
         for number in range(done, len(plan.prompts)):
             report(number, len(plan.prompts))
             generate_eagerly(model, _request(plan, number))
+            if number == 0:
+                _check(ranges)  # before minutes are spent
             _write_partial(saved, ranges, number + 1)
     report(len(plan.prompts), len(plan.prompts))
-    for name, of_network in ranges.items():
-        check_ranges(name, of_network)
+    try:
+        _check(ranges)
+    except CalibrationError:
+        saved.unlink(missing_ok=True)  # the next calibration would end here, too
+        raise
     for name, wanted in conditions.items():
         write_calibration(store, wanted, ranges[name])
     saved.unlink(missing_ok=True)
     return [CalibratedNetwork(wanted, ranges[name], is_new=True) for name, wanted in conditions.items()]
+
+
+def _check(ranges: dict[str, Ranges]) -> None:
+    for name, of_network in ranges.items():
+        check_ranges(name, of_network)
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def quantize_linear(linear: nn.Linear, input_clip: float) -> QuantizedLinear:
 
 
 def can_quantize(module: nn.Module) -> bool:
-    """True for a linear whose width and depth suit an FP8 product. False for one whose parameters were dropped."""
-    if not isinstance(module, nn.Linear) or module.weight is None:
+    """True for a linear whose width and depth suit an FP8 product, and whose weights are present and not all zero."""
+    if not isinstance(module, nn.Linear) or module.weight is None or not bool(module.weight.any()):
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0

@@ -4,6 +4,7 @@ Absolute values are counted in bins of a sixteenth of an octave. Counts of sever
 or the error of a scale follows from them without another run.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -46,7 +47,7 @@ class InputRange:
         axes = [axis for axis in range(values.ndim) if axis != channel_axis % values.ndim]
         self.channel_maxima = torch.maximum(self.channel_maxima, magnitudes.amax(dim=axes))
         flat = magnitudes.flatten()
-        counted = flat[:: max(1, flat.numel() // _COUNTED_VALUES)]
+        counted = flat[:: _stride(flat.numel(), values.shape[channel_axis])]
         self.counts.scatter_add_(0, bins_of(counted), torch.ones_like(counted, dtype=torch.int64))
         self.calls += 1
 
@@ -80,6 +81,14 @@ class InputRange:
         clips = self.absolute_maximum * 2.0 ** (-torch.arange(_CANDIDATE_SCALES) / BINS_PER_OCTAVE)
         errors = [float((counts * (to_e4m3(centers, clip) - centers).square()).sum()) for clip in clips.tolist()]
         return float(clips[errors.index(min(errors))])
+
+
+def _stride(elements: int, channels: int) -> int:
+    """Return the distance of counted values. It has no factor in common with the channels, so all channels count."""
+    stride = max(1, elements // _COUNTED_VALUES)
+    while math.gcd(stride, channels) > 1:
+        stride += 1
+    return stride
 
 
 def to_e4m3(values: torch.Tensor, clip: float) -> torch.Tensor:

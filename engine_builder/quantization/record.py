@@ -19,7 +19,7 @@ from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob, PreheatError
 from model.store.manifest import Blob
 
-CALIBRATION_VERSION = 1  # part of every key; raise it when the same conditions give other ranges
+CALIBRATION_VERSION = 2  # part of every key; raise it when the same conditions give other ranges
 RERUN = "Run `preheat calibrate` again with this model."
 
 
@@ -35,6 +35,7 @@ class Conditions:
 
     weights: SHA-256 of the checkpoint files of the network.
     prompts: SHA-256 of the prompts and the negative prompt.
+    base_share: the share of the steps that the base runs: 1 without a refiner.
     """
 
     component: str
@@ -42,6 +43,7 @@ class Conditions:
     prompts: str
     prompt_count: int
     steps: int
+    base_share: float
     guidance: float
     width: int
     height: int
@@ -61,18 +63,21 @@ class CalibrationRecord(BuiltRecord):
     weights: str
     prompt_count: int
     steps: int
+    base_share: float
     guidance: float
     width: int
     height: int
     precision: str
     ranges: Blob
+    version: int = 1
 
 
 def write_calibration(store: WritableStore, conditions: Conditions, ranges: Mapping[str, InputRange]) -> None:
     """Store the ranges of all layers. Raises CalibrationError if one holds NaN or infinity, or saw only zeros."""
     check_ranges(conditions.component, ranges)
     entries = {name: value for name, value in asdict(conditions).items() if name != "prompts"}
-    CalibrationRecord(**entries, ranges=put_blob(store, save(to_tensors(ranges)))).write(store, conditions.key)
+    record = CalibrationRecord(**entries, ranges=put_blob(store, save(to_tensors(ranges))), version=CALIBRATION_VERSION)
+    record.write(store, conditions.key)
 
 
 def read_calibration(store: WritableStore, key: str, weights: str) -> dict[str, InputRange]:
@@ -103,7 +108,8 @@ def find_calibration(store: WritableStore, component: str, weights: str) -> tupl
     found = []
     for key in store.records(CalibrationRecord.kind):
         record = CalibrationRecord.find(store, key)
-        if record is not None and (record.component, record.weights) == (component, weights):
+        wanted = (component, weights, CALIBRATION_VERSION)
+        if record is not None and (record.component, record.weights, record.version) == wanted:
             found.append((record.prompt_count, record.steps, key))
     if not found:
         raise CalibrationError(f"{store.url} has no intact calibration of this model's {component}.")

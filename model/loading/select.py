@@ -178,9 +178,10 @@ def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
     """Refuse weights that a plan does not take: TensorRT would compute wrong results with them. Raises EngineError."""
     plan = engine.tensorrt
     if plan is not None and plan.refit != "any" and plan.weights != weights.identity:
-        verb = "holds" if engine.holds_weights else "takes only"
+        verb, other = (
+            ("holds", "") if engine.holds_weights else ("takes only", ", or for weights of any model (`--refit any`)")
+        )
         raise EngineError(
             f"The {engine.component} plan {verb} the weights it was built with, and the release has others.",
-            f"Build it with these weights (`preheat build --runtime {engine.runtime}`), or for weights of any model "
-            "(`--refit any`).",
+            f"Build it with these weights (`preheat build --runtime {engine.runtime}`){other}.",
         )

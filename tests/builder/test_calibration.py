@@ -20,6 +20,7 @@ from engine_builder.quantization.record import (
     CalibrationRecord,
     Conditions,
     check_ranges,
+    find_calibration,
     read_calibration,
     write_calibration,
 )
@@ -30,7 +31,7 @@ from tests.builder.helpers import edit_weights, folder_of, perturb
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")
-CONDITIONS = Conditions("unet", "a" * 64, "b" * 64, 2, 3, 8.0, 64, 64, "fp32")
+CONDITIONS = Conditions("unet", "a" * 64, "b" * 64, 2, 3, 1.0, 8.0, 64, 64, "fp32")
 
 
 def observed(*inputs: torch.Tensor, axis: int = -1) -> InputRange:
@@ -61,6 +62,14 @@ def test_large_inputs_are_sampled_and_their_maximum_is_exact() -> None:
     values[12345, 1] = 9
     found = observed(values)
     assert found.absolute_maximum == 9 and 2**17 < int(found.counts.sum()) < 2**20
+
+
+@pytest.mark.parametrize(("tokens", "channels"), [(8192, 640), (2048, 1280), (8192, 2560), (2048, 5120)])
+def test_sampled_values_are_of_every_channel(tokens: int, channels: int) -> None:
+    values = torch.arange(1, channels + 1).log2().repeat(tokens, 1)  # a channel's values share a bin
+    found = observed(values)
+    bins = set(bins_of(values[0]).tolist())
+    assert bins == set(found.counts.nonzero().flatten().tolist())
 
 
 @pytest.mark.parametrize("value", [1e-9, 2.0**-24, 1.0, 3.7, 448.0, 65504.0, 1e9])
@@ -245,6 +254,32 @@ def test_refuses_a_damaged_record(damage: Callable[[Path], None], store: Writabl
     damage(folder_of(store) / "blobs" / "sha256" / record.ranges.sha256)
     with pytest.raises(CalibrationError, match=r"no intact calibration record.*preheat calibrate"):
         read_calibration(store, CONDITIONS.key, "a" * 64)
+
+
+def test_record_of_an_older_version_is_not_found(store: WritableStore) -> None:
+    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
+    assert find_calibration(store, "unet", "a" * 64)[0] == CONDITIONS.key
+    record = CalibrationRecord.find(store, CONDITIONS.key)
+    assert record is not None
+    record.model_copy(update={"version": 1}).write(store, CONDITIONS.key)
+    with pytest.raises(CalibrationError, match="no intact calibration of this model's unet"):
+        find_calibration(store, "unet", "a" * 64)
+
+
+def test_unusable_ranges_end_a_calibration_after_its_first_image(
+    plan: CalibrationPlan, store: WritableStore, tmp_path: Path, folder_copy: Path
+) -> None:
+    def zero_input(tensors: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if ".norm1." in name and "transformer_blocks" in name:
+                tensor.zero_()
+
+    edit_weights(folder_copy / "unet", zero_input)
+    reports: list[int] = []
+    changed = dataclasses.replace(plan, base=Checkpoint(folder_copy))
+    with pytest.raises(CalibrationError, match="was always zero"):
+        calibrate(changed, store, tmp_path / "partial", lambda done, prompts: reports.append(done))
+    assert reports == [0] and not list((tmp_path / "partial").glob("*"))
 
 
 def test_refuses_a_record_whose_blob_holds_something_else(store: WritableStore) -> None:

@@ -1,5 +1,6 @@
 """The plans of a release. Each is read, opened and refit once, and gives one engine for each profile."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,8 @@ from model.errors import CorruptBlob
 from model.store.manifest import Blob, EngineRecord
 from model.store.store import Store
 from model.weights.stream import tensors_in
+
+logger = logging.getLogger("preheat.tensorrt")
 
 
 class Plans:
@@ -43,8 +46,12 @@ class Plans:
         if self._caches is None:
             return
         for (_, digest), plan in self._plans.items():
-            if plan.runtime_cache is not None and not plan.runtime_cache.was_loaded:
+            if plan.runtime_cache is None or plan.runtime_cache.was_loaded:
+                continue
+            try:
                 self._caches.write(digest, plan.runtime_cache.serialize())
+            except Exception:  # the library's; the server works without the file
+                logger.warning("the compiled kernels of a plan cannot be kept", exc_info=True)
 
     def _open_plan(self, record: EngineRecord, weights: Mapping[str, torch.Tensor]) -> TensorRTPlan:
         assert record.tensorrt is not None
