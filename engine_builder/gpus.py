@@ -12,9 +12,17 @@ CAPABILITIES = {
     "gb10": "sm121",
 }  # fmt: skip
 
+# Truss's names of accelerators whose product `gpu_product` cannot derive. H100_40GB is a MIG slice of a GPU.
+_PRODUCTS = {"A100_40GB": "a100", "H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
+
 
 class UnknownGpu(PreheatError):
     """A build names a GPU that is not known."""
+
+
+def find_product(name: str) -> str:
+    """Return the short product name of a GPU, or of an accelerator as Truss names it: "L4" -> "l4"."""
+    return _PRODUCTS.get(name.upper(), gpu_product(name))
 
 
 def find_capability(name: str) -> str:
@@ -22,7 +30,7 @@ def find_capability(name: str) -> str:
 
     Raises UnknownGpu or TensorRTUnavailable.
     """
-    product = gpu_product(name)
+    product = find_product(name)
     if product not in CAPABILITIES:
         known = [gpu for gpu, capability in CAPABILITIES.items() if capability in TENSORRT_RTX.capabilities]
         raise UnknownGpu(f"The GPU {name[:40]!r} is not known.", f"Choose from {', '.join(known)}.")

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
+MAX_GUIDANCE = 30
+MAX_PROMPT_CHARACTERS = 4000
 MAX_STEPS_LCM = 50
 MAX_IMAGES = 8  # of one request
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
@@ -25,7 +27,7 @@ Schema = Mapping[str, Any]
 ImageFormat = Literal["png", "jpeg", "webp"]
 Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-Guidance = Annotated[float, Field(ge=0, le=30)]
+Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, le=SEED_COUNT - 1)]
 SamplerName = Annotated[str, Field(min_length=1, max_length=64)]

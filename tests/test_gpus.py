@@ -22,6 +22,8 @@ RTX = PlanOptions(refit="none", runtime="tensorrt-rtx")
         ("NVIDIA GeForce RTX 3090", "sm86"),
         ("L4", "sm89"),
         ("l40s", "sm89"),
+        ("A100_40GB", "sm80"),
+        ("RTX_PRO_6000", "sm120"),
         ("NVIDIA GeForce RTX 5090", "sm120"),
     ],
 )

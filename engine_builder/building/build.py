@@ -21,6 +21,7 @@ from engine_builder.backends.aot_inductor.engines import build_engines
 from engine_builder.backends.aot_inductor.remaining_time import RemainingTime
 from engine_builder.backends.aot_inductor.tuning import use_tuning_cache
 from engine_builder.backends.built import ReportProgress
+from engine_builder.backends.tensorrt.plan_settings import PLAN_VERSION
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.real_inputs import record_real_inputs
 from engine_builder.building.weights import write_weights
@@ -40,6 +41,7 @@ from engine_builder.networks.network import (
     load_network,
 )
 from engine_builder.stores.store import WritableStore
+from model.engines.tensorrt.libraries import installed_version
 from model.errors import CorruptBlob
 from model.loading.target import Target
 from model.pipeline.spec import UNET
@@ -222,5 +224,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     """
     versions = {"preheat": preheat_version(), "torch": importlib.metadata.version("torch")} | library_versions()
     versions |= {"form": str(NETWORK_VERSION), "recipe": str(compiler.COMPILER_VERSION)}
-    options = {"tensorrt": json.dumps(asdict(plan.tensorrt), sort_keys=True)} if plan.tensorrt else {}
+    options = {}
+    if plan.tensorrt:
+        plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
+        options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
     return versions | {"source": source} | options

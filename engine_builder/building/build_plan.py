@@ -75,7 +75,7 @@ class BuildPlan:
     @property
     def runs_here(self) -> bool:
         """True if this machine has the target's device. Plans of TensorRT-RTX are built without their GPU."""
-        return self.tensorrt is None or not self.tensorrt.library.compiles_on_target
+        return self.tensorrt is None or not self.tensorrt.plan_library.compiles_on_target
 
     @property
     def network_device(self) -> str:

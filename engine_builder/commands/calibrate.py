@@ -24,7 +24,7 @@ from engine_builder.commands.console import (
 )
 from model.errors import PreheatError
 from model.store.precision import BF16, FP16, FP32, Precision
-from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
+from model.validation import LARGEST_SIDE, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, SMALLEST_SIDE
 
 if TYPE_CHECKING:
     from engine_builder.checkpoints.folder import Checkpoint
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PROMPTS = ROOT / "data" / "prompts" / "general.txt"
 PARTIAL = ROOT / ".preheat" / "calibration"  # the ranges of unfinished calibrations
 _LISTED_LAYERS = 10
-_LONGEST_PROMPT = 4000  # characters, as of a request
+_PROMPT_LIMIT = f"at most {MAX_PROMPT_CHARACTERS} characters, without NUL"
 _PRECISIONS = {precision.name: precision for precision in (FP32, FP16, BF16)}
 
 
@@ -48,7 +48,7 @@ def calibrate(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     negative_prompt: Annotated[str, typer.Option(help="The negative prompt of all prompts.")] = "",
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=30, help="Guidance scale of each image.")] = 8.0,
+    guidance: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="Use only the first prompts; default: all.")] = None,
     precision: Annotated[
@@ -69,8 +69,8 @@ def calibrate(
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
 
     listed = read_prompt_file(prompts)[:count]
-    if len(negative_prompt) > _LONGEST_PROMPT or "\0" in negative_prompt:
-        raise typer.BadParameter(f"more than {_LONGEST_PROMPT} characters, or a NUL", param_hint="--negative-prompt")
+    if not _is_prompt(negative_prompt):
+        raise typer.BadParameter(f"it is no prompt: {_PROMPT_LIMIT}", param_hint="--negative-prompt")
     device = build_target().device
     chosen = choose_precision(precision, device)
     base, refiner_checkpoint = find_checkpoints(model, refiner)
@@ -89,7 +89,7 @@ def calibrate(
     )
     opened = open_cli_store(store, cache_dir)
     started = time.perf_counter()
-    with _progress() as report:
+    with prompt_progress("Generating images") as report:
         calibrated = calibrate_model(plan, opened, PARTIAL, report)
     for network in calibrated:
         _print_network(network)
@@ -106,9 +106,14 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
         raise BadPrompts(f"{path} cannot be read ({error}).") from error
     if not listed:
         raise BadPrompts(f"{path} holds no prompt.")
-    if unfit := [prompt for prompt in listed if len(prompt) > _LONGEST_PROMPT or "\0" in prompt]:
-        raise BadPrompts(f"{path}: a prompt has more than {_LONGEST_PROMPT} characters, or a NUL: {unfit[0][:40]!r}.")
+    if unfit := [prompt for prompt in listed if not _is_prompt(prompt)]:
+        raise BadPrompts(f"{path}: {unfit[0][:40]!r} is no prompt: {_PROMPT_LIMIT}.")
     return listed
+
+
+def _is_prompt(text: str) -> bool:
+    """True if a request accepts the text."""
+    return len(text) <= MAX_PROMPT_CHARACTERS and "\0" not in text
 
 
 def choose_precision(name: str | None, device: str) -> Precision:
@@ -155,8 +160,8 @@ def _print_network(network: "CalibratedNetwork") -> None:
 
 
 @contextmanager
-def _progress() -> Iterator["ReportPrompt"]:
-    """Show a progress bar on a terminal, and a line for every tenth prompt elsewhere."""
+def prompt_progress(description: str) -> Iterator["ReportPrompt"]:
+    """Show a progress bar of prompts on a terminal, and a line for every tenth prompt elsewhere."""
     if not console.is_terminal:
 
         def print_line(done: int, prompts: int) -> None:
@@ -167,5 +172,5 @@ def _progress() -> Iterator["ReportPrompt"]:
         yield print_line
         return
     with steps_bar() as progress:
-        task = progress.add_task("Generating images", total=None)
+        task = progress.add_task(description, total=None)
         yield lambda done, prompts: progress.update(task, completed=done, total=prompts)

@@ -1,15 +1,12 @@
 """The command `preheat check-fp8`: compare pictures in FP8 with the model's own, before anything is built."""
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from engine_builder.commands.calibrate import PROMPTS, choose_precision, choose_size, read_prompt_file
+from engine_builder.commands.calibrate import PROMPTS, choose_precision, choose_size, prompt_progress, read_prompt_file
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     CacheOption,
@@ -17,13 +14,9 @@ from engine_builder.commands.console import (
     console,
     open_cli_store,
     plain,
-    steps_bar,
 )
 from engine_builder.files import check_writable, write_file
-from model.validation import MAX_STEPS
-
-if TYPE_CHECKING:
-    from engine_builder.quantization.calibrate import ReportPrompt
+from model.validation import MAX_GUIDANCE, MAX_STEPS
 
 
 def check_fp8(
@@ -35,7 +28,7 @@ def check_fp8(
     prompts: Annotated[Path, typer.Option(help="Text file with one prompt in each line.")] = PROMPTS,
     count: Annotated[int, typer.Option(min=1, help="Use the first prompts of the file.")] = 32,
     steps: Annotated[int, typer.Option(min=1, max=MAX_STEPS, help="Steps of each image.")] = 20,
-    guidance: Annotated[float, typer.Option(min=0, max=30, help="Guidance scale of each image.")] = 8.0,
+    guidance: Annotated[float, typer.Option(min=0, max=MAX_GUIDANCE, help="Guidance scale of each image.")] = 8.0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT of the images; default: the model's native.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and pairs.png, the pictures side by side.")
@@ -75,7 +68,7 @@ def check_fp8(
         listed, width, height, steps=steps, guidance=guidance, use_refiner=refiner_checkpoint is not None, min_prompts=1
     )
     started = time.perf_counter()
-    with _progress() as report:
+    with prompt_progress("Comparing") as report:
         check = check_quantization(
             base, refiner_checkpoint, compared, device, chosen_policy, requests, open_cli_store(store, cache_dir),
             report=report,
@@ -93,20 +86,3 @@ def check_fp8(
         console.print(f"[red]refused[/] {sentence}")
     if found:
         raise typer.Exit(1)
-
-
-@contextmanager
-def _progress() -> Iterator["ReportPrompt"]:
-    """Show a progress bar on a terminal, and a line for every eighth prompt elsewhere."""
-    if not console.is_terminal:
-
-        def print_line(done: int, prompts: int) -> None:
-            if done % 8 == 0 or done == prompts:
-                console.print(f"{done}/{prompts} prompts", soft_wrap=True)
-                sys.stdout.flush()
-
-        yield print_line
-        return
-    with steps_bar() as progress:
-        task = progress.add_task("Comparing", total=None)
-        yield lambda done, prompts: progress.update(task, completed=done, total=prompts)

@@ -4,12 +4,12 @@
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 NAMESPACE = "preheat"  # of the operators in torch.ops
 
 
-@torch.library.custom_op(f"{NAMESPACE}::interleave_phases", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::interleave_phases", mutates_args=())
 def interleave_phases(phases: Tensor) -> Tensor:
     """Return [batch, out, 2 * height, 2 * width] of the four phases [batch, 4 * out, height + 1, width + 1].
 
@@ -27,7 +27,7 @@ def _(phases: Tensor) -> Tensor:
     return phases.new_empty(batch, channels // 4, 2 * (height - 1), 2 * (width - 1))
 
 
-@torch.library.custom_op(f"{NAMESPACE}::reshape_like", mutates_args=())
+@library.custom_op(f"{NAMESPACE}::reshape_like", mutates_args=())
 def reshape_like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return `tensor` in the shape of `other`. In ONNX the shape is one node, however many sizes are dynamic."""
     return tensor.reshape(other.shape).clone()

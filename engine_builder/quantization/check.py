@@ -4,17 +4,17 @@ No engine is built. So a policy can be tried in minutes, on a GPU or, for small 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine_builder.building.eager_model import eager_engines, load_eager_model, open_eager_model
+from engine_builder.building.eager_model import eager_engines, load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
 from engine_builder.quantization.calibrate import digest_weights
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import QuantizedLayer, quantize_network
 from engine_builder.quantization.record import find_calibration
 from engine_builder.quantization.validation.compare import Comparison, LayerPair, compare_models
 from engine_builder.stores.store import WritableStore
+from model.engines.engine import EngineSet
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import SDXL, unets
 from model.store.precision import Precision
@@ -61,14 +61,8 @@ def check_quantization(
         quantized[name], layers[name] = quantize_network(networks[name], observed, policy)
         names = [layer.name for layer in layers[name]]
         pairs.append(LayerPair(name, networks[name].module, quantized[name].module, names))
-    other = open_eager_model(
-        eager_engines(quantized),
-        read_model_facts(base, refiner),
-        write_tokenizers(base, store),
-        read_noise_schedules(base, refiner),
-        store,
-        device,
-    )
+    engines = {name: EngineSet([engine]) for name, engine in eager_engines(quantized).items()}
+    other = replace(reference, engines=engines, loops={})
     comparison = compare_models(
         reference, other, requests, names=(precision.name, "fp8"), layers=pairs, identity=keys, report=report
     )

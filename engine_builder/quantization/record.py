@@ -55,28 +55,21 @@ class Conditions:
 
 
 class CalibrationRecord(BuiltRecord):
-    """One network's ranges, stored in the record "calibrations/<key>"."""
+    """One network's ranges, stored in the record "calibrations/<key of the conditions>"."""
 
     kind: ClassVar[str] = "calibrations"
 
-    component: str
-    weights: str
-    prompt_count: int
-    steps: int
-    base_share: float
-    guidance: float
-    width: int
-    height: int
-    precision: str
+    conditions: Conditions
     ranges: Blob
-    version: int = 1
+    version: int
 
 
 def write_calibration(store: WritableStore, conditions: Conditions, ranges: Mapping[str, InputRange]) -> None:
     """Store the ranges of all layers. Raises CalibrationError if one holds NaN or infinity, or saw only zeros."""
     check_ranges(conditions.component, ranges)
-    entries = {name: value for name, value in asdict(conditions).items() if name != "prompts"}
-    record = CalibrationRecord(**entries, ranges=put_blob(store, save(to_tensors(ranges))), version=CALIBRATION_VERSION)
+    record = CalibrationRecord(
+        conditions=conditions, ranges=put_blob(store, save(to_tensors(ranges))), version=CALIBRATION_VERSION
+    )
     record.write(store, conditions.key)
 
 
@@ -88,15 +81,16 @@ def read_calibration(store: WritableStore, key: str, weights: str) -> dict[str, 
     record = CalibrationRecord.find(store, key)
     if record is None:
         raise CalibrationError(f"The store has no intact calibration record {key[:12]}.")
-    if record.weights != weights:
+    component = record.conditions.component
+    if record.conditions.weights != weights:
         raise CalibrationError(
-            f"The calibration record {key[:12]} is of other weights of {record.component} than this model's."
+            f"The calibration record {key[:12]} is of other weights of {component} than this model's."
         )
     try:
         ranges = from_tensors(load(store.get(record.ranges.sha256, record.ranges.bytes).read_bytes()))
     except (CorruptBlob, SafetensorError, KeyError, ValueError) as error:
-        raise CalibrationError(f"The calibration record {key[:12]} of {record.component} is damaged.") from error
-    check_ranges(record.component, ranges)
+        raise CalibrationError(f"The calibration record {key[:12]} of {component} is damaged.") from error
+    check_ranges(component, ranges)
     return ranges
 
 
@@ -108,9 +102,11 @@ def find_calibration(store: WritableStore, component: str, weights: str) -> tupl
     found = []
     for key in store.records(CalibrationRecord.kind):
         record = CalibrationRecord.find(store, key)
-        wanted = (component, weights, CALIBRATION_VERSION)
-        if record is not None and (record.component, record.weights, record.version) == wanted:
-            found.append((record.prompt_count, record.steps, key))
+        if record is None or record.version != CALIBRATION_VERSION:
+            continue
+        conditions = record.conditions
+        if (conditions.component, conditions.weights) == (component, weights):
+            found.append((conditions.prompt_count, conditions.steps, key))
     if not found:
         raise CalibrationError(f"{store.url} has no intact calibration of this model's {component}.")
     key = max(found)[2]

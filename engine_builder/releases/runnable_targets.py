@@ -6,16 +6,15 @@ from contextlib import suppress
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from engine_builder.gpus import CAPABILITIES
+from engine_builder.gpus import CAPABILITIES, find_product
 from model.engines.tensorrt.libraries import LIBRARIES, Library, TensorRTUnavailable
 from model.errors import NoEngineForTarget
 from model.loading.runtimes import runnable_plan_targets
-from model.loading.target import Target, gpu_product, make_torch_tag
+from model.loading.target import Target, make_torch_tag
 from model.settings import RuntimeChoice
 from model.store.manifest import Manifest
 
 # gpu_product cannot derive the product from these names of Truss's accelerators. H100_40GB is a MIG slice of a GPU.
-_PRODUCTS = {"A100_40GB": "a100", "H100_40GB": "h100mig3g40gb", "RTX_PRO_6000": "rtxpro6000blackwell"}
 _TARGET_KEY = re.compile(
     r"(?P<device>cuda|cpu)-((?P<product>\w+?)-)??((?P<capability>sm\d+)-)?(?P<runtime_tag>(torch|trt|rtx)[\w.-]+)"
 )
@@ -51,7 +50,7 @@ def list_runnable_targets(
     which names the targets of the release, or TensorRTUnavailable if `runtime` names a library that does not support
     the GPU, or whose version is not supported.
     """
-    product = _PRODUCTS.get(accelerator, gpu_product(accelerator)) if accelerator else ""
+    product = find_product(accelerator) if accelerator else ""
     if runtime in LIBRARIES:
         library = LIBRARIES[runtime]
         return _require_plan_targets(manifest, accelerator, product, library, versions[runtime])

@@ -16,6 +16,7 @@ from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
     MAX_IMAGES,
+    MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
     MAX_STEPS_LCM,
     SEED_COUNT,
@@ -45,7 +46,7 @@ def _refuse_blank(text: str) -> str:
     return text
 
 
-Text = Annotated[str, Field(max_length=4000), AfterValidator(_refuse_nul)]
+Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_refuse_nul)]
 
 
 class GenerationRequest(StrictModel):

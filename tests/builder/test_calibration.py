@@ -312,7 +312,14 @@ def test_command_lists_layers_and_reuses_the_record(toy_folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "cannot be read"), (b"# none\n\n", "holds no prompt"), (b"\xff", "cannot be read")]
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        (b"# none\n\n", "holds no prompt"),
+        (b"\xff", "cannot be read"),
+        (b"a" * 4001, "is no prompt: at most 4000 characters"),
+        (b"a\0b", "without NUL"),
+    ],
 )
 def test_command_refuses_a_file_without_prompts(
     content: bytes | None, words: str, toy_folder: Path, tmp_path: Path

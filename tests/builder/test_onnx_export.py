@@ -27,7 +27,7 @@ from engine_builder.backends.onnx.graph_store import (
     read_graph,
     validate_graph,
 )
-from engine_builder.backends.onnx.inspect_graphs import has_tensorrt_rtx, inspect_graph, write_with_zeros
+from engine_builder.backends.onnx.inspect_graphs import inspect_graph, write_with_zeros
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
@@ -47,6 +47,7 @@ from model.store.precision import BF16, FP16, FP32, Precision
 from tests.builder.helpers import KEPT_GRAPHS, edit_weights, folder_of
 from tests.conftest import MODEL_FOLDER, REPOSITORY, file_lock
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.tensorrt_rtx import require_tensorrt_rtx
 
 COMPONENTS = BASE_COMPONENTS + REFINER_COMPONENTS
 slow = pytest.mark.skipif(
@@ -452,7 +453,6 @@ def test_shapes_are_constants(
             assert constants.issuperset(node.input[1:])
 
 
-@pytest.mark.skipif(not has_tensorrt_rtx(), reason="TensorRT-RTX is not installed")
 @pytest.mark.parametrize(
     ("component", "layers", "kernels"), [("text_encoder", 145, 20), ("unet", 1930, 270), ("vae_decoder", 835, 85)]
 )
@@ -460,6 +460,7 @@ def test_tensorrt_rtx_fuses_the_graphs(
     component: str, layers: int, kernels: int, old_graphs: dict[str, OnnxGraph], tmp_path: Path
 ) -> None:
     """The numbers are those of TensorRT-RTX 1.7.1, see docs/tensorrt.md. Fewer are better."""
+    require_tensorrt_rtx()
     path = tmp_path / "graph.onnx"
     path.write_bytes(old_graphs[component].model)
     found = inspect_graph(path, pixels=256)

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from engine_builder.backends.onnx.export import count_operators, export_graph, read_literals
-from engine_builder.backends.onnx.inspect_graphs import has_tensorrt_rtx, inspect_graph
+from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.checkpoints import random_sdxl
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
+from model.engines.tensorrt.libraries import TENSORRT_RTX, installed_version
 from model.pipeline.spec import REFINER_TEXT_ENCODER_2, TEXT_ENCODER, TEXT_ENCODER_2, UNET, VAE_DECODER
 from model.store.precision import FP16
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
@@ -96,7 +97,7 @@ def test_sdxl_exports_at_full_size(
     assert onnx.load_from_string(graph.model).opset_import[0].version == opset
     path = tmp_path / f"{component}-{opset}.onnx"
     path.write_bytes(graph.model)
-    layers = inspect_graph(path).layers if has_tensorrt_rtx() else "not counted:"
+    layers = inspect_graph(path).layers if installed_version(TENSORRT_RTX) else "not counted:"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     show_progress(
         f"{path.stem}: {seconds:.0f} s, {len(graph.model) / 2**10:.0f} KiB, {sum(counts.values())} nodes, "

@@ -121,6 +121,20 @@ def test_building_again_builds_nothing(built: tuple[WritableStore, Manifest], pl
     assert {engine.key for engine in again.draft.engines} == {engine.key for engine in manifest.engines}
 
 
+def test_another_version_of_the_library_builds_again(
+    built: tuple[WritableStore, Manifest], plan: BuildPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft's target names 11.4 alone."""
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
+    newer = "11.4.1.1"
+    monkeypatch.setattr(sys.modules["tensorrt"], "__version__", newer)
+    monkeypatch.setattr(plan_store, "require", lambda *_: newer)
+    monkeypatch.setattr(tensorrt_engine, "require", lambda *_: newer)
+    result = build(plan, store)
+    assert set(result.compiled) == set(plan.components)
+    assert {engine.runtime_version for engine in result.draft.engines} == {newer}
+
+
 def test_rebuilds_a_stored_plan_that_fails_its_check(
     built: tuple[WritableStore, Manifest], plan: BuildPlan, tmp_path: Path
 ) -> None:

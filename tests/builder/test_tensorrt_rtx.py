@@ -47,7 +47,8 @@ CAPABILITIES = ["sm80", "sm86", "sm89"]
 TARGETS = [f"cuda-{capability}-rtx1.7" for capability in CAPABILITIES]
 Built = tuple[WritableStore, Manifest]
 needs_no_driver = pytest.mark.skipif(
-    driver_cuda_version() is not None, reason="shows what happens without an NVIDIA driver"
+    driver_cuda_version() is not None,
+    reason="shows the refusal without an NVIDIA driver: run it where there is none",
 )
 
 

@@ -8,8 +8,6 @@ its operations. TensorRT-RTX does not document that description; 1.7.1 has one l
 """
 
 import argparse
-import importlib
-import importlib.util
 import os
 import re
 import tempfile
@@ -22,8 +20,8 @@ import onnx
 from onnx import TensorProto
 
 from engine_builder.backends.aot_inductor.compile import concrete_shape
+from model.engines.tensorrt.libraries import TENSORRT_RTX, import_library, installed_version
 
-_LIBRARY = "tensorrt_rtx_bindings"
 _PAGE = 4096  # bytes
 _BATCH = 2
 _KERNEL = re.compile(rb"\n  (?:function|runtime_function|runtime_fusion|fully_connected|corrltn)=\{")
@@ -38,17 +36,12 @@ class Inspection:
     build_seconds: float | None
 
 
-def has_tensorrt_rtx() -> bool:
-    """True if TensorRT-RTX is installed."""
-    return importlib.util.find_spec(_LIBRARY) is not None
-
-
 def inspect_graph(graph: Path, pixels: int | None = None) -> Inspection:
     """Parse a graph. With `pixels`, also build its plan for a batch of 2 at `pixels` x `pixels`.
 
-    Raises ValueError if TensorRT-RTX refuses the graph.
+    Raises TensorRTUnavailable without the library, and ValueError if it refuses the graph.
     """
-    trt = importlib.import_module(_LIBRARY)
+    trt = import_library(TENSORRT_RTX)
     log = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -106,7 +99,7 @@ def main() -> None:
     parser.add_argument("graphs", type=Path, nargs="+")
     parser.add_argument("--pixels", type=int, help="also build plans for images of this width and height")
     arguments = parser.parse_args()
-    if not has_tensorrt_rtx():
+    if installed_version(TENSORRT_RTX) is None:
         parser.error("TensorRT-RTX is not installed: pip install -e '.[tensorrt-rtx]'")
     print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'build s':>7}")
     for path in arguments.graphs:

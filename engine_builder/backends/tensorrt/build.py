@@ -60,7 +60,7 @@ def build_plan(
 
     Raises TensorRTUnavailable, or CompileError with the library's reason.
     """
-    library = options.library
+    library = options.plan_library
     if not library.compiles_on_target:
         require(library)
     trt = import_library(library)
@@ -124,7 +124,7 @@ def _make_config(
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace_bytes)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.builder_optimization_level = options.level
-    if options.library.compiles_on_target:
+    if options.plan_library.compiles_on_target:
         _set_capabilities(module, config, capabilities)
     else:
         config.hardware_compatibility_level = getattr(trt.HardwareCompatibilityLevel, options.compatibility.upper())

@@ -54,7 +54,8 @@ class PlanOptions:
     runtime: PlanRuntime = "tensorrt"
 
     @property
-    def library(self) -> Library:
+    def plan_library(self) -> Library:
+        """The library that builds and runs the plans."""
         return LIBRARIES[self.runtime]
 
 
@@ -101,7 +102,7 @@ def plan_targets(gpu: Target, gpus: Sequence[str], options: PlanOptions) -> tupl
     `gpu`: the AOTInductor target of this machine, for which TensorRT builds. `gpus`: the names of the GPUs for which
     TensorRT-RTX builds. Raises TensorRTUnavailable, InvalidOption or UnknownGpu.
     """
-    library = options.library
+    library = options.plan_library
     if not library.compiles_on_target:
         if gpus:
             raise InvalidOption(

@@ -69,7 +69,7 @@ class _ComponentPlan:
     @property
     def runs_here(self) -> bool:
         """True if the plan is built on its GPU, and is checked there."""
-        return not self.options.library.compiles_on_target
+        return not self.options.plan_library.compiles_on_target
 
     def build(self, graph: OnnxGraph, report: Callable[[str], None]) -> SerializedPlan:
         """Build the plan. Raises NotEnoughMemory or CompileError."""
@@ -115,7 +115,7 @@ class _ComponentPlan:
             on_device = {name: tensor.to(device) for name, tensor in literals.items()}
             tensors = named_tensors(network.component, graph.constants_json(), network.tensors(), on_device, device)
         plan = TensorRTPlan(
-            self.options.library, network.component, data, self.version, network.signature, tensors, device
+            self.options.plan_library, network.component, data, self.version, network.signature, tensors, device
         )
         workspace = Workspace(device)
         engines = [TensorRTEngine(plan, number, bucket, workspace) for number, bucket in enumerate(self.buckets)]
@@ -141,7 +141,7 @@ def build_plans(
     or InaccurateEngine; then nothing is stored.
     """
     engines = BuiltEngines()
-    library = options.library
+    library = options.plan_library
     version = str(import_library(library).__version__) if library.compiles_on_target else require(library)
     for finished, (component, network) in enumerate(networks.items()):
         planned = _ComponentPlan(

@@ -167,7 +167,7 @@ def run(plan_path: Path, inputs: Path, outputs: Path, runs: int) -> dict[str, An
         array = device.download(tensor)
         np.save(outputs / f"{name}.npy", array)
         if not np.array_equal(array, plain[name], equal_nan=True):
-            print(f"{name}: the graph's output differs from the plain run's", file=sys.stderr)
+            sys.exit(f"{name}: the graph's output differs from the plain run's")
     return {
         "tensorrt": trt.__version__,
         "deserialize_seconds": round(deserialized - started, 2),
