@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from engine_builder.releases.publish import merge_drafts
 from engine_builder.stores.local import WritableLocalStore
 from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, Library, TensorRTUnavailable
 from model.errors import EngineError, NoEngineForTarget
@@ -419,3 +420,41 @@ def test_blobs_of_a_manifest_include_those_of_plans(draft: Manifest, tmp_path: P
     plan = PLAN.model_copy(update={"onnx": onnx, "literals": literals})
     manifest = release_of(draft, engines_for(draft, PLANS, 2.0, tensorrt=plan))
     assert {onnx.sha256, literals.sha256} <= manifest.blobs().keys()
+
+
+HOLDER = PLAN.model_copy(update={"refit": "none", "weights": ("a" * 64,)})
+
+
+@pytest.mark.parametrize(
+    ("target", "changed", "schema"),
+    [
+        (GPU.key, {}, 1),
+        (PLANS, {}, 1),
+        (PLANS, {"tensorrt": HOLDER}, 2),
+        ("cuda-sm86-rtx1.7", {}, 2),
+        ("cuda-sm86-rtx1.7", {"tensorrt": HOLDER, "accuracy": None}, 2),
+        (PLANS, {"tensorrt": PLAN.model_copy(update={"workspace_bytes": None})}, 2),
+    ],
+    ids=["aot", "stripped plan", "plan with weights", "RTX", "RTX, not run", "unknown workspace"],
+)
+def test_release_states_the_oldest_schema(draft: Manifest, target: str, changed: dict[str, Any], schema: int) -> None:
+    """An older server refuses a newer schema by its number, and reads all others as before."""
+    engines = engines_for(draft, target, None, **changed)
+    merged = merge_drafts([release_of(draft, engines_for(draft, GPU.key, None), engines)])
+    assert merged.schema_version == schema
+    assert parse_manifest(merged.to_json(), merged.name) == merged
+
+
+def test_schema_is_that_of_all_drafts(draft: Manifest) -> None:
+    """The newest draft alone does not decide."""
+    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
+    both = merge_drafts([draft, merge_drafts([rtx])])
+    assert both.schema_version == 2
+    assert merge_drafts([both.model_copy(update={"engines": draft.engines})]).schema_version == 1
+
+
+def test_reads_new_entries_that_state_schema_1(draft: Manifest) -> None:
+    """Releases with such entries were written before schema 2 existed."""
+    rtx = release_of(draft, engines_for(draft, "cuda-sm86-rtx1.7", None))
+    data = rtx.to_json()
+    assert b'"schema_version": 1' in data and parse_manifest(data, rtx.name).to_json() == data

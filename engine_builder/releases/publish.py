@@ -82,7 +82,8 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
     Of equal engines or weights, the newest draft's entry is taken. Other entries are the newest draft's, without
-    TensorRT's build options. Engines and weights are sorted, so the order of the builds makes no difference.
+    TensorRT's build options. Engines and weights are sorted, so the order of the builds makes no difference. The schema
+    is the oldest that has all entries.
     """
     newest = drafts[0]
     oldest_first = drafts[::-1]
@@ -92,13 +93,14 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
-    return newest.model_copy(
+    merged = newest.model_copy(
         update={
             "builder": {name: value for name, value in newest.builder.items() if name != "tensorrt"},
             "engines": tuple(engines[identity] for identity in sorted(engines)),
             "weights": tuple(weights[identity] for identity in sorted(weights)),
         }
     )
+    return merged.model_copy(update={"schema_version": merged.required_schema})
 
 
 def _is_signed_with(manifest: Manifest, private_key: Ed25519PrivateKey) -> bool:

@@ -19,7 +19,7 @@ from pydantic import (
 
 from model.store.precision import Dtype, PrecisionField
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds SDXL's weights in fp16 has 5 GiB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
@@ -186,6 +186,13 @@ class EngineRecord(_Record):
     tensorrt: TensorRTPlan | None = None
 
     @property
+    def required_schema(self) -> int:
+        """The oldest schema that has all entries of this record. Schema 2 added TensorRT-RTX and plans with weights."""
+        plan = self.tensorrt
+        is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None
+        return 2 if is_new or (plan and (plan.refit == "none" or plan.workspace_bytes is None)) else 1
+
+    @property
     def holds_weights(self) -> bool:
         """True for a plan that holds the weights it was built with, so that no others are loaded for it."""
         return self.tensorrt is not None and self.tensorrt.refit == "none"
@@ -297,10 +304,11 @@ class Manifest(_Record):
     """One release.
 
     `defaults`: the request defaults that it changes. `schedulers`: the configs of diffusers' schedulers.
-    `architectures`: every network of the release -> digest of its architecture.
+    `architectures`: every network of the release -> digest of its architecture. `schema_version`: a server that knows
+    only older schemas refuses the release by that number. Some releases with entries of schema 2 state 1.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = 1
     model: Name
     version: Name
     family: Literal["sdxl"]
@@ -335,6 +343,11 @@ class Manifest(_Record):
     def name(self) -> str:
         """The release's name, "model/version"."""
         return f"{self.model}/{self.version}"
+
+    @property
+    def required_schema(self) -> int:
+        """The oldest schema that has all entries of this release."""
+        return max((engine.required_schema for engine in self.engines), default=1)
 
     @property
     def components(self) -> tuple[str, ...]:

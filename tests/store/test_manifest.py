@@ -102,10 +102,10 @@ def test_refuses_large_manifest(manifest: Manifest) -> None:
     assert str(MANIFEST_LIMIT) in refusal(data + b" " * (MANIFEST_LIMIT + 1 - len(data)))
 
 
-@pytest.mark.parametrize("version", [2, 99, 10**4000])
+@pytest.mark.parametrize("version", [3, 99, 10**4000])
 def test_newer_schema_says_to_upgrade(entries: Entries, version: int) -> None:
     message = refusal(entries | {"schema_version": version, "key_of_the_future": {}})
-    assert "reads up to 1" in message and "Upgrade Preheat" in message and "`preheat build`" in message
+    assert "reads up to 2" in message and "Upgrade Preheat" in message and "`preheat build`" in message
 
 
 @pytest.mark.parametrize("version", [None, "1", 1.0, True, [1], 0, -1])

@@ -21,7 +21,7 @@ from engine_builder.stores.local import WritableLocalStore
 from model.errors import ConfigError, EngineError, PreheatError, UntrustedRelease
 from model.model import Model
 from model.settings import read_settings
-from model.store.manifest import Manifest
+from model.store.manifest import SCHEMA_VERSION, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey, check_signature
 from tests.store.processes import finish, python
@@ -251,7 +251,7 @@ def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
     assert run("publish", "toy/good", "--store", store.root)[0] == 0
     newer = store.root / "releases" / "toy" / "newer.json"
     manifest = json.loads((newer.parent / "good.json").read_text())
-    newer.write_text(json.dumps(manifest | {"schema_version": manifest["schema_version"] + 1}))
+    newer.write_text(json.dumps(manifest | {"schema_version": SCHEMA_VERSION + 1}))
     for command in ("releases", "verify"):
         code, output = run(command, "--store", store.root)
         assert code == 1
