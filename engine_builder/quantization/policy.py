@@ -6,7 +6,7 @@ percentile = 0.9999                          # of clip = "percentile"
 """
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
@@ -47,12 +47,14 @@ class Policy(StrictModel):
             raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
 
     def select(self, layers: Iterable[str]) -> list[str]:
-        """Return the layers that are quantized. Raises BadPolicy for a pattern that matches none of `layers`."""
-        names = list(layers)
+        """Return the layers that are quantized."""
+        return [name for name in layers if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
+
+    def check_patterns(self, layers: Collection[str]) -> None:
+        """Raise BadPolicy for a pattern that matches none of `layers`, those of all UNets."""
         for pattern in self.keep_fp16:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(fnmatchcase(name, pattern) for name in layers):
                 raise BadPolicy(f"The pattern {pattern!r} of keep_fp16 matches no layer.")
-        return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
 
 
 # The two small linears around each transformer cost most of the error (docs/log/builds.md). NVIDIA keeps them, too.

@@ -34,7 +34,7 @@ def quantize_network(
 ) -> tuple[Network, list[QuantizedLayer]]:
     """Return the network in FP8, and its quantized layers in order. The given network is not changed.
 
-    ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range, and BadPolicy.
+    ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range.
     """
     module = copy.deepcopy(network.module, {id(tensor): tensor for tensor in network.module.parameters()})
     linears = {public_name(name): name for name, layer in module.named_modules() if can_quantize(layer)}

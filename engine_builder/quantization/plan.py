@@ -1,0 +1,68 @@
+"""What decides the weights and layers of a model in FP8: a policy, and the calibration of each of its UNets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import Network, digest_json
+from engine_builder.quantization.calibrate import digest_weights
+from engine_builder.quantization.policy import Policy
+from engine_builder.quantization.quantize import QuantizedLayer, quantize_network
+from engine_builder.quantization.ranges import InputRange
+from engine_builder.quantization.record import find_calibration
+from engine_builder.stores.store import WritableStore
+from model.pipeline.spec import SDXL, find_component, unets
+
+QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy and calibration give other weights
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A policy, and by UNet the key and the ranges of its calibration."""
+
+    policy: Policy
+    calibrations: dict[str, str]
+    ranges: dict[str, dict[str, InputRange]]
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of everything that decides the quantized weights. The keys stand for weights and prompts."""
+        return digest_json(
+            {
+                "version": QUANTIZATION_VERSION,
+                "policy": self.policy.model_dump(mode="json"),
+                "calibrations": self.calibrations,
+            }
+        )
+
+    def apply(self, network: Network) -> tuple[Network, list[QuantizedLayer]]:
+        """Return a UNet, or a variant of one, in FP8, and its quantized layers. The given network is not changed.
+
+        Raises CalibrationError if a layer has no range.
+        """
+        unet = find_component(network.component)[0].name
+        return quantize_network(network, self.ranges[unet], self.policy)
+
+
+def plan_quantization(
+    base: Checkpoint,
+    refiner: Checkpoint | None,
+    policy: Policy,
+    store: WritableStore,
+    found: Callable[[str, str], None] = lambda *_: None,
+) -> Quantization:
+    """Return the quantization of a model by the store's calibrations of its weights with the most prompts.
+
+    `found` is called with each UNet and the key of its calibration. Raises CalibrationError if a UNet has none, and
+    BadPolicy if a pattern matches no calibrated layer.
+    """
+    calibrations, ranges = {}, {}
+    for spec in unets():
+        checkpoint = base if spec.part == "base" else refiner
+        if checkpoint is None:
+            continue
+        weights = digest_weights(checkpoint, SDXL[spec.name].checkpoint_folder)
+        calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
+        found(spec.name, calibrations[spec.name])
+    policy.check_patterns([layer for of_unet in ranges.values() for layer in of_unet])
+    return Quantization(policy, calibrations, ranges)
