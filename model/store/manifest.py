@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from model.store.precision import Dtype, PrecisionField
+from model.store.precision import Dtype, PrecisionField, StorageDtype
 
 SCHEMA_VERSION = 2  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
@@ -34,6 +34,7 @@ Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
+Sentence = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,300}$")]
 
 
 class _Record(BaseModel):
@@ -187,9 +188,12 @@ class EngineRecord(_Record):
 
     @property
     def required_schema(self) -> int:
-        """The oldest schema that has all entries of this record. Schema 2 added TensorRT-RTX and plans with weights."""
+        """The oldest schema that has all entries of this record.
+
+        Schema 2 added TensorRT-RTX, plans with weights and 8-bit engines.
+        """
         plan = self.tensorrt
-        is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None
+        is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None or self.precision.unquantized != self.precision
         return 2 if is_new or (plan and (plan.refit == "none" or plan.workspace_bytes is None)) else 1
 
     @property
@@ -226,7 +230,7 @@ class Constant(_Record):
     """The tensor of the weights that a constant of the compiled code is mapped to."""
 
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
-    dtype: Dtype
+    dtype: StorageDtype
     shape: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...]
 
 
@@ -293,6 +297,27 @@ class ModelFacts(_Record):
         return self
 
 
+class Validation(_Record):
+    """The comparison of FP8 engines with the model's own precision that the release was published with.
+
+    `report`: JSON. `pictures`: a PNG of pairs, the worst first. Servers fetch neither. `accepted`: published although
+    limits were violated, which `violations` lists.
+    """
+
+    report: Blob
+    pictures: Blob
+    accepted: bool
+    violations: Annotated[tuple[Sentence, ...], Field(max_length=100)]
+
+    @model_validator(mode="after")
+    def _check_entries(self) -> "Validation":
+        if self.accepted != bool(self.violations):
+            raise ValueError("a validation is accepted if, and only if, it lists violated limits")
+        if max(self.report.bytes, self.pictures.bytes) > SMALL_BLOB_LIMIT:
+            raise ValueError(f"a blob of the validation has more than {SMALL_BLOB_LIMIT} bytes")
+        return self
+
+
 class ReleaseSignature(_Record):
     """The id of the Ed25519 key that signed the release, and its signature (64 bytes, base64) of `signed_bytes`."""
 
@@ -321,6 +346,7 @@ class Manifest(_Record):
     architectures: dict[Name, Digest]
     engines: tuple[EngineRecord, ...]
     weights: tuple[WeightsRecord, ...]
+    validation: Validation | None = None
     signature: ReleaseSignature | None = None
 
     @model_validator(mode="after")
@@ -347,7 +373,7 @@ class Manifest(_Record):
     @property
     def required_schema(self) -> int:
         """The oldest schema that has all entries of this release."""
-        return max((engine.required_schema for engine in self.engines), default=1)
+        return max([1 if self.validation is None else 2, *(engine.required_schema for engine in self.engines)])
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -371,13 +397,14 @@ class Manifest(_Record):
         blobs = [e.blob for e in self.engines] + [e.constants for e in self.engines]
         blobs += [blob for e in self.engines if e.tensorrt for blob in (e.tensorrt.literals, e.tensorrt.onnx)]
         blobs += [blob for w in self.weights for blob in w.blobs]
+        blobs += [self.validation.report, self.validation.pictures] if self.validation else []
         return blobs + [t.blob for t in self.tokenizers.values()]
 
     def to_json(self) -> bytes:
         """Return the manifest as the bytes of its file."""
-        # An unsigned release stays readable for versions without signatures.
-        unsigned = {"signature"} if self.signature is None else None
-        return json.dumps(self.model_dump(mode="json", exclude=unsigned), indent=1, sort_keys=True).encode()
+        # A release without them stays readable for versions that do not know them.
+        absent = {name for name in ("signature", "validation") if getattr(self, name) is None}
+        return json.dumps(self.model_dump(mode="json", exclude=absent), indent=1, sort_keys=True).encode()
 
     def signed_bytes(self) -> bytes:
         """Return the bytes to sign: the canonical JSON of a parsed manifest, without the signature.
