@@ -20,11 +20,10 @@ from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
 from model.loading import preload_torch
 from model.loading.prefetch import Prefetch
-from model.settings import Settings, read_settings
+from model.settings import read_settings
 
 if TYPE_CHECKING:
     from model.api.service import Service
-    from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
     from model.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("preheat")
@@ -77,21 +76,23 @@ class Model:
         from model import metrics
         from model.api.service import Service
         from model.loading.load import load_release
-        from model.loading.runtimes import find_targets
+        from model.loading.runtimes import find_targets, runtime_cache_folder
         from model.loading.warmup import efficient_by_size, warm_up
         from model.pipeline.runner import Runner
         from model.scheduling.scheduler import Scheduler
 
         settings = self._settings
         self._cold_start.record("import", seconds_since_process_start())
+        store, release = self._prefetch.store(), settings.required("release")
+        targets = find_targets(settings.runtime)
         loaded = load_release(
-            self._prefetch.store(),
-            settings.required("release"),
-            find_targets(settings.runtime),
+            store,
+            release,
+            targets,
             settings.buckets,
             self._cold_start,
             settings.public_key,
-            _runtime_caches(settings),
+            runtime_cache_folder(settings.store_options().cache_folder, targets),
         )
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
@@ -136,15 +137,6 @@ class Model:
         healthy = self._scheduler is not None and self._scheduler.healthy()
         metrics.HEALTHY.set(healthy)
         return healthy
-
-
-def _runtime_caches(settings: Settings) -> "RuntimeCacheFolder | None":
-    """Return the folder of kernels that TensorRT-RTX compiles, or None for the other runtimes, which have none."""
-    from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
-
-    if settings.runtime not in ("tensorrt-rtx", "fastest"):
-        return None
-    return RuntimeCacheFolder(settings.store_options().cache_folder / "runtime-caches")
 
 
 def _log_failed_load(error: Exception) -> None:

@@ -237,41 +237,62 @@ def test_streams_the_weights_of_the_other_engines(holder_release: Manifest, plan
     assert select(mixed, [CPU_TARGET], [], versions).streamed_weights() == [unet]
 
 
+@pytest.fixture
+def caches(tmp_path: Path) -> RuntimeCacheFolder:
+    return RuntimeCacheFolder(tmp_path / "caches", "sm86")
+
+
+def start(store: WritableLocalStore, manifest: Manifest, caches: RuntimeCacheFolder) -> None:
+    """Load the release and keep the kernels that it compiled, as a server does."""
+    plans = load_release(store, manifest.name, [CPU_TARGET], [], ColdStart(), caches=caches).plans
+    assert plans is not None
+    plans.keep_compiled_kernels()
+
+
+def kept_kernels(holder_release: Manifest, caches: RuntimeCacheFolder) -> set[bytes]:
+    return {caches.read(engine.blob.sha256) for engine in holder_release.engines}
+
+
 def test_keeps_compiled_kernels_for_the_next_start(
-    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, tmp_path: Path
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
 ) -> None:
-    caches, plans = RuntimeCacheFolder(tmp_path / "caches"), len(holder_release.components)
+    plans = len(holder_release.components)
     first = load(store, holder_release, caches)
-    assert not (tmp_path / "caches").exists() and first.plans is not None
+    assert kept_kernels(holder_release, caches) == {b""} and first.plans is not None
     first.plans.keep_compiled_kernels()
-    assert {path.name for path in (tmp_path / "caches").iterdir()} == {e.blob.sha256 for e in holder_release.engines}
-    assert len(rtx.calls_of("serialize_cache")) == plans and not rtx.calls_of("load_cache")
-
-    second = load_release(store, holder_release.name, [CPU_TARGET], [], ColdStart(), caches=caches)
+    assert kept_kernels(holder_release, caches) == {b"+kernels"} and not rtx.calls_of("load_cache")
+    start(store, holder_release, caches)
     assert rtx.calls_of("load_cache") == [("load_cache", b"+kernels")] * plans
-    assert second.plans is not None
-    second.plans.keep_compiled_kernels()
-    assert len(rtx.calls_of("serialize_cache")) == plans, "kernels that were loaded are not written again"
+    assert kept_kernels(holder_release, caches) == {b"+kernels"}
 
 
-def test_keeps_kernels_again_if_the_library_refused_them(
-    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, tmp_path: Path
+def test_adds_kernels_that_a_later_start_compiles(
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
 ) -> None:
-    """They are of another GPU or driver."""
-    caches = RuntimeCacheFolder(tmp_path / "caches")
+    """A later config may have more buckets."""
+    store.write_release(holder_release)
+    start(store, holder_release, caches)
+    rtx.kernels = b"+more"
+    start(store, holder_release, caches)
+    assert kept_kernels(holder_release, caches) == {b"+kernels+more"}
+
+
+def test_replaces_kernels_that_the_library_refuses(
+    store: WritableLocalStore, holder_release: Manifest, rtx: Fake, caches: RuntimeCacheFolder
+) -> None:
+    store.write_release(holder_release)
     for engine in holder_release.engines:
-        caches.write(engine.blob.sha256, b"old")
+        caches.write(engine.blob.sha256, b"damaged")
     rtx.refuse = {"load_cache"}
-    loaded = load(store, holder_release, caches)
-    assert loaded.plans is not None
-    loaded.plans.keep_compiled_kernels()
-    assert {caches.read(engine.blob.sha256) for engine in holder_release.engines} == {b"old+kernels"}
+    start(store, holder_release, caches)
+    assert kept_kernels(holder_release, caches) == {b"+kernels"}
 
 
-def test_tensorrt_keeps_no_kernels(store: WritableLocalStore, plan_release: Manifest, tmp_path: Path) -> None:
-    loaded = load(store, plan_release, RuntimeCacheFolder(tmp_path / "caches"))
-    assert loaded.plans is not None
-    loaded.plans.keep_compiled_kernels()
+def test_tensorrt_keeps_no_kernels(
+    store: WritableLocalStore, plan_release: Manifest, caches: RuntimeCacheFolder, tmp_path: Path
+) -> None:
+    store.write_release(plan_release)
+    start(store, plan_release, caches)
     assert not (tmp_path / "caches").exists()
 
 

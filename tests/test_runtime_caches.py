@@ -12,6 +12,8 @@ from model.engines.tensorrt import runtime_caches
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 
 PLAN = "a" * 64
+MACHINE = "sm86-driver580.159.04-rtx1.7.1.116"
+NAME = f"{PLAN}-{MACHINE}"
 
 
 @pytest.fixture
@@ -23,19 +25,47 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def kept(folder: Path) -> Path:
     """The file of a cache that was written."""
-    RuntimeCacheFolder(folder).write(PLAN, b"kernels")
-    return folder / PLAN
+    RuntimeCacheFolder(folder, MACHINE).write(PLAN, b"kernels")
+    return folder / NAME
 
 
 def test_reads_what_it_wrote(folder: Path) -> None:
-    caches = RuntimeCacheFolder(folder)
+    caches = RuntimeCacheFolder(folder, MACHINE)
     assert caches.read(PLAN) == b""
     caches.write(PLAN, b"kernels")
     caches.write("b" * 64, b"others")
     assert (caches.read(PLAN), caches.read("b" * 64)) == (b"kernels", b"others")
     caches.write(PLAN, b"newer")
     assert caches.read(PLAN) == b"newer"
-    assert {path.name for path in folder.iterdir()} == {PLAN, "b" * 64}, "no temporary files are left"
+    assert {path.name for path in folder.iterdir()} == {NAME, NAME.replace("a" * 64, "b" * 64)}, (
+        "no temporary files are left"
+    )
+
+
+@pytest.mark.parametrize(
+    "other", ["sm89-driver580.159.04-rtx1.7.1.116", "sm86-driver590.1-rtx1.7.1.116", "sm86-driver580.159.04-rtx1.7.2.1"]
+)
+def test_machines_that_differ_keep_a_file_each(other: str, kept: Path) -> None:
+    """Otherwise each start of the one would replace the kernels of the other."""
+    caches = RuntimeCacheFolder(kept.parent, other)
+    assert caches.read(PLAN) == b""
+    caches.write(PLAN, b"other kernels")
+    assert RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN) == b"kernels"
+    assert {path.name for path in kept.parent.iterdir()} == {NAME, f"{PLAN}-{other}"}
+
+
+def test_writes_only_bytes_that_differ(kept: Path) -> None:
+    before = kept.stat()
+    RuntimeCacheFolder(kept.parent, MACHINE).write(PLAN, b"kernels")
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    RuntimeCacheFolder(kept.parent, MACHINE).write(PLAN, b"kernels+")
+    assert kept.stat().st_ino != before.st_ino, "a reader would see half a file"
+
+
+def test_reading_counts_as_use(kept: Path) -> None:
+    os.utime(kept, (1000, 1000))
+    RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN)
+    assert kept.stat().st_atime > 1000 and kept.stat().st_mtime == 1000
 
 
 def test_only_the_owner_can_read_and_write(kept: Path) -> None:
@@ -77,7 +107,7 @@ REPLACEMENTS: dict[str, Callable[[Path], None]] = {
 def test_does_not_read_what_others_may_have_written(replace: Callable[[Path], None], kept: Path) -> None:
     """A pipe without a writer must not block either."""
     replace(kept)
-    assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+    assert RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN) == b""
 
 
 def test_does_not_read_a_pipe_with_a_writer(kept: Path) -> None:
@@ -85,7 +115,7 @@ def test_does_not_read_a_pipe_with_a_writer(kept: Path) -> None:
     writer = os.open(kept, os.O_RDWR | os.O_NONBLOCK)
     try:
         os.write(writer, b"kernels")
-        assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+        assert RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN) == b""
     finally:
         os.close(writer)
 
@@ -93,17 +123,17 @@ def test_does_not_read_a_pipe_with_a_writer(kept: Path) -> None:
 def test_does_not_read_the_file_of_another_user(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = kept.stat().st_uid
     monkeypatch.setattr(runtime_caches.os, "geteuid", lambda: owner + 1)
-    assert RuntimeCacheFolder(kept.parent).read(PLAN) == b""
+    assert RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN) == b""
 
 
 def test_logs_a_file_that_others_can_write(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept.chmod(0o666)
-    RuntimeCacheFolder(kept.parent).read(PLAN)
+    RuntimeCacheFolder(kept.parent, MACHINE).read(PLAN)
     assert f"the runtime cache {kept} is not used: others can write it" in caplog.text
 
 
 def test_next_write_replaces_a_file_that_is_not_used(kept: Path) -> None:
-    caches = RuntimeCacheFolder(kept.parent)
+    caches = RuntimeCacheFolder(kept.parent, MACHINE)
     replace_by_link(kept)
     caches.write(PLAN, b"newer")
     assert caches.read(PLAN) == b"newer" and not kept.is_symlink()
@@ -116,10 +146,10 @@ def test_failed_write_is_logged(obstacle: str, folder: Path, caplog: pytest.LogC
         folder.parent.mkdir()
         folder.write_text("a file where the folder should be")
     else:
-        (folder / PLAN / "content").mkdir(parents=True)
+        (folder / NAME / "content").mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
-        RuntimeCacheFolder(folder).write(PLAN, b"kernels")
+        RuntimeCacheFolder(folder, MACHINE).write(PLAN, b"kernels")
     assert "the runtime cache of a plan was not kept" in caplog.text
-    assert RuntimeCacheFolder(folder).read(PLAN) == b""
+    assert RuntimeCacheFolder(folder, MACHINE).read(PLAN) == b""
     if obstacle != "file":
-        assert [path.name for path in folder.iterdir()] == [PLAN], "no temporary file is left"
+        assert [path.name for path in folder.iterdir()] == [NAME], "no temporary file is left"

@@ -14,7 +14,7 @@ from engine_builder.stores.local import WritableLocalStore
 from model.engines.tensorrt.libraries import TENSORRT, TENSORRT_RTX, Library, TensorRTUnavailable
 from model.errors import EngineError, NoEngineForTarget
 from model.loading import runtimes
-from model.loading.runtimes import list_targets, request_milliseconds, sort_fastest_first
+from model.loading.runtimes import list_targets, request_milliseconds, runtime_cache_folder, sort_fastest_first
 from model.loading.select import check_plan_versions, check_refit
 from model.loading.target import Target
 from model.settings import read_settings
@@ -165,6 +165,22 @@ def test_refuses_rtx_that_cannot_be_used(
     with pytest.raises(TensorRTUnavailable, match=words):
         list_targets("tensorrt-rtx", [gpu])
     assert not [target for target in list_targets("fastest", [gpu]) if "rtx" in target.key]
+
+
+def test_kept_kernels_are_of_this_gpu_driver_and_library(
+    install: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(RTX_VERSION, TENSORRT_RTX)
+    monkeypatch.setattr(runtimes, "driver_cuda_version", lambda: (13, 0))
+    monkeypatch.setattr(runtimes, "driver_version", lambda: "580.159.04")
+    for choice in ("tensorrt-rtx", "fastest"):
+        caches = runtime_cache_folder(tmp_path, list_targets(choice, [A10G]))
+        assert caches is not None
+        caches.write("a" * 64, b"kernels")
+        name = f"{'a' * 64}-sm86-driver580.159.04-rtx{RTX_VERSION}"
+        assert [path.name for path in (tmp_path / "runtime-caches").iterdir()] == [name]
+    assert runtime_cache_folder(tmp_path, list_targets("tensorrt", [A10G])) is None
+    assert runtime_cache_folder(tmp_path, list_targets("fastest", [GPU])) is None, "TensorRT-RTX has no H200"
 
 
 @pytest.mark.parametrize("gpu", ["l4", "a10g", "a100", "h100", "h200"])

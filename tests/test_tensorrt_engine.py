@@ -24,6 +24,7 @@ from model.engines.tensorrt.libraries import (
     Library,
     TensorRTUnavailable,
     driver_cuda_version,
+    driver_version,
     installed_version,
     require,
 )
@@ -349,15 +350,14 @@ def test_rtx_compiles_kernels_before_a_capture(rtx: Fake) -> None:
 def test_rtx_loads_the_kernels_of_an_earlier_process(rtx: Fake) -> None:
     plan = open_rtx_plan(b"kernels")
     assert rtx.calls_of("load_cache") == [("load_cache", b"kernels")]
-    assert plan.runtime_cache is not None and plan.runtime_cache.was_loaded
-    assert plan.runtime_cache.serialize() == b"kernels+kernels"
+    assert plan.runtime_cache is not None and plan.runtime_cache.serialize() == b"kernels+kernels"
 
 
 @pytest.mark.parametrize("data", [b"", b"of another driver"], ids=["none", "refused"])
 def test_rtx_compiles_without_usable_kernels(rtx: Fake, data: bytes) -> None:
     rtx.refuse = {"load_cache"}
     plan = open_rtx_plan(data)
-    assert plan.runtime_cache is not None and not plan.runtime_cache.was_loaded
+    assert plan.runtime_cache is not None and plan.runtime_cache.serialize() == b"+kernels"
     assert len(rtx.calls_of("load_cache")) == bool(data)
 
 
@@ -580,6 +580,48 @@ def test_machine_without_a_usable_driver_has_no_cuda_version() -> None:
         raise OSError(f"{name} was not found")
 
     assert driver_cuda_version(fail) is None
+
+
+class FakeNvml:
+    """libnvidia-ml. `failing`: the name of the call that fails."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+
+    def nvmlInit_v2(self) -> int:
+        self.calls.append("init")
+        return int(self.failing == "init")
+
+    def nvmlSystemGetDriverVersion(self, into: Any, length: int) -> int:
+        self.calls.append("version")
+        into.value = b"580.159.04"
+        assert length == 80
+        return int(self.failing == "version")
+
+    def nvmlShutdown(self) -> int:
+        self.calls.append("shutdown")
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("failing", "version", "calls"),
+    [
+        ("", "580.159.04", ["init", "version", "shutdown"]),
+        ("init", "unknown", ["init"]),
+        ("version", "unknown", ["init", "version", "shutdown"]),
+    ],
+)
+def test_reads_the_version_of_the_driver(failing: str, version: str, calls: list[str]) -> None:
+    opened: Any = FakeNvml(failing)
+    assert driver_version(lambda name: opened) == version and opened.calls == calls
+
+
+def test_machine_without_a_driver_has_an_unknown_version() -> None:
+    def fail(name: str) -> Any:
+        raise OSError(f"{name} was not found")
+
+    assert driver_version(fail) == "unknown"
 
 
 def test_driver_is_not_checked_without_a_driver() -> None:

@@ -7,18 +7,23 @@ them, or "fastest": the runtime whose engines were fastest on the machine that b
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from model.engines.tensorrt.libraries import (
     LIBRARIES,
+    TENSORRT_RTX,
     Library,
     TensorRTUnavailable,
     driver_cuda_version,
+    driver_version,
     installed_version,
 )
+from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
 from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of
 from model.settings import RuntimeChoice
+from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
 from model.store.precision import SERVED_FIRST
 
@@ -93,6 +98,16 @@ def _list_plan_targets(library: Library, detected: Sequence[Target]) -> list[Tar
     targets = runnable_plan_targets(library, gpu, library.version_tag(version))
     library.check_driver(driver_cuda_version())
     return targets
+
+
+def runtime_cache_folder(cache_folder: Path, targets: Sequence[Target]) -> RuntimeCacheFolder | None:
+    """Return the folder for the kernels of this machine's TensorRT-RTX, or None if it is not among its `targets`."""
+    for target in targets:
+        if _runtime_of(target) == TENSORRT_RTX.tag:
+            library = f"{TENSORRT_RTX.tag}{installed_version(TENSORRT_RTX)}"
+            machine = f"{target.capability}-driver{driver_version()}-{library}"
+            return RuntimeCacheFolder(cache_folder / RUNTIME_CACHES, machine)
+    return None
 
 
 def version_of(library: Library, versions: Mapping[str, str | None] | None) -> str | None:

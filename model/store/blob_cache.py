@@ -2,13 +2,14 @@
 
 blobs/sha256/<digest>   complete blobs, verified again by each process that opens one
 partial/<digest>        an unfinished blob: its bytes, then one byte for each part, 1 once the part is complete
+runtime-caches/<name>   kernels that were compiled on this machine; see model/engines/tensorrt/runtime_caches.py
 users/<random>          the digests that one process has pinned; locked for as long as its `BlobCache` lives
 lock                    held while space is made or a blob is pinned
 
 One process fetches a blob and holds the lock of its partial file; the others wait for it. All locks are flock(2) locks,
 which end with the process. So a killed process leaves nothing locked, and the next one keeps the complete parts.
 
-When space is needed, the least recently used blobs are deleted first, but no blob that a live process has pinned. A
+When space is needed, the least recently used files are deleted first, but no blob that a live process has pinned. A
 load pins each blob before it looks for it, and unpins it when it closes its store. By then it has copied the bytes, so
 blobs may be deleted.
 
@@ -32,6 +33,7 @@ from model.errors import CorruptBlob, StoreError
 from model.store.local import LocalStore, fingerprint
 from model.store.sink import Sink
 
+RUNTIME_CACHES = "runtime-caches"
 _STALE_SECONDS = 24 * 3600  # age at which an unused partial blob is deleted whenever space is made
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 # Mode of files that are locked. Another user who could open one, even to read, could hold its lock and block all loads.
@@ -250,9 +252,13 @@ class BlobCache(LocalStore):
             _allocate(partial.handle, length)
 
     def _contents(self) -> list[tuple[Path, int, float]]:
-        """Return path, bytes and time of last use of all complete and partial blobs."""
+        """Return path, bytes and time of last use of all complete and partial blobs, and of kept kernels."""
         entries = []
-        for folder in (self._partials, self._blobs):
+        folders = [self._partials, self._blobs]
+        kernels = self.root / RUNTIME_CACHES
+        if kernels.is_dir() and not kernels.is_symlink():  # it exists once TensorRT-RTX has compiled some
+            folders.append(kernels)
+        for folder in folders:
             for path in folder.iterdir():
                 with suppress(FileNotFoundError):
                     status = path.stat()
@@ -261,9 +267,9 @@ class BlobCache(LocalStore):
         return entries
 
     def _evict(self, needed: int) -> int:
-        """Delete unpinned blobs, least recently used first, until `needed` bytes are free. Returns the bytes freed.
+        """Delete kernels and unpinned blobs, least recently used first, until `needed` bytes are free.
 
-        The caller holds the lock of the folder.
+        Returns the bytes freed. The caller holds the lock of the folder.
         """
         pinned = self._pinned_anywhere()
         freed = 0

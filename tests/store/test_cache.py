@@ -282,6 +282,30 @@ def test_pinned_blob_is_not_evicted(root: Path) -> None:
     assert file_names(root) == {blob_of(letter)[0] for letter in "abd"}
 
 
+@pytest.mark.parametrize(("ago", "evicted"), [(300, "kernels"), (100, "a")])
+def test_kept_kernels_count_and_are_evicted_in_turn(root: Path, ago: int, evicted: str) -> None:
+    cache = BlobCache(root, 25_000)
+    age(fetch(cache, "a"), 200)
+    cache.close()
+    kernels = root / "runtime-caches" / "kernels"
+    kernels.parent.mkdir()
+    kernels.write_bytes(bytes(10_000))
+    age(kernels, ago)
+    fetch(BlobCache(root, 25_000), "b")
+    assert kernels.exists() == (evicted != "kernels")
+    assert (blob_of("a")[0] in file_names(root)) == (evicted != "a")
+
+
+def test_kernels_behind_a_link_are_not_evicted(root: Path, tmp_path: Path) -> None:
+    """The link may lead to a folder of other files."""
+    cache = BlobCache(root, 15_000)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_bytes(bytes(10_000))
+    (root / "runtime-caches").symlink_to(tmp_path / "other")
+    fetch(cache, "a")
+    assert (tmp_path / "other" / "file").exists()
+
+
 def test_blob_of_killed_process_is_evicted(root: Path) -> None:
     script = """
         import os, signal, sys

@@ -33,6 +33,7 @@ def floats(address: int, count: int) -> Any:
 class Fake:
     """The fake `module` and its recorded `calls`. Change `weights` or `profiles`, or add calls to `refuse`.
 
+    kernels: what TensorRT-RTX compiles for each plan in this process.
     invalid: the diagnostics of a plan's header, as names; None: the header is valid. Only TensorRT-RTX reads it.
     """
 
@@ -43,6 +44,7 @@ class Fake:
         self.names = {"x": "INPUT", "y": "OUTPUT"}
         self.dtypes = {"x": "FLOAT", "y": "FLOAT"}
         self.profiles = [64, 1024]
+        self.kernels = b"+kernels"
         self.invalid: list[str] | None = None
         self.module = _module(self)
         self.module.__version__ = version
@@ -222,12 +224,14 @@ def _make_rtx(fake: Fake, module: Any) -> None:
             self.data = b""
 
         def deserialize(self, data: bytes) -> bool:
-            self.data = data
-            return fake.record("load_cache", data)
+            accepted = fake.record("load_cache", data)
+            if accepted:
+                self.data = data
+            return accepted
 
         def serialize(self) -> bytes:
             fake.record("serialize_cache")
-            return self.data + b"+kernels"
+            return self.data if fake.kernels in self.data else self.data + fake.kernels
 
     class RuntimeConfig:
         dynamic_shapes_kernel_specialization_strategy = "LAZY"

@@ -208,10 +208,14 @@ class RuntimeCache:
     """
 
     def __init__(self, plan: Plan, data: bytes = b"") -> None:
-        """Create the cache of a plan. `data`: a cache of an earlier process, or empty."""
+        """Create the cache of a plan. `data`: a cache of an earlier process, or empty.
+
+        The cache also takes the kernels that are compiled later. The library ignores `data` that does not fit.
+        """
         config: Any = plan.engine.create_runtime_config()  # type: ignore[attr-defined, unused-ignore]
         self.cache = config.create_runtime_cache()
-        self.was_loaded = bool(data) and bool(self.cache.deserialize(data))
+        if data:
+            self.cache.deserialize(data)
 
     def serialize(self) -> bytes:
         """Return the cache for a later process."""

@@ -167,3 +167,17 @@ def driver_cuda_version(open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL
     if driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
         return None
     return number.value // 1000, number.value % 1000 // 10
+
+
+def driver_version(open_library: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> str:
+    """Return the version of the installed driver, such as "580.159.04", or "unknown"."""
+    try:
+        nvml = open_library("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    if nvml.nvmlInit_v2() != 0:
+        return "unknown"
+    version = ctypes.create_string_buffer(80)  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE
+    error = nvml.nvmlSystemGetDriverVersion(version, len(version))
+    nvml.nvmlShutdown()
+    return "unknown" if error else version.value.decode()

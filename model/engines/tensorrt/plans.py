@@ -42,11 +42,14 @@ class Plans:
         return TensorRTEngine(self._plans[key], record.tensorrt.profile, record.bucket, workspace)
 
     def keep_compiled_kernels(self) -> None:
-        """Write the kernels that were compiled on this GPU to the folder of caches. Call it after the warm-up."""
+        """Write the kernels that were compiled on this GPU to the folder of caches. Call it after the warm-up.
+
+        A file is written again if this start compiled more, for example for buckets that an earlier start did not have.
+        """
         if self._caches is None:
             return
         for (_, digest), plan in self._plans.items():
-            if plan.runtime_cache is None or plan.runtime_cache.was_loaded:
+            if plan.runtime_cache is None:
                 continue
             try:
                 self._caches.write(digest, plan.runtime_cache.serialize())

@@ -1,5 +1,6 @@
 """Files of the kernels that TensorRT-RTX compiled on this GPU, one for each plan, so that the next start loads them.
 
+Machines with different GPUs or drivers may share the folder, so a file's name states both, and the library's version.
 A cache holds native code and is not part of a release, so no digest is known. So a file is used only if it belongs to
 this process's user and nobody else can write it. The library ignores a cache of another GPU, driver or version.
 """
@@ -8,6 +9,8 @@ import logging
 import os
 import stat
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger("preheat.tensorrt")
@@ -16,34 +19,47 @@ _SIZE_LIMIT = 2**30  # bytes; a larger file is not a cache of one plan
 
 
 class RuntimeCacheFolder:
-    """A folder of caches, each named by the digest of its plan."""
+    """A folder of caches, each named by the digest of its plan and by the machine that compiled it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, machine: str) -> None:
+        """`machine`: all that kernels depend on except the plan, such as "sm86-driver580.159.04-rtx1.7.1.116"."""
         self._folder = folder
+        self._machine = machine
+
+    def _path(self, plan: str) -> Path:
+        return self._folder / f"{plan}-{self._machine}"
 
     def read(self, plan: str) -> bytes:
-        """Return the cache of a plan, or b"" if there is none that can be trusted."""
+        """Return this machine's cache of a plan by its digest, or b"" if there is none that can be trusted."""
+        path = self._path(plan)
         try:
-            with open(self._folder / plan, "rb", opener=_open_without_links) as file:
+            with open(path, "rb", opener=_open_without_links) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode) or status.st_size > _SIZE_LIMIT:
                     return b""
                 if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                    logger.warning("the runtime cache %s is not used: others can write it", self._folder / plan)
+                    logger.warning("the runtime cache %s is not used: others can write it", path)
                     return b""
+                with suppress(OSError):  # the cache folder deletes what was not used for longest
+                    os.utime(file.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
                 return file.read()
         except OSError:
             return b""
 
     def write(self, plan: str, data: bytes) -> None:
-        """Keep the cache of a plan. A failure, such as a full disk, is logged: the next start compiles again."""
+        """Keep the cache of a plan, unless its file has these bytes.
+
+        A failure, such as a full disk, is logged: the next start compiles again.
+        """
+        if self.read(plan) == data:
+            return
         temporary = None
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=self._folder)  # its mode is 0600
             with open(handle, "wb") as file:
                 file.write(data)
-            os.replace(temporary, self._folder / plan)
+            os.replace(temporary, self._path(plan))
         except OSError as error:
             logger.warning("the runtime cache of a plan was not kept (%s)", error)
             if temporary is not None:
