@@ -38,7 +38,6 @@ from engine_builder.networks.network import (
     Network,
     digest_json,
     library_versions,
-    load_network,
 )
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import installed_version
@@ -95,14 +94,7 @@ def build(
     reader = ModuleReader()
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
-        networks[name] = load_network(
-            plan.checkpoint_of(name),
-            name,
-            plan.precision_of(name),
-            plan.network_device,
-            reader,
-            plain=plan.tensorrt is not None,
-        )
+        networks[name] = plan.load(name, reader)
         weights.append(write_weights(networks[name], store))
     # 3. Record the inputs of a real denoising run, if the engines are run here.
     facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
@@ -228,4 +220,6 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.tensorrt:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
+    if plan.quantization:
+        options = {"quantization": plan.quantization.digest}
     return versions | {"source": source} | options

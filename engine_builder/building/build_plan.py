@@ -9,7 +9,8 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
-from engine_builder.networks.network import Network
+from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.quantization.plan import Quantization
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
@@ -54,6 +55,7 @@ class BuildPlan:
         sizes, engines are dynamic (CPU).
     tensorrt: options of plans, whose target differs from AOTInductor's. None: AOTInductor engines.
     more_targets: further targets that the same plans serve, if TensorRT-RTX builds them.
+    quantization: how the UNets are quantized. Required for FP8, otherwise None.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     """
 
@@ -66,6 +68,7 @@ class BuildPlan:
     tensorrt: PlanOptions | None = None
     vae_precision: Precision | None = None
     more_targets: tuple[Target, ...] = ()
+    quantization: Quantization | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -125,14 +128,31 @@ class BuildPlan:
     def precision_of(self, component: str) -> Precision:
         """Return a component's precision.
 
-        The VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
-        `vae_precision` replaces that.
+        8-bit precisions are those of the UNets; the other components of such a model are fp16. The VAE of an fp16 model
+        is fp32 if its config has force_upcast, because it overflows in fp16. An explicit `vae_precision` replaces that.
         """
-        if find_component(component)[0].precision_rule == "model":
-            return self.precision
+        spec = find_component(component)[0]
+        if spec.precision_rule == "model":
+            return self.precision if spec.phase == "step" else self.precision.unquantized
         if self.vae_precision is not None:
             return self.vae_precision
-        return FP32 if self.precision == FP16 and self.upcasts_vae else self.precision
+        return FP32 if self.precision.unquantized == FP16 and self.upcasts_vae else self.precision.unquantized
+
+    def load(self, component: str, reader: ModuleReader) -> Network:
+        """Load a component's network for the build, quantized if its precision is. Raises as `load_network` does."""
+        precision = self.precision_of(component)
+        network = load_network(
+            self.checkpoint_of(component),
+            component,
+            precision.unquantized,
+            self.network_device,
+            reader,
+            plain=self.tensorrt is not None,
+        )
+        if precision == precision.unquantized:
+            return network
+        assert self.quantization is not None
+        return self.quantization.apply(network)[0]
 
     @property
     def upcasts_vae(self) -> bool:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.fp8_linear import QuantizedLinear
 from engine_builder.networks.winograd import WinogradConv
 
 # Group norm, as measured on an H200.
@@ -285,8 +286,18 @@ def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -
     return attend(queries, keys, values, heads)
 
 
-def geglu(projection: Any, tokens: Tensor) -> Tensor:
-    """Return values * gelu(gates), [batch, n, width]. They alternate in `projection(tokens)`, [batch, n, 2 * width]."""
+def feed_forward(widening: Any, narrowing: Any, tokens: Tensor) -> Tensor:
+    """Return narrowing(values * gelu(gates)), [batch, n, inner]. Values and gates alternate in `widening(tokens)`."""
+    quantized = narrowing.input_scale if isinstance(narrowing, QuantizedLinear) else None
+    out: Tensor = narrowing(geglu(widening, tokens, quantized))
+    return out
+
+
+def geglu(projection: Any, tokens: Tensor, out_scale: Tensor | None = None) -> Tensor:
+    """Return values * gelu(gates), [batch, n, width]. They alternate in `projection(tokens)`, [batch, n, 2 * width].
+
+    `out_scale`: the result may be returned as E4M3, divided by this scale.
+    """
     batch, count, inner = tokens.shape
     width = projection.out_features // 2
     if _has_half_kernels(tokens) and width % 128 == 0 and inner % 64 == 0:
@@ -297,8 +308,11 @@ def geglu(projection: Any, tokens: Tensor) -> Tensor:
         if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
             from engine_builder.networks import kernels
 
-            gated: Tensor = kernels.geglu(tokens, projection.weight, projection.bias)
-            return gated
+            if not isinstance(projection, QuantizedLinear):
+                return cast(Tensor, kernels.geglu(tokens, projection.weight, projection.bias, None, out_scale))
+            scale = projection.input_scale * projection.weight_scale
+            quantized = projection.quantize_inputs(tokens)
+            return cast(Tensor, kernels.geglu(quantized, projection.weight, projection.bias, scale, out_scale))
     pairs = projection(tokens).unflatten(-1, (-1, 2))
     values, gates = pairs.split(1, -1) if is_for_onnx() else pairs.unbind(-1)
     product: Tensor = values * F.gelu(gates)

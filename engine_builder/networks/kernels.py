@@ -77,13 +77,13 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 # The product with GEGLU, as measured on an H200.
-_TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH = 128, 128, 64
+_TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH_BYTES = 128, 128, 128
 _WARPS, _STAGES, _GROUP = 8, 3, 8
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _geglu_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, out,
+    x, weight, bias, scale, out_scale, out,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PROGRAMS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, TILE_DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -103,6 +103,8 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
         both = tl.zeros((TILE_ROWS, 2 * TILE_WIDTH), tl.float32)
         for depth in range(0, INNER, TILE_DEPTH):
             both = tl.dot(x_tiles.load([row, depth]), weight_tiles.load([2 * column, depth]).T, both)
+        if scale is not None:
+            both *= tl.load(scale)
         both += tl.load(bias + 2 * column + tl.arange(0, 2 * TILE_WIDTH))[None, :].to(tl.float32)
         values, gates = tl.split(tl.reshape(both, (TILE_ROWS, TILE_WIDTH, 2)))
         # The normal distribution as a logistic function of an odd polynomial. Apart from tanh's own error the result is
@@ -111,26 +113,31 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
         slope = ((1.11908260e-06 * square - 3.05810267e-05) * square - 1.24861593e-04) * square + 3.64687906e-02
         half = 0.5 * values * gates
         gated = half + half * _tanh(gates * (slope * square + 0.797828101))
+        if out_scale is not None:
+            gated = tl.clamp(gated / tl.load(out_scale), -448.0, 448.0)  # of E4M3
         out_tiles.store([row, column], gated.to(out.dtype.element_ty))
 
 
 @library.triton_op("preheat::geglu", mutates_args={})
-def geglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return values * gelu(gates), where values and gates alternate in x weight^T + bias, in one kernel.
+def geglu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_scale: Tensor | None) -> Tensor:
+    """Return values * gelu(gates), where values and gates alternate in scale * (x weight^T) + bias, in one kernel.
 
-    x: [batch, tokens, inner], contiguous; weight: [2 * width, inner]; bias: [2 * width]. width is a multiple of 128,
-    inner of 64. Returns [batch, tokens, width]. For GPUs with tensor memory accelerators.
+    x: [batch, tokens, inner], contiguous; weight: [2 * width, inner], both in half precision or both E4M3; bias:
+    [2 * width] in half precision. width is a multiple of 128, inner of 64. scale: float32 scalar, or None for 1.
+    Returns [batch, tokens, width] in the type of bias, or divided by `out_scale` (float32 scalar) as E4M3. For GPUs
+    with tensor memory accelerators.
     """
     batch, tokens, inner = x.shape
     width = weight.shape[0] // 2
-    out = x.new_empty(batch, tokens, width)
+    dtype = bias.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(batch, tokens, width, dtype=dtype, device=x.device)
     tiles = -(-batch * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     # Triton allocates the descriptors' memory through this function; a compiled engine has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
     library.wrap_triton(_geglu_kernel)[(programs,)](
-        x, weight, bias, out, ROWS=batch * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
-        TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, TILE_DEPTH=_TILE_DEPTH, GROUP=_GROUP,
+        x, weight, bias, scale, out_scale, out, ROWS=batch * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
+        TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, TILE_DEPTH=_TILE_DEPTH_BYTES // x.element_size(), GROUP=_GROUP,
         num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out

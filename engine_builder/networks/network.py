@@ -9,7 +9,8 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,8 @@ def digest_json(value: object) -> str:
 class Network:
     """A component ready to export.
 
-    `multiple`: height and width are multiples of so many pixels; None: the component has no height and width.
+    `multiple`: height and width are multiples of so many pixels; None: the component has no height and width. `clips`:
+    of each quantized layer, the absolute input that is mapped to the number type's largest number.
     """
 
     component: str
@@ -59,6 +61,7 @@ class Network:
     precision: Precision
     layout: Layout
     multiple: int | None
+    clips: Mapping[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers under their public names."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from engine_builder.networks.blocks import (
     concat_linears,
     cross_attention,
-    geglu,
+    feed_forward,
     group_norm,
     repeat_batch,
     resnet,
@@ -196,7 +196,7 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
         attention = block.attn1
         tokens = tokens + attention.to_out[0](self_attention(attention.to_qkv(block.norm1(tokens)), attention.heads))
         tokens = _add_cross_attention(block.attn2, tokens, block.norm2(tokens), next(texts), next(texts))
-        tokens = tokens + block.ff.net[2](geglu(block.ff.net[0].interleaved, block.norm3(tokens)))
+        tokens = tokens + feed_forward(block.ff.net[0].interleaved, block.ff.net[2], block.norm3(tokens))
     return tokens_to_pixels(transformer.proj_out(tokens), hidden) + hidden
 
 

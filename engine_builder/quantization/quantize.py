@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from engine_builder.networks.fp8_linear import can_quantize, quantize_linear
 from engine_builder.networks.network import Network, public_name
-from engine_builder.quantization.linear import QuantizedLinear, can_quantize, quantize_linear
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.ranges import InputRange, bin_centers, to_e4m3
 from engine_builder.quantization.record import CalibrationError
@@ -36,40 +36,53 @@ def quantize_network(
 
     ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range.
     """
-    module = copy.deepcopy(network.module, {id(tensor): tensor for tensor in network.module.parameters()})
-    linears = {public_name(name): name for name, layer in module.named_modules() if can_quantize(layer)}
+    clips = {}
+    linears = _linears(network)
+    for layer in policy.select(linears):
+        if not can_quantize(linears[layer]):
+            continue
+        observed = ranges.get(layer)
+        if observed is None or len(observed.channel_maxima) != linears[layer].in_features:
+            raise CalibrationError(f"The calibration of {network.component} does not fit its layer {layer}.")
+        clips[layer] = observed.clip(policy.clip, policy.percentile)
+    quantized = quantize_layers(network, clips)
+    tensors = quantized.tensors()
     layers = []
-    for public in policy.select(linears):
-        linear = module.get_submodule(linears[public])
-        assert isinstance(linear, nn.Linear)
-        observed = ranges.get(public)
-        if observed is None or len(observed.channel_maxima) != linear.in_features:
-            raise CalibrationError(f"The calibration of {network.component} does not fit its layer {public}.")
-        clip = observed.clip(policy.clip, policy.percentile)
-        quantized = quantize_linear(linear, clip)
-        _replace(module, linears[public], quantized)
-        layers.append(
-            QuantizedLayer(public, clip, _input_decibels(observed, clip), _weight_decibels(linear, quantized))
-        )
-    return replace(network, module=module, precision=FP8), layers
+    for layer, clip in clips.items():
+        rounded = tensors[f"{layer}.weight"].double() * tensors[f"{layer}.weight_scale"].double()
+        weight_decibels = _decibels(linears[layer].weight.detach().double(), rounded)
+        layers.append(QuantizedLayer(layer, clip, _input_decibels(ranges[layer], clip), weight_decibels))
+    return quantized, layers
 
 
-def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, layer)
+def quantize_layers(network: Network, clips: Mapping[str, float]) -> Network:
+    """Return the network with the linears of `clips` in FP8. The given network is not changed.
+
+    clips: by layer, the absolute input that is mapped to E4M3's largest number.
+    """
+    module = copy.deepcopy(network.module, {id(tensor): tensor for tensor in network.module.parameters()})
+    for name, linear in list(module.named_modules()):
+        if (clip := clips.get(public_name(name))) is not None:
+            assert isinstance(linear, nn.Linear)
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, quantize_linear(linear, clip))
+    return replace(network, module=module, precision=FP8, clips=dict(clips))
+
+
+def _linears(network: Network) -> dict[str, nn.Linear]:
+    modules = network.module.named_modules()
+    return {public_name(name): module for name, module in modules if isinstance(module, nn.Linear)}
 
 
 def _input_decibels(observed: InputRange, clip: float) -> float:
     centers, counts = bin_centers(), observed.counts.cpu().double()
     error = (counts * (to_e4m3(centers, clip) - centers).square()).sum()
-    return _decibels((counts * centers.square()).sum(), error)
+    return _ratio((counts * centers.square()).sum(), error)
 
 
-def _weight_decibels(linear: nn.Linear, quantized: QuantizedLinear) -> float:
-    exact = linear.weight.detach().double()
-    error = quantized.weight.double() * quantized.weight_scale.double() - exact
-    return _decibels(exact.square().sum(), error.square().sum())
+def _decibels(exact: torch.Tensor, rounded: torch.Tensor) -> float:
+    return _ratio(exact.square().sum(), (rounded - exact).square().sum())
 
 
-def _decibels(signal: torch.Tensor, error: torch.Tensor) -> float:
+def _ratio(signal: torch.Tensor, error: torch.Tensor) -> float:
     return float(10 * torch.log10(signal / error)) if float(error) else float("inf")

@@ -10,10 +10,11 @@ from typing import Literal, Self
 
 import torch
 
+from engine_builder.networks.fp8_linear import E4M3_MAX
+
 BINS_PER_OCTAVE = 16
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 20  # 2**-24 is the smallest fp16 number; values outside count in the end bins
 BINS = BINS_PER_OCTAVE * (_HIGHEST_OCTAVE - _LOWEST_OCTAVE)
-E4M3_MAX = 448.0
 _COUNTED_VALUES = 2**18  # of one call; the maxima are of all values
 _CANDIDATE_SCALES = 4 * BINS_PER_OCTAVE  # below the absolute maximum, one for each bin
 

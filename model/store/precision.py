@@ -17,7 +17,7 @@ PrecisionName = Literal["fp32", "fp16", "bf16", "fp8", "int8"]
 @dataclass(frozen=True)
 class Precision:
     """`storage`: the type of the weights in the store and on the device. `compute`: the operands of matrix products.
-    `io`: a component's inputs and outputs."""
+    `io`: a component's inputs and outputs. In an 8-bit precision these are the types of the quantized layers."""
 
     name: PrecisionName
     storage: StorageDtype
@@ -30,6 +30,11 @@ class Precision:
         if not isinstance(name, str) or name not in PRECISIONS:
             raise ValueError(f"the precision is one of {', '.join(PRECISIONS)}")
         return PRECISIONS[name]
+
+    @property
+    def unquantized(self) -> "Precision":
+        """The precision of everything that is not quantized: FP16 for 8-bit precisions, otherwise this one."""
+        return FP16 if self.storage in ("float8_e4m3fn", "int8") else self
 
     def __str__(self) -> str:
         return self.name

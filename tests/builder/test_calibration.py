@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.calibrate import PROMPTS
 from engine_builder.commands.main import app
+from engine_builder.networks.fp8_linear import E4M3_MAX
 from engine_builder.networks.network import load_network
 from engine_builder.quantization.calibrate import CalibrationPlan, calibrate, digest_weights, observing, read_prompts
-from engine_builder.quantization.ranges import BINS, E4M3_MAX, InputRange, bin_edges, bins_of, to_e4m3
+from engine_builder.quantization.ranges import BINS, InputRange, bin_edges, bins_of, to_e4m3
 from engine_builder.quantization.record import (
     CalibrationError,
     CalibrationRecord,

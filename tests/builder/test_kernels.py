@@ -65,10 +65,14 @@ def interpreted(runs: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
     return runs["interpret"].result()
 
 
-@pytest.mark.parametrize("kernel", ["text", "self", "geglu", "winograd"])
+# A number whose last bits differ may be rounded to the next E4M3 number, an eighth away. It happens to few of them.
+LIMITS = {"text": 1e-5, "self": 1e-5, "geglu": 1e-5, "winograd": 1e-5, "scaled": 3e-3}
+
+
+@pytest.mark.parametrize("kernel", LIMITS)
 def test_kernel_equals_pytorch(kernel: str, interpreted: dict[str, Any]) -> None:
     errors = {case: error for case, error in interpreted["errors"].items() if case.startswith(f"{kernel},")}
-    assert len(errors) >= 2 and max(errors.values()) < 1e-5, errors
+    assert len(errors) >= 2 and max(errors.values()) < LIMITS[kernel], errors
 
 
 def test_kernels_take_no_floats_at_run_time(interpreted: dict[str, Any]) -> None:

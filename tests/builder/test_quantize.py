@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
+from engine_builder.networks.fp8_linear import E4M3_MAX, QuantizedLinear, can_quantize, quantize, quantize_linear
 from engine_builder.networks.network import Network, load_network, public_name
 from engine_builder.quantization.calibrate import observing
-from engine_builder.quantization.linear import QuantizedLinear, can_quantize, quantize, quantize_linear
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.quantize import quantize_network
-from engine_builder.quantization.ranges import E4M3_MAX, InputRange
+from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.quantization.validation.report import ValidationReport
 from model.store.precision import FP8, FP32

@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.backends.built import CompileError
+from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
@@ -74,6 +75,8 @@ def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) ->
 
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
+    # Entries of quantized networks only, so that the keys of other engines stay what they were.
+    quantized = {"quantized": [LINEAR_VERSION, *sorted(network.clips)]} if network.clips else {}
     return digest_json(
         {
             "recipe": COMPILER_VERSION,
@@ -88,6 +91,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
             "precision": network.precision.name,
             "layout": network.layout,
         }
+        | quantized
     )
 
 

@@ -9,9 +9,9 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -24,6 +24,7 @@ from engine_builder.backends.aot_inductor.compile import CompiledNetwork
 from engine_builder.backends.built import CompileError
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.worker_process import end_process, end_with_parent
 from model.errors import PreheatError
 from model.loading.target import Target
@@ -36,7 +37,10 @@ _MAX_DEFAULT_PROCESSES = 4
 
 @dataclass(frozen=True)
 class CompileJob:
-    """One engine to compile into the file `package`. `key` is the engine key."""
+    """One engine to compile into the file `package`.
+
+    key: the engine key. precision: of the network as it is loaded. clips: of the layers that are then quantized.
+    """
 
     key: str
     checkpoint: Checkpoint
@@ -45,6 +49,7 @@ class CompileJob:
     target: Target
     bucket: Bucket
     package: Path
+    clips: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,8 @@ def _run_worker(builder: Connection, threads: int) -> None:
         result: CompileResult | Exception
         try:
             network = load_network(job.checkpoint, job.component, job.precision, job.target.device, reader)
+            if job.clips:
+                network = quantize_layers(network, job.clips)
             result = _compile(job, network)
         except PreheatError as error:
             result = error

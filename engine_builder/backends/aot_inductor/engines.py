@@ -118,8 +118,9 @@ def build_engines(
     with tempfile.TemporaryDirectory(prefix="preheat-") as folder:
         jobs = [
             CompileJob(
-                key, plan.checkpoint_of(engine.component), engine.component, engine.network.precision, plan.target,
-                engine.bucket, Path(folder) / f"{top_folder(engine.component, key)}.pt2",
+                key, plan.checkpoint_of(engine.component), engine.component, engine.network.precision.unquantized,
+                plan.target, engine.bucket, Path(folder) / f"{top_folder(engine.component, key)}.pt2",
+                engine.network.clips,
             )
             for key, engine in missing.items()
         ]  # fmt: skip

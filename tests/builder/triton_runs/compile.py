@@ -14,7 +14,9 @@ from triton.backends.compiler import GPUTarget
 from engine_builder.networks import kernels, winograd_kernels
 from tests.builder.triton_runs.launches import Launch, intercept
 
-TYPES = {torch.float16: "*fp16", torch.float32: "*fp32"}
+TYPES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
+FP8 = torch.float8_e4m3fn
+scale = torch.ones(())
 shared_bytes: dict[str, int] = {}
 
 
@@ -41,7 +43,9 @@ if __name__ == "__main__":
     for height, width in ((32, 32), (38, 26)):  # the UNet's lowest level for 1024x1024 and 832x1216
         tokens, tiles = height * width, 2 * height * width // 4
         kernels.attend_to_text(fp16(2, tokens, 1280), fp16(2, 77, 1280), fp16(2, 77, 1280), 20)
-        kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240))
+        kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240), None, None)
+        for out_scale in (scale, None):
+            kernels.geglu(fp16(2, tokens, 1280).to(FP8), fp16(10240, 1280).to(FP8), fp16(10240), scale, out_scale)
         hidden, groups, products = fp16(2, height, width, 1280), torch.zeros(2, 32), fp16(16, tiles, 1280)
         winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)

@@ -1,46 +1,53 @@
 """Linears in FP8 (E4M3): weights and inputs are divided by one scale each, rounded to E4M3, and multiplied.
 
-Products are summed in fp32. On a GPU the product runs on the matrix units. On a CPU the same call computes the same
-product, for tests.
+Products are summed in fp32, on a Hopper GPU with the lower precision of its fast accumulation. On a CPU the same call
+computes the same product, for tests.
 """
 
 import torch
 from torch import Tensor, nn
 
-from engine_builder.quantization.ranges import E4M3_MAX
-
+LINEAR_VERSION = 1  # part of every quantized engine's key; raise it when the code or the names of tensors change
+E4M3_MAX = 448.0
 MULTIPLE = 16  # of a product's width and depth
 
 
 class QuantizedLinear(nn.Module):
-    """[..., in] -> [..., out], as nn.Linear.
+    """[..., in] -> [..., out] of the linear's type. Takes that type, or E4M3 that is divided by `input_scale`.
 
     weight: E4M3 [out, in]. weight_scale, input_scale: float32 scalars: a quantized number times its scale is the number
-    that it stands for. bias: [out] in the type of the inputs, or None.
+    that it stands for. bias: [out], or None.
     """
 
     weight_scale: Tensor
     input_scale: Tensor
 
-    def __init__(self, weight: Tensor, weight_scale: Tensor, input_scale: Tensor, bias: Tensor | None) -> None:
+    def __init__(
+        self, weight: Tensor, weight_scale: Tensor, input_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        self.dtype = dtype
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("input_scale", input_scale)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        quantized = quantize(inputs, self.input_scale)
         product = torch._scaled_mm(
-            quantized.reshape(-1, self.in_features),
+            self.quantize_inputs(inputs).reshape(-1, self.in_features),
             self.weight.t(),
             scale_a=self.input_scale,
             scale_b=self.weight_scale,
             bias=self.bias,
-            out_dtype=inputs.dtype,
+            out_dtype=self.dtype,
+            use_fast_accum=True,
         )
         return product.reshape(*inputs.shape[:-1], self.out_features)
+
+    def quantize_inputs(self, inputs: Tensor) -> Tensor:
+        """Return inputs as E4M3. Those that are E4M3 are returned as they are."""
+        return inputs if inputs.dtype == torch.float8_e4m3fn else quantize(inputs, self.input_scale)
 
 
 def quantize(values: Tensor, scale: Tensor) -> Tensor:
@@ -58,6 +65,7 @@ def quantize_linear(linear: nn.Linear, input_clip: float) -> QuantizedLinear:
         weight_scale,
         torch.tensor(input_clip / E4M3_MAX, dtype=torch.float32, device=weight.device),
         None if linear.bias is None else linear.bias.detach(),
+        weight.dtype,
     )
 
 
