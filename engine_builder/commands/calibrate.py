@@ -55,6 +55,7 @@ def calibrate(
         str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
     ] = None,
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
+    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
@@ -64,7 +65,6 @@ def calibrate(
     """
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
-        from engine_builder.checkpoints.find import find_checkpoints
         from engine_builder.quantization.calibrate import CalibrationPlan
         from engine_builder.quantization.calibrate import calibrate as calibrate_model
 
@@ -73,7 +73,7 @@ def calibrate(
         raise typer.BadParameter(f"it is no prompt: {_PROMPT_LIMIT}", param_hint="--negative-prompt")
     device = build_target().device
     chosen = choose_precision(precision, device)
-    base, refiner_checkpoint = find_checkpoints(model, refiner)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner)
     width, height = choose_size(size, base)
     plan = CalibrationPlan(
         base=base,
@@ -114,6 +114,16 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
 def _is_prompt(text: str) -> bool:
     """True if a request accepts the text."""
     return len(text) <= MAX_PROMPT_CHARACTERS and "\0" not in text
+
+
+def find_parts(model: str, refiner: str | None, no_refiner: bool) -> tuple["Checkpoint", "Checkpoint | None"]:
+    """Return the checkpoints of the base and the refiner. Raises CheckpointError or typer.BadParameter."""
+    from engine_builder.checkpoints.find import find_checkpoints
+
+    if refiner and no_refiner:
+        raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
+    base, found = find_checkpoints(model, refiner)
+    return base, None if no_refiner else found
 
 
 def choose_precision(name: str | None, device: str) -> Precision:

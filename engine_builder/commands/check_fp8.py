@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.commands.calibrate import PROMPTS, choose_precision, choose_size, prompt_progress, read_prompt_file
+from engine_builder.commands.calibrate import (
+    PROMPTS,
+    choose_precision,
+    choose_size,
+    find_parts,
+    prompt_progress,
+    read_prompt_file,
+)
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     CacheOption,
@@ -16,6 +23,7 @@ from engine_builder.commands.console import (
     plain,
 )
 from engine_builder.files import check_writable, write_file
+from model.store.precision import FP32
 from model.validation import MAX_GUIDANCE, MAX_STEPS
 
 
@@ -35,53 +43,64 @@ def check_fp8(
     ] = None,
     precision: Annotated[
         str | None,
-        typer.Option(help="What FP8 is compared with: fp32, fp16 or bf16; default: fp32 on a CPU."),
+        typer.Option(help="What FP8 is compared with: fp16 or bf16 on a GPU; default: fp32 on a CPU, else fp16."),
     ] = None,
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
+    no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
     """Compute the UNet's linears in FP8 in eager PyTorch, and measure how far the pictures are from the model's own.
 
-    Needs a calibration (`preheat calibrate`). Exit status 1 if a threshold is not kept.
+    Needs a calibration (`preheat calibrate`). The report and the pictures are stored for `preheat publish`, in place of
+    an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept.
     """
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
-        from engine_builder.checkpoints.find import find_checkpoints
-        from engine_builder.quantization.check import check_quantization
+        from engine_builder.quantization.check import check_fp8_target, check_quantization
         from engine_builder.quantization.policy import DEFAULT, Policy
         from engine_builder.quantization.validation.compare import validation_requests
         from engine_builder.quantization.validation.contact_sheet import contact_sheet
         from engine_builder.quantization.validation.report import describe
+        from engine_builder.quantization.validation.stored import write_validation
         from engine_builder.quantization.validation.thresholds import Thresholds, violations
 
+    target = build_target()
+    check_fp8_target(target)
+    compared = choose_precision(precision, target.device)
+    if target.device == "cuda" and compared == FP32:
+        raise typer.BadParameter("a GPU's FP8 products are fp16 or bf16; choose one of them", param_hint="--precision")
     chosen_policy = Policy.read(policy) if policy else DEFAULT
     listed = read_prompt_file(prompts)[:count]
     limits = Thresholds.read(thresholds) if thresholds else Thresholds(min_prompts=min(len(listed), 32))
     if out is not None:
         check_writable(out / "report.json")
-    device = build_target().device
-    compared = choose_precision(precision, device)
-    base, refiner_checkpoint = find_checkpoints(model, refiner)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner)
     width, height = choose_size(size, base)
     requests = validation_requests(
         listed, width, height, steps=steps, guidance=guidance, use_refiner=refiner_checkpoint is not None, min_prompts=1
     )
+    opened = open_cli_store(store, cache_dir)
     started = time.perf_counter()
-    with prompt_progress("Comparing") as report:
+    with prompt_progress("Comparing") as progress:
         check = check_quantization(
-            base, refiner_checkpoint, compared, device, chosen_policy, requests, open_cli_store(store, cache_dir),
-            report=report,
-        )  # fmt: skip
-    console.print(describe(check.comparison.report))
+            base, refiner_checkpoint, compared, target.device, chosen_policy, requests, opened, report=progress
+        )
+    report = check.comparison.report
+    pictures = contact_sheet(report, check.comparison.pairs)
+    write_validation(opened, report, pictures)
+    console.print(describe(report))
     for component, layers in check.layers.items():
         console.print(f"{component}: {len(layers)} layers in FP8")
     if out is not None:
-        write_file(out / "report.json", check.comparison.report.model_dump_json(indent=1).encode())
-        write_file(out / "pairs.png", contact_sheet(check.comparison.report, check.comparison.pairs))
+        write_file(out / "report.json", report.model_dump_json(indent=1).encode())
+        write_file(out / "pairs.png", pictures)
         console.print(f"[bold]{plain(out.resolve())}[/]  report.json, pairs.png")
-    console.print(f"Compared in {time.perf_counter() - started:.0f} s")
-    found = violations(check.comparison.report, limits)
+    console.print(
+        f"Compared in {time.perf_counter() - started:.0f} s, stored as validation "
+        f"{report.identity['quantization'][:12]}: {plain(opened.url)}"
+    )
+    found = violations(report, limits)
     for sentence in found:
         console.print(f"[red]refused[/] {sentence}")
     if found:

@@ -40,17 +40,35 @@ def publish(
     name: Annotated[str, typer.Argument(help="MODEL/VERSION, or MODEL for the next number.")],
     store: StoreOption = DEFAULT_STORE,
     sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
+    thresholds: Annotated[
+        Path | None, typer.Option(help="TOML file: limits that the validation of FP8 engines must keep.")
+    ] = None,
+    accept: Annotated[
+        bool, typer.Option("--accept", help="Publish FP8 engines that violate limits; the release lists them.")
+    ] = False,
 ) -> None:
-    """Publish the builds of a model as one release, which is written once."""
-    run_publish(open_cli_store(store), name, sign)
+    """Publish the builds of a model as one release, which is written once.
+
+    FP8 engines need a stored validation that keeps all limits (`preheat check-fp8`).
+    """
+    run_publish(open_cli_store(store), name, sign, thresholds, accept)
 
 
-def run_publish(store: WritableStore, name: str, key_file: Path | None = None) -> Manifest:
+def run_publish(
+    store: WritableStore,
+    name: str,
+    key_file: Path | None = None,
+    threshold_file: Path | None = None,
+    accept: bool = False,
+) -> Manifest:
     """Publish, and print the result."""
+    from engine_builder.quantization.validation.thresholds import Thresholds
     from engine_builder.releases.publish import publish as publish_drafts
     from engine_builder.releases.signing import read_key
 
-    manifest, is_new = publish_drafts(store, name, read_key(key_file) if key_file else None)
+    thresholds = Thresholds.read(threshold_file) if threshold_file else None
+    manifest, is_new = publish_drafts(store, name, read_key(key_file) if key_file else None, thresholds, accept)
+    _print_accepted(manifest)
     size = total_bytes(manifest)
     result = "Published" if is_new else "Unchanged since"
     console.print(
@@ -66,15 +84,33 @@ def _signer(manifest: Manifest) -> str:
     return f"signed by {plain(manifest.signature.key_id)}" if manifest.signature else "not signed"
 
 
-def releases(store: StoreOption = DEFAULT_STORE) -> None:
+def _print_accepted(manifest: Manifest) -> None:
+    for violation in manifest.validation.violations if manifest.validation else ():
+        console.print(f"[yellow]accepted[/] {plain(violation)}", soft_wrap=True)
+
+
+def releases(
+    store: StoreOption = DEFAULT_STORE,
+    validation: Annotated[
+        str | None, typer.Option(help="MODEL/VERSION: show the validation of its FP8 engines instead.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With --validation: folder for report.json and pairs.png.")] = None,
+) -> None:
     """List the releases of a store. Exit status 1 if one of them cannot be read."""
+    if out is not None and validation is None:
+        raise typer.BadParameter("is an option of --validation", param_hint="--out")
     opened_store = open_cli_store(store)
+    if validation is not None:
+        _show_validation(opened_store, validation, out)
+        return
     names = opened_store.releases()
     manifests = _read_manifests(opened_store, names)
     for manifest in manifests:
         # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
         lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
+        if manifest.validation is not None:
+            lines.append("validated" if not manifest.validation.accepted else "published with violated limits")
         console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
         console.print("\n".join(f"    {line}" for line in lines), soft_wrap=True, markup=False)
     if not names:
@@ -83,6 +119,29 @@ def releases(store: StoreOption = DEFAULT_STORE) -> None:
         )
     if len(manifests) < len(names):
         raise typer.Exit(1)
+
+
+def _show_validation(store: Store, name: str, out: Path | None) -> None:
+    """Print the report of a release's validation, and write its files into a folder."""
+    from engine_builder.files import check_writable, write_file
+    from engine_builder.quantization.validation.report import describe
+    from engine_builder.quantization.validation.stored import read_report
+
+    manifest = store.read_release(name)
+    if manifest.validation is None:
+        console.print(f"{plain(name)} has no validation: only FP8 engines need one.", soft_wrap=True)
+        return
+    files = {"report.json": manifest.validation.report, "pairs.png": manifest.validation.pictures}
+    if out is not None:
+        for file in files:
+            check_writable(out / file)
+    report = read_report(store, manifest.validation.report)
+    console.print(describe(report))
+    _print_accepted(manifest)
+    if out is not None:
+        for file, blob in files.items():
+            write_file(out / file, store.get(blob.sha256, blob.bytes).read_bytes())
+        console.print(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}", soft_wrap=True)
 
 
 def _read_manifests(store: Store, names: list[str]) -> list[Manifest]:

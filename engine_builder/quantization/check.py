@@ -12,10 +12,21 @@ from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import QuantizedLayer
 from engine_builder.quantization.validation.compare import Comparison, LayerPair, compare_models
+from engine_builder.quantization.validation.stored import QUANTIZATION
 from engine_builder.stores.store import WritableStore
 from model.engines.engine import EngineSet
+from model.errors import PreheatError
+from model.loading.target import Target
 from model.pipeline.params import GenerationParams
 from model.store.precision import Precision
+
+_MIN_CAPABILITY = 89  # of a GPU: torch._scaled_mm multiplies E4M3 from compute capability 8.9 on
+
+
+class Fp8Unsupported(PreheatError):
+    """This machine's GPU does not multiply FP8 numbers."""
+
+    remedy = "Use a GPU of compute capability 8.9 or newer, such as an L4, an H100 or an H200."
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,12 @@ class QuantizationCheck:
 
     layers: dict[str, list[QuantizedLayer]]
     comparison: Comparison
+
+
+def check_fp8_target(target: Target) -> None:
+    """Raise Fp8Unsupported for a GPU that does not multiply FP8 numbers. A CPU emulates the product."""
+    if target.device == "cuda" and int(target.capability.removeprefix("sm")) < _MIN_CAPABILITY:
+        raise Fp8Unsupported(f"The GPU {target.product} ({target.capability}) does not multiply FP8 numbers.")
 
 
 def check_quantization(
@@ -60,7 +77,11 @@ def check_quantization(
         requests,
         names=(precision.name, "fp8"),
         layers=pairs,
-        identity=quantization.calibrations,
+        identity={
+            **quantization.calibrations,
+            QUANTIZATION: quantization.digest,
+            "policy": policy.model_dump_json(),
+        },
         report=report,
     )
     return QuantizationCheck(layers, comparison)

@@ -14,7 +14,7 @@ from engine_builder.stores.writing import REFRESH_AGE_SECONDS
 from model.errors import PreheatError
 
 DAY_SECONDS = 24 * 3600
-_RECORD_KINDS = ("engines", "drafts", "onnx", "timing", "calibrations")
+_RECORD_KINDS = ("engines", "drafts", "onnx", "timing", "calibrations", "validations")
 _MIN_AGE_SECONDS = 2 * REFRESH_AGE_SECONDS
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": DAY_SECONDS, "w": 7 * DAY_SECONDS}
 

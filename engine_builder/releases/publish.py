@@ -8,7 +8,9 @@ from datetime import UTC, datetime
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from engine_builder.quantization.validation.thresholds import Thresholds
 from engine_builder.releases.signing import public_key, sign
+from engine_builder.releases.validation_gate import quantized_engines, require_validation
 from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, UntrustedRelease
 from model.store.manifest import Manifest
@@ -22,18 +24,26 @@ class NothingToPublish(PreheatError):
     remedy = "Run `preheat build` first."
 
 
-def publish(store: WritableStore, name: str, private_key: Ed25519PrivateKey | None = None) -> tuple[Manifest, bool]:
+def publish(
+    store: WritableStore,
+    name: str,
+    private_key: Ed25519PrivateKey | None = None,
+    thresholds: Thresholds | None = None,
+    accept: bool = False,
+) -> tuple[Manifest, bool]:
     """Publish the drafts of a model as one release. Sign the release if a private key is given.
 
     name: "model/version", or "model" for the next whole number.
+    thresholds: the limits of the validation that 8-bit engines need; None: the defaults. accept: publish engines that
+    violate them, and list the violations in the manifest.
     Returns the release's manifest, and True if this call published it. Returns the newest numbered release and False if
     no version is requested and that release has the drafts' content, unless it lacks the requested signature.
     Raises NothingToPublish, ReleaseExists, CorruptBlob or StoreError; ManifestError for an invalid name, a damaged
-    draft, a damaged newest release or drafts that give no valid manifest.
+    draft, a damaged newest release or drafts that give no valid manifest; and as `require_validation` does.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")  # raises for an invalid name
-    merged = merge_drafts(read_drafts(store, model))
+    merged = require_validation(store, merge_drafts(read_drafts(store, model)), thresholds or Thresholds(), accept)
     if not version:
         releases = [split_name(release) for release in store.releases()]
         numbers = sorted((number for owner, number in releases if owner == model and number.isdigit()), key=int)
@@ -55,6 +65,7 @@ def publish(store: WritableStore, name: str, private_key: Ed25519PrivateKey | No
 def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
     """Return the model's drafts that have the same source as its newest draft, newest first.
 
+    Of drafts with 8-bit engines, only those with the newest one's quantization are returned: a release has one.
     Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
     """
     drafts = []
@@ -75,15 +86,21 @@ def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
     if not drafts:
         raise NothingToPublish(f"{store.url} has no draft of {model}.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
-    return [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
+    current = [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
+    quantizations = [draft.builder.get("quantization") for draft in current if quantized_engines(draft)]
+    return [
+        draft
+        for draft in current
+        if not quantized_engines(draft) or draft.builder.get("quantization") == quantizations[0]
+    ]
 
 
 def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
     Of equal engines or weights, the newest draft's entry is taken. Other entries are the newest draft's, without
-    TensorRT's build options. Engines and weights are sorted, so the order of the builds makes no difference. The schema
-    is the oldest that has all entries.
+    TensorRT's build options. The quantization is that of the newest draft that has one. Engines and weights are sorted,
+    so the order of the builds makes no difference. The schema is the oldest that has all entries.
     """
     newest = drafts[0]
     oldest_first = drafts[::-1]
@@ -93,9 +110,11 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
+    builder = {name: value for name, value in newest.builder.items() if name != "tensorrt"}
+    quantizations = [draft.builder["quantization"] for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={
-            "builder": {name: value for name, value in newest.builder.items() if name != "tensorrt"},
+            "builder": builder | ({"quantization": quantizations[0]} if quantizations else {}),
             "engines": tuple(engines[identity] for identity in sorted(engines)),
             "weights": tuple(weights[identity] for identity in sorted(weights)),
         }

@@ -33,7 +33,10 @@ class WritableStore(Store, Protocol):
         """
 
     def read_record(self, kind: str, name: str) -> bytes | None:
-        """Return a record, or None. Kinds: engines (named by engine key), drafts, onnx, timing, calibrations."""
+        """Return a record, or None.
+
+        Kinds: engines (named by engine key), drafts, onnx, timing, calibrations, validations.
+        """
 
     def write_record(self, kind: str, name: str, record: bytes) -> None:
         """Write a record. The last writer wins."""

@@ -196,7 +196,7 @@ def test_check_fp8_compares_pictures_and_writes_them(calibrated: list[str], tmp_
     assert 10 < report.summary.latents_decibels.worst < 60, "the two models are equal, or have nothing in common"
     names = {layer.name for layer in report.layers}
     assert len(names) > 5 and not any(name.endswith((".proj_in", ".proj_out")) for name in names)
-    assert report.identity.keys() == {"unet"}
+    assert report.identity.keys() == {"unet", "quantization", "policy"}
     with Image.open(tmp_path / "pairs.png") as sheet:
         assert sheet.width > 3 * 64
 

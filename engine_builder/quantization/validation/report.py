@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 _LISTED_LAYERS = 5
@@ -140,11 +141,14 @@ def _percentage(verdicts: Sequence[bool | None]) -> float | None:
 
 
 def describe(report: ValidationReport) -> Table:
-    """Return a table of the summary and of the worst layers."""
+    """Return a table of the summary and of the worst layers. The report may be that of an untrusted release."""
     summary = report.summary
     table = Table(
         box=SIMPLE_HEAD,
-        title=f"{report.quantized} against {report.reference}: {len(report.prompts)} prompts, {report.device}",
+        title=_shown(
+            f"{report.quantized} against {report.reference}: {len(report.prompts)} prompts, {report.device}, "
+            f"{_settings(report)}"
+        ),
     )
     table.add_column("measure", overflow="fold")
     table.add_column("median", justify="right", no_wrap=True)
@@ -161,7 +165,17 @@ def describe(report: ValidationReport) -> Table:
         shares = f"{summary.reference_true:.1f} % -> {summary.quantized_true:.1f} %"
         table.add_row("prompt-true pictures", shares, f"{0 - summary.true_loss_points:+.1f} points")
     for layer in report.layers[:_LISTED_LAYERS]:
-        # A layer's name has no square brackets, so it is not read as markup.
-        label = f"{layer.component} {layer.name}, SQNR"
+        label = _shown(f"{layer.component} {layer.name}, SQNR")
         table.add_row(label, f"{layer.decibels:.1f} dB", f"{layer.worst_decibels:.1f} dB")
     return table
+
+
+def _settings(report: ValidationReport) -> str:
+    """Return "20 steps, guidance 8, 1024x1024", of each distinct setting of the prompts."""
+    settings = (f"{p.steps} steps, guidance {p.guidance:g}, {p.width}x{p.height}" for p in report.prompts)
+    return "; ".join(dict.fromkeys(settings))
+
+
+def _shown(text: str) -> str:
+    """Return text for a table: not read as markup, and without control characters."""
+    return escape("".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text))
