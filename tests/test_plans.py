@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,39 @@ def test_loads_plans_that_hold_weights_without_other_weights(
     assert loaded.runtime == "tensorrt-rtx" and loaded.weight_bytes == 0
     assert len(rtx.calls_of("deserialize")) == len(holder_release.components)
     assert not rtx.calls_of("set_weights", "refit")
+
+
+class RecordingStore(WritableLocalStore):
+    """Records how often each blob is fetched, got or read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.uses: list[tuple[str, str]] = []
+
+    def get(self, digest: str, size: int) -> Path:
+        self.uses.append(("get", digest))
+        return super().get(digest, size)
+
+    def read(self, digest: str, into: memoryview) -> None:
+        self.uses.append(("read", digest))
+        super().read(digest, into)
+
+    def fetch(self, blobs: Iterable[Blob]) -> None:
+        blobs = list(blobs)
+        self.uses += [("fetch", blob.sha256) for blob in blobs]
+        super().fetch(blobs)
+
+
+@pytest.mark.usefixtures("rtx")
+def test_uses_a_plan_that_holds_weights_once(store: WritableLocalStore, holder_release: Manifest) -> None:
+    """Each use of a blob in a bucket may hash it, and such a plan has gigabytes."""
+    holders = {engine.blob.sha256 for engine in holder_release.engines}
+    store.write_release(holder_release)
+    recording = RecordingStore(store.root)
+    load_release(recording, holder_release.name, [CPU_TARGET], [], ColdStart())
+    assert sorted(use for use in recording.uses if use[1] in holders) == sorted(("read", plan) for plan in holders)
+    others = {blob.sha256 for blob in select(holder_release, [CPU_TARGET], []).blobs()} - holders
+    assert {digest for use, digest in recording.uses if use == "fetch"} == others
 
 
 def test_streams_the_weights_of_the_other_engines(holder_release: Manifest, plan_release: Manifest) -> None:

@@ -168,7 +168,7 @@ def test_second_copy_replaces_damaged_one(readable: bool, store: WritableLocalSt
             for data in (bad, good):
                 at = 0
                 while at < size:
-                    buffer = sink.buffer()[: size - at]
+                    buffer = sink.buffer(at)[: size - at]
                     buffer[:] = data[at : at + len(buffer)]
                     sink.filled(at, buffer)
                     at += len(buffer)

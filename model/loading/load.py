@@ -82,7 +82,7 @@ def load_release(
     with WeightsCache(store, device) as cache:
         cache.begin(selection.streamed_weights(), cold_start)
         with cold_start.phase("fetch"):
-            store.fetch(selection.blobs(weights=False))
+            store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
             contents = _read_blobs(store, selection)
         with cold_start.phase("tokenizers"):
@@ -123,8 +123,7 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
     """Verify all blobs but weights, concurrently: hashing releases the interpreter lock.
 
     Returns contents by digest, so that the verified bytes are the bytes that are used. The blobs of plans have no
-    content here: `Plans` reads and verifies them later. A plan with weights is not verified here, because hashing its
-    gigabytes twice takes seconds.
+    content here: `Plans` reads and verifies them later.
     """
     records = [record for engines in selection.engines.values() for record in engines if record.tensorrt]
     plan_blobs = {
@@ -133,7 +132,6 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
         if record.tensorrt
         for blob in (record.blob, record.constants, record.tensorrt.literals)
     }
-    large = {record.blob.sha256 for record in records if record.holds_weights}
 
     def read(blob: Blob) -> tuple[str, bytes]:
         if blob.sha256 in plan_blobs:
@@ -144,7 +142,16 @@ def _read_blobs(store: Store, selection: Selection) -> dict[str, bytes]:
         return blob.sha256, bytes(buffer)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="preheat-verify") as pool:
-        return dict(pool.map(read, [b for b in selection.blobs(weights=False) if b.sha256 not in large]))
+        return dict(pool.map(read, _blobs_before_engines(selection)))
+
+
+def _blobs_before_engines(selection: Selection) -> list[Blob]:
+    """Return the blobs to fetch and verify before engines are opened: all but weights and the plans that hold them.
+
+    `Plans` fetches and verifies such a plan while it reads it. Its gigabytes are then hashed once, which takes seconds.
+    """
+    plans = {e.blob.sha256 for records in selection.engines.values() for e in records if e.holds_weights}
+    return [blob for blob in selection.blobs(weights=False) if blob.sha256 not in plans]
 
 
 def _open_tokenizer(contents: Mapping[str, bytes], record: TokenizerRecord) -> ClipTokenizer:

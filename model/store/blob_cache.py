@@ -123,32 +123,39 @@ class BlobCache(LocalStore):
                 self._pinned.add(digest)
 
     def fetch_blob(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> Path:
-        """Return the verified file of a blob. `fill` fetches the missing parts, in one process at a time.
-
-        `fill` verifies the SHA-256 and raises CorruptBlob.
-        """
+        """Return the verified file of a blob. `fill`: see `fetch_missing`."""
         self.pin(digest)
-        target = self._blob_path(digest)
         while (path := self._cached(digest, size)) is None:
-            with self._as_store_error(), self._partial(digest, size, part_bytes) as partial:
-                if partial is None:
-                    continue  # another process may have fetched it
-                fill(partial)
-                os.ftruncate(partial.handle, size)
-                os.fchmod(partial.handle, _BLOB_MODE)
-                os.replace(self._partials / digest, target)
-                self._touched.add(digest)
-                # `fill` has hashed the bytes of this very file.
-                self._verified.add(fingerprint(digest, os.fstat(partial.handle)))
-                return target
+            if self.fetch_missing(digest, size, part_bytes, fill):
+                return self._blob_path(digest)
         return path
 
-    def stream_cached(self, digest: str, size: int, sink: Sink) -> bool:
-        """Stream a cached blob in one pass. Returns False if it was missing, or damaged and therefore deleted."""
+    def fetch_missing(self, digest: str, size: int, part_bytes: int, fill: Callable[[PartialBlob], None]) -> bool:
+        """Fetch a pinned blob. Returns False if another process may have fetched it while this one waited.
+
+        `fill` fetches the missing parts, in one process at a time. It verifies the SHA-256 and raises CorruptBlob.
+        """
+        with self._as_store_error(), self._partial(digest, size, part_bytes) as partial:
+            if partial is None:
+                return False
+            fill(partial)
+            os.ftruncate(partial.handle, size)
+            os.fchmod(partial.handle, _BLOB_MODE)
+            os.replace(self._partials / digest, self._blob_path(digest))
+            self._touched.add(digest)
+            # `fill` has hashed the bytes of this very file.
+            self._verified.add(fingerprint(digest, os.fstat(partial.handle)))
+            return True
+
+    def stream_cached(self, digest: str, size: int, sink: Sink, trust_verified: bool = True) -> bool:
+        """Stream a cached blob in one pass. Returns False if it was missing, or damaged and therefore deleted.
+
+        `trust_verified`: do not hash a file that this process has verified before and that has not changed since.
+        """
         self.pin(digest)
         if self.has(digest):
             with self._deleting_damaged(digest):
-                self.stream(digest, size, sink)
+                self._stream(digest, size, sink, trust_verified)
                 return True
         return False
 

@@ -70,7 +70,7 @@ class LocalStore:
         return path
 
     def read(self, digest: str, into: memoryview) -> None:
-        """Like `Store.read`. Always hashes, because blobs that are read into memory are small."""
+        """Like `Store.read`. Always hashes the bytes in memory: native code reads some of them."""
         self._stream(digest, len(into), BufferSink(into, CHUNK_BYTES), trust_verified=False)
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
@@ -83,7 +83,7 @@ class LocalStore:
             verified = trust_verified and before in self._verified
             hasher, at = hashlib.sha256(), 0
             while at < size:
-                buffer = sink.buffer()[: size - at]
+                buffer = sink.buffer(at)[: size - at]
                 count = _fill(file, buffer)
                 if not verified:
                     hasher.update(buffer[:count])

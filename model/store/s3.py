@@ -20,7 +20,7 @@ from model.store.keys import RELEASES, blob_damaged, is_release_name, release_ke
 from model.store.manifest import Blob, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.options import StoreOptions
-from model.store.sink import DiscardSink, Sink
+from model.store.sink import BufferSink, DiscardSink, Sink
 
 if TYPE_CHECKING:
     from model.store.s3_bucket import Bucket
@@ -68,22 +68,20 @@ class S3Store:
         return self._cache.fetch_blob(digest, size, part_bytes, lambda partial: self._fill(digest, partial, discard))
 
     def read(self, digest: str, into: memoryview) -> None:
-        self.get(digest, len(into))
-        self._cache.read(digest, into)
+        """Like `Store.read`. Always hashes the bytes in memory, once: a missing blob while it is fetched."""
+        self._stream(digest, len(into), BufferSink(into, _CHUNK_BYTES), trust_verified=False)
 
     def stream(self, digest: str, size: int, sink: Sink) -> None:
         """Like `Store.stream`. A missing blob goes to the cache and to the sink in one pass, and is hashed once."""
-        fetched = False
+        self._stream(digest, size, sink, trust_verified=True)
 
+    def _stream(self, digest: str, size: int, sink: Sink, trust_verified: bool) -> None:
         def fill(partial: PartialBlob) -> None:
-            nonlocal fetched
-            fetched = True
             self._fill(digest, partial, sink)
 
-        if not self._cache.stream_cached(digest, size, sink):
-            self._cache.fetch_blob(digest, size, self._options.part_bytes, fill)
-            if not fetched:  # another process fetched it while this one waited
-                self._cache.stream(digest, size, sink)
+        while not self._cache.stream_cached(digest, size, sink, trust_verified):
+            if self._cache.fetch_missing(digest, size, self._options.part_bytes, fill):
+                return
 
     def fetch(self, blobs: Iterable[Blob]) -> None:
         """Fetch blobs into the cache in parallel. Raises the error of the first blob that fails."""
@@ -111,7 +109,7 @@ class S3Store:
             try:
                 at = part = available = 0
                 while at < partial.size:
-                    buffer = sink.buffer()[: partial.size - at]
+                    buffer = sink.buffer(at)[: partial.size - at]
                     while available < at + len(buffer):
                         if part in fetching:
                             fetching[part].result()

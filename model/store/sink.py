@@ -6,13 +6,13 @@ from typing import Protocol
 class Sink(Protocol):
     """Receives a blob's bytes in order, in buffers of its own."""
 
-    def buffer(self) -> memoryview:
-        """Return the buffer for the next bytes."""
+    def buffer(self, at: int) -> memoryview:
+        """Return the buffer for the bytes from offset `at` on. It is not empty unless the blob ends there."""
 
     def filled(self, at: int, data: memoryview) -> None:
         """Accept `data`, the start of that buffer: the blob's bytes from offset `at` on.
 
-        If the first copy was damaged, the blob is fetched once more and begins again at offset 0.
+        If a copy was damaged, the blob is fetched once more and begins again at offset 0.
         """
 
 
@@ -20,13 +20,13 @@ class BufferSink:
     """Fills one buffer of the blob's size, at most `chunk_bytes` at a time, so that hashing keeps up with reading."""
 
     def __init__(self, into: memoryview, chunk_bytes: int) -> None:
-        self._into, self._chunk_bytes, self._at = into, chunk_bytes, 0
+        self._into, self._chunk_bytes = into, chunk_bytes
 
-    def buffer(self) -> memoryview:
-        return self._into[self._at : self._at + self._chunk_bytes]
+    def buffer(self, at: int) -> memoryview:
+        return self._into[at : at + self._chunk_bytes]
 
     def filled(self, at: int, data: memoryview) -> None:
-        self._at = at + len(data)
+        pass
 
 
 class DiscardSink:
@@ -35,7 +35,7 @@ class DiscardSink:
     def __init__(self, chunk_bytes: int) -> None:
         self._buffer = memoryview(bytearray(chunk_bytes))
 
-    def buffer(self) -> memoryview:
+    def buffer(self, at: int) -> memoryview:
         return self._buffer
 
     def filled(self, at: int, data: memoryview) -> None:

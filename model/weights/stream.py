@@ -93,7 +93,7 @@ class BlobReceiver:
         self._offsets: list[tuple[Extent, int]] = []  # of each tensor in `_memory`
         self._first = 0  # index in `_offsets` of the first tensor that is not complete
 
-    def buffer(self) -> memoryview:
+    def buffer(self, at: int) -> memoryview:
         return self._lane.free_slot()
 
     def filled(self, at: int, data: memoryview) -> None:

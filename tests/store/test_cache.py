@@ -163,6 +163,17 @@ def test_late_process_deletes_its_partial_before_it_hashes(root: Path) -> None:
     assert partials_while_hashing == [set()]
 
 
+def test_blob_that_another_process_fetched_is_not_hashed_twice(root: Path) -> None:
+    """The caller hashes it while it reads it."""
+    digest, data = blob_of("a", 1_000_000)
+    cache = BlobCache(root)
+    cache.pin(digest)
+    fetch(BlobCache(root), "a", len(data))
+    before = bytes_read()
+    assert not cache.fetch_missing(digest, len(data), PART, never)
+    assert bytes_read() - before < len(data)
+
+
 def test_touch_by_another_process_is_not_damage(root: Path) -> None:
     """The touch changes the file's times while this process streams a blob that it has verified before."""
     cache = BlobCache(root)
@@ -171,7 +182,7 @@ def test_touch_by_another_process_is_not_damage(root: Path) -> None:
     received = bytearray()
 
     class Sink:
-        def buffer(self) -> memoryview:
+        def buffer(self, at: int) -> memoryview:
             return memoryview(bytearray(PART))
 
         def filled(self, at: int, data: memoryview) -> None:

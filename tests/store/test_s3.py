@@ -90,7 +90,7 @@ class KeepingSink:
         """Number of times that the blob was received from its first byte on."""
         self._buffer = memoryview(bytearray(100_003))
 
-    def buffer(self) -> memoryview:
+    def buffer(self, at: int) -> memoryview:
         return self._buffer
 
     def filled(self, at: int, data: memoryview) -> None:
@@ -114,6 +114,48 @@ def test_stream_caches_and_hashes_in_one_pass(
         assert sink.data == data and sink.starts == 1
         assert len(proxy.requested_ranges(digest)) == requests
     assert (tmp_path / "cache" / "blobs" / "sha256" / digest).read_bytes() == data
+
+
+def test_read_caches_and_hashes_in_one_pass(
+    open_bucket: Opener, proxy: FaultyProxy, s3: Any, bucket: str, tmp_path: Path
+) -> None:
+    """A plan with weights has gigabytes. A second pass would take seconds of each start."""
+    data = random_bytes(1_200_000)
+    digest = sha256(data)
+    s3.put_object(Bucket=bucket, Key=f"blobs/sha256/{digest}", Body=data)
+    for requests in (5, 0):  # from the bucket, then from the cache
+        proxy.clear()
+        store, buffer = open_bucket(endpoint=proxy.url, part_bytes=256 * 2**10), bytearray(len(data))
+        before = bytes_read()
+        store.read(digest, memoryview(buffer))
+        assert len(data) <= bytes_read() - before < 1.5 * len(data)
+        assert buffer == data and len(proxy.requested_ranges(digest)) == requests
+    assert (tmp_path / "cache" / "blobs" / "sha256" / digest).read_bytes() == data
+
+
+def test_read_fetches_damaged_copies_again(open_bucket: Opener, proxy: FaultyProxy) -> None:
+    """The cached copy is damaged, and so is the first copy that the bucket sends."""
+    data = random_bytes(2_500_000)
+    digest = open_bucket().put_bytes(data)
+    cached = open_bucket().get(digest, len(data))
+    cached.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    proxy.inject(Fault("corrupt", at=2_000_000))
+    buffer = bytearray(len(data))
+    open_bucket(endpoint=proxy.url).read(digest, memoryview(buffer))
+    assert buffer == data and cached.read_bytes() == data and not proxy.pending
+
+
+def test_read_hashes_a_blob_that_was_verified_before(open_bucket: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code reads these bytes, so a change of the file that its times do not show must be found."""
+    monkeypatch.setattr("model.store.local.fingerprint", lambda digest, status: (digest, 0, 0, 0, 0, 0))
+    monkeypatch.setattr("model.store.blob_cache.fingerprint", lambda digest, status: (digest, 0, 0, 0, 0, 0))
+    store = open_bucket()
+    digest = store.put_bytes(b"verified")
+    store.get(digest, 8).write_bytes(b"replaced")
+    assert store.get(digest, 8).read_bytes() == b"replaced", "the fingerprint shows no change"
+    buffer = bytearray(8)
+    store.read(digest, memoryview(buffer))
+    assert buffer == b"verified"
 
 
 def test_stream_fetches_a_damaged_copy_again(open_bucket: Opener, tmp_path: Path) -> None:
