@@ -6,11 +6,10 @@ Blobs are named by their digest, so writing one twice is harmless.
 
 import hashlib
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-from engine_builder.stores.s3_uploads import WritableBucket
+from engine_builder.stores.s3_uploads import BytesSource, WritableBucket
 from engine_builder.stores.writing import checked_json, needs_refresh, record_key, release_exists
 from model.errors import StoreError
 from model.store.keys import BLOBS, blob_damaged, blob_missing, is_digest, release_key
@@ -65,7 +64,7 @@ class WritableS3Store(S3Store):
         if self._holds(digest, len(data)):
             self._options.report(len(data))
         else:
-            self._writable.put(digest, BytesIO(data), len(data), "The data")
+            self._writable.put(digest, BytesSource(data), len(data), "The data")
         return digest
 
     def _holds(self, digest: str, size: int) -> bool:

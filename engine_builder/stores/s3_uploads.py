@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
@@ -22,6 +22,25 @@ from model.store.s3_errors import is_corrupted_body, is_missing, is_taken
 UPLOAD_PART_BYTES = 16 * 2**20  # S3 requires at least 5 MiB, and at most 10,000 parts
 _PARTS_IN_FLIGHT = 8  # per blob
 _PUBLISHER = "preheat-publisher"  # metadata key that distinguishes this publisher's object from a concurrent one's
+
+
+class Source(Protocol):
+    """What a blob is uploaded from: a file, or a `BytesSource`."""
+
+    def read(self, count: int = -1, /) -> bytes:
+        """Return the next `count` bytes, or fewer at the end; -1: all that are left."""
+
+
+class BytesSource:
+    """Reads bytes in memory. Unlike io.BytesIO it does not copy a memoryview, which may have gigabytes."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._left = memoryview(data)
+
+    def read(self, count: int = -1, /) -> bytes:
+        part = self._left if count < 0 else self._left[:count]
+        self._left = self._left[len(part) :]
+        return bytes(part)
 
 
 class WritableBucket(Bucket):
@@ -58,7 +77,7 @@ class WritableBucket(Bucket):
                 Bucket=self.name, Key=key, CopySource={"Bucket": self.name, "Key": key}, MetadataDirective="REPLACE"
             )
 
-    def put(self, digest: str, source: BinaryIO, size: int, name: str) -> None:
+    def put(self, digest: str, source: Source, size: int, name: str) -> None:
         """Write a blob of `size` bytes, in parts if it is large. Raises StoreError if the source `name` changes."""
         if size <= UPLOAD_PART_BYTES:
             self._put_whole(digest, source.read(), name)
@@ -75,7 +94,7 @@ class WritableBucket(Bucket):
         self.write_small(blob_key(digest), data, f"Blob {digest[:12]}")
         self._options.report(len(data))
 
-    def _put_parts(self, digest: str, source: BinaryIO, name: str) -> None:
+    def _put_parts(self, digest: str, source: Source, name: str) -> None:
         """Write a multipart upload. The blob appears only when all of it is uploaded."""
         target = {"Bucket": self.name, "Key": self._key(blob_key(digest))}
         hasher = hashlib.sha256()

@@ -4,6 +4,7 @@ import hashlib
 import http.client
 import random
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,25 @@ def test_put_then_get(open_bucket: Opener, tmp_path: Path, size: int) -> None:
 def test_put_bytes(open_bucket: Opener, s3: Any, bucket: str) -> None:
     store = open_bucket("p")
     large = random_bytes(UPLOAD_PART_BYTES + 5)
-    for data in (b"", b"small", large):
+    for data in (b"", b"small", large, memoryview(large)[1:], memoryview(b"view")):
         assert store.put_bytes(data) == store.put_bytes(data) == sha256(data)
         assert s3.get_object(Bucket=bucket, Key=f"p/blobs/sha256/{sha256(data)}")["Body"].read() == data
+
+
+def test_put_bytes_copies_only_parts_in_flight(open_bucket: Opener, s3: Any, bucket: str) -> None:
+    """A plan that holds SDXL's weights has 4 GiB."""
+    store = open_bucket()
+    first, size = store.put_bytes(b"connected"), 96_000_000
+    assert store.has(first)
+    data = memoryview(bytearray(size))
+    tracemalloc.start()
+    try:
+        digest = store.put_bytes(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert s3.head_object(Bucket=bucket, Key=f"blobs/sha256/{digest}")["ContentLength"] == size
+    assert peak < 1.5 * size, "all six parts may be in flight, but not a copy of the data too"
 
 
 def test_put_refuses_changing_source(open_bucket: Opener) -> None:
