@@ -73,7 +73,7 @@ class WritableS3Store(S3Store):
         if head is None or head["ContentLength"] != size:
             return False
         if needs_refresh(head["LastModified"].timestamp()):
-            self._writable.refresh(digest)
+            self._writable.refresh(digest, size)
         return True
 
     def blobs(self) -> Iterator[tuple[str, int, float]]:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
 
+from boto3.s3.transfer import TransferConfig  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
 from engine_builder.stores.writing import source_changed
@@ -20,6 +21,8 @@ from model.store.s3_bucket import Bucket
 from model.store.s3_errors import is_corrupted_body, is_missing, is_taken
 
 UPLOAD_PART_BYTES = 16 * 2**20  # S3 requires at least 5 MiB, and at most 10,000 parts
+COPY_LIMIT_BYTES = 5 * 10**9  # of one CopyObject. Only plans that hold their weights can be larger
+COPY_PART_BYTES = 128 * 2**20
 _PARTS_IN_FLIGHT = 8  # per blob
 _PUBLISHER = "preheat-publisher"  # metadata key that distinguishes this publisher's object from a concurrent one's
 
@@ -69,13 +72,16 @@ class WritableBucket(Bucket):
         with ThreadPoolExecutor(self._connections, thread_name_prefix="preheat-head") as pool:
             return list(pool.map(self.head, digests))
 
-    def refresh(self, digest: str) -> None:
-        """Copy a blob onto itself, which renews its time of writing."""
+    def refresh(self, digest: str, size: int) -> None:
+        """Copy a blob of `size` bytes onto itself, in parts if it is large. This renews its time of writing."""
         key = self._key(blob_key(digest))
+        source = {"Bucket": self.name, "Key": key}
         with self._requesting(f"Blob {digest[:12]}"):
-            self.client.copy_object(
-                Bucket=self.name, Key=key, CopySource={"Bucket": self.name, "Key": key}, MetadataDirective="REPLACE"
-            )
+            if size <= COPY_LIMIT_BYTES:
+                self.client.copy_object(Bucket=self.name, Key=key, CopySource=source, MetadataDirective="REPLACE")
+            else:
+                parts = TransferConfig(multipart_threshold=1, multipart_chunksize=COPY_PART_BYTES)
+                self.client.copy(source, self.name, key, Config=parts)
 
     def put(self, digest: str, source: Source, size: int, name: str) -> None:
         """Write a blob of `size` bytes, in parts if it is large. Raises StoreError if the source `name` changes."""

@@ -10,6 +10,7 @@ import pytest
 
 from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, read_age
 from engine_builder.releases.mirror import copy_release
+from engine_builder.stores import s3_uploads
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.errors import CorruptBlob, ManifestError, ReleaseExists
 from tests.conftest import Opener
@@ -145,3 +146,25 @@ def test_damaged_blob_is_not_copied(open_bucket: Opener, tmp_path: Path) -> None
     with pytest.raises(CorruptBlob):
         copy_release(folder, remote, "toy/1")
     assert remote.releases() == []
+
+
+def test_put_refreshes_a_large_blob_in_parts(
+    open_bucket: Opener, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 copies at most 5 GB in one request. Here the limit is 6 MiB, and a part has 5 MiB, the least that S3 takes."""
+    monkeypatch.setattr(s3_uploads, "COPY_LIMIT_BYTES", 6 * 2**20)
+    monkeypatch.setattr(s3_uploads, "COPY_PART_BYTES", 5 * 2**20)
+    store = open_bucket(endpoint=proxy.url)
+    for size, copied_ranges in ((6 * 2**20, [None]), (6 * 2**20 + 1, ["bytes=0-5242879", "bytes=5242880-6291456"])):
+        data = bytes(size)
+        digest = store.put_bytes(data)
+        [before] = [changed for blob, _, changed in store.blobs() if blob == digest]
+        proxy.clear()
+        proxy.inject(Fault("old", method="HEAD"))
+        store.put_bytes(data)
+        copies = [request.headers for request in proxy.requests if "x-amz-copy-source" in request.headers]
+        ranges = [headers.get("x-amz-copy-source-range") for headers in copies]
+        assert sorted(ranges, key=str) == copied_ranges
+        [after] = [changed for blob, _, changed in store.blobs() if blob == digest]
+        assert after > before
+        store.check(digest, size)
