@@ -345,7 +345,7 @@ def test_versions_belong_to_their_library(draft: Manifest) -> None:
         NoEngineForTarget, match=f"plans of TensorRT-RTX {RTX_VERSION}, and this machine has none"
     ) as caught:
         check_plan_versions(draft, plans, {"tensorrt": RTX_VERSION, "tensorrt-rtx": None})
-    assert "preheat build --runtime tensorrt-rtx" in str(caught.value)
+    assert "`preheat build --runtime tensorrt-rtx --gpu GPU`" in str(caught.value)
     with pytest.raises(NoEngineForTarget, match="this machine has none"):
         check_plan_versions(draft, plans)  # it is not installed
 
@@ -356,7 +356,9 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         for c in "bc"
     )
     identical = PLAN.model_copy(update={"refit": "identical", "weights": own.identity})
-    bound, free = (draft.engines[0].model_copy(update={"tensorrt": plan}) for plan in (identical, PLAN))
+    bound, free = (
+        draft.engines[0].model_copy(update={"tensorrt": plan, "runtime": "tensorrt"}) for plan in (identical, PLAN)
+    )
     check_refit(bound, own)
     check_refit(free, other)
     check_refit(draft.engines[0], other)
@@ -364,9 +366,14 @@ def test_identical_refit_takes_its_own_weights_only(draft: Manifest) -> None:
         EngineError, match="takes only the weights it was built with, and the release has others.*--refit any"
     ):
         check_refit(bound, other)
-    holder = bound.model_copy(update={"tensorrt": identical.model_copy(update={"refit": "none"})})
+    holder = bound.model_copy(
+        update={"tensorrt": identical.model_copy(update={"refit": "none"}), "runtime": "tensorrt-rtx"}
+    )
     check_refit(holder, own)
-    with pytest.raises(EngineError, match="holds the weights it was built with, and the release has others"):
+    with pytest.raises(
+        EngineError,
+        match="holds the weights it was built with, and the release has others.*--runtime tensorrt-rtx --gpu GPU`",
+    ):
         check_refit(holder, other)
 
 

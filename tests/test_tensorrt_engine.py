@@ -293,7 +293,7 @@ def test_refuses_a_missing_profile_and_one_without_memory(fake: Fake) -> None:
 def test_refused_run_is_an_error_and_the_next_one_works(fake: Fake, step: str, words: str) -> None:
     one, _ = open_engines()
     fake.refuse = {step}
-    with pytest.raises(EngineError, match=f"refused the {words}"):
+    with pytest.raises(EngineError, match=f"TensorRT refused the {words}"):
         one.run({"x": torch.zeros(1, 4)})
     fake.refuse = set()
     one.run({"x": torch.ones(1, 4)})
@@ -353,6 +353,13 @@ def test_rtx_loads_the_kernels_of_an_earlier_process(rtx: Fake) -> None:
     assert plan.runtime_cache is not None and plan.runtime_cache.serialize() == b"kernels+kernels"
 
 
+def test_refusals_of_rtx_name_it(rtx: Fake) -> None:
+    engine = TensorRTEngine(open_rtx_plan(), 0, ONE, Workspace(CPU))
+    rtx.refuse = {"shape"}
+    with pytest.raises(EngineError, match="TensorRT-RTX refused the shape"):
+        engine.run({"x": torch.zeros(1, 4)})
+
+
 @pytest.mark.parametrize("data", [b"", b"of another driver"], ids=["none", "refused"])
 def test_rtx_compiles_without_usable_kernels(rtx: Fake, data: bytes) -> None:
     rtx.refuse = {"load_cache"}
@@ -370,7 +377,7 @@ def test_tensorrt_has_no_runtime_cache() -> None:
 def test_refuses_a_plan_of_another_rtx_by_name() -> None:
     with pytest.raises(PlanError, match=r"built by TensorRT-RTX 1\.8\.0 and this machine has 1\.7\.1\.116") as caught:
         TensorRTPlan(TENSORRT_RTX, "unet", b"plan", "1.8.0", SIGNATURE, None, CPU)
-    assert "preheat build --runtime tensorrt-rtx" in str(caught.value)
+    assert "`preheat build --runtime tensorrt-rtx --gpu GPU`" in str(caught.value)
 
 
 # -- raw addresses ------------------------------------------------------------------------------------------------

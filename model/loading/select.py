@@ -169,8 +169,8 @@ def check_plan_versions(
             raise NoEngineForTarget(
                 f"Release {manifest.name} has plans of {library.title} {needed}, and this machine has "
                 f"{installed or 'none'}. A plan is read only by the version that built it.",
-                f"Install {needed} (docs/tensorrt.md), or build with this version (`preheat build --runtime "
-                f"{runtime}`) and publish a new release (`preheat publish`).",
+                f"Install {needed} (docs/tensorrt.md), or build with this version (`{library.build_command}`) and "
+                "publish a new release (`preheat publish`).",
             )
 
 
@@ -183,5 +183,5 @@ def check_refit(engine: EngineRecord, weights: WeightsRecord) -> None:
         )
         raise EngineError(
             f"The {engine.component} plan {verb} the weights it was built with, and the release has others.",
-            f"Build it with these weights (`preheat build --runtime {engine.runtime}`){other}.",
+            f"Build it with these weights (`{LIBRARIES[engine.runtime].build_command}`){other}.",
         )

@@ -97,13 +97,13 @@ class TensorRTPlan:
             raise PlanError(
                 f"The {component} engine was built by {library.title} {version} and this machine has {installed}, "
                 "which cannot read it.",
-                f"Install {version}, or build and publish the release again (`preheat build --runtime "
-                f"{library.runtime}`, `preheat publish`).",
+                f"Install {version}, or build and publish the release again (`{library.build_command}`, `preheat "
+                "publish`).",
             )
         self.component = component
         self.signature = signature
         self.device = device
-        self.plan = Plan(import_library(library), plan_bytes, component)
+        self.plan = Plan(import_library(library), plan_bytes, component, library.title)
         self.plan.check_tensors(
             {spec.name: spec.dtype for spec in signature.inputs}, {spec.name: spec.dtype for spec in signature.outputs}
         )

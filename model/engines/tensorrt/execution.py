@@ -90,8 +90,8 @@ def last_error(log: tensorrt.ILogger) -> str:
 class Plan:
     """A deserialized plan. A GPU must be present: without one the library ends the process."""
 
-    def __init__(self, module: ModuleType, data: Buffer, name: str) -> None:
-        """Deserialize `data`, whose digest must have been verified. `name`: the component, for messages.
+    def __init__(self, module: ModuleType, data: Buffer, name: str, library: str = "TensorRT") -> None:
+        """Deserialize `data`, whose digest must have been verified. `name`: the component; both names are for messages.
 
         Raises PlanError if the plan is of another GPU or version, or damaged. TensorRT-RTX can report the reason from
         the plan's header. The rest of such a plan is not read.
@@ -102,6 +102,7 @@ class Plan:
             trt = module
         self.module = module
         self.name = name
+        self.library = library
         self.log = make_logger(module)
         self._runtime = trt.Runtime(self.log)  # must outlive the engine
         if reasons := _invalidity(module, self._runtime, self.log, data):
@@ -296,7 +297,8 @@ class Execution:
         """Raise EngineError unless `accepted`. `refused`: the part of the run, for the message."""
         if not accepted:
             self._shapes.clear()  # set them again: the context's state is unknown
-            raise EngineError(f"TensorRT refused the {refused} of {self._plan.name}: {self._plan.last_error()}.", "")
+            plan = self._plan
+            raise EngineError(f"{plan.library} refused the {refused} of {plan.name}: {plan.last_error()}.", "")
 
 
 def _workspace_bytes(engine: Any, profile: int) -> int:
@@ -371,7 +373,7 @@ class WorkspaceMemory:
         """
         if self._address and byte_count > self.bytes:
             raise EngineError(
-                "TensorRT engines were opened after others had run.", "Open all engines of a release first."
+                "Engines of plans were opened after others had run.", "Open all engines of a release first."
             )
         self.bytes = max(self.bytes, byte_count)
 

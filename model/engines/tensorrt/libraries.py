@@ -54,6 +54,11 @@ class Library:
     cuda: tuple[int, int] = (0, 0)
     compiles_on_target: bool = False
 
+    @property
+    def build_command(self) -> str:
+        """The command that builds plans, for messages. GPU is a placeholder for the name of a GPU."""
+        return f"preheat build --runtime {self.runtime}" + (" --gpu GPU" if self.compiles_on_target else "")
+
     def version_tag(self, version: str) -> str:
         """Return the library's part of a target key: "11.4.0.106" -> "trt11.4".
 
