@@ -7,7 +7,6 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.stores.writing import record_key
 from model.errors import PreheatError
 from model.store.manifest import EngineRecord, Manifest, Validation
-from model.store.precision import FP8, INT8
 
 
 class NotValidated(PreheatError):
@@ -18,8 +17,8 @@ class LimitsViolated(PreheatError):
     """A validation of 8-bit engines violates limits."""
 
     remedy = (
-        "Nothing was published. Build with a policy that keeps more layers in fp16, or publish all the same with "
-        "`preheat publish --accept`."
+        "Nothing was published. Check again, or build with a policy that keeps more layers in fp16. To publish all the "
+        "same, add `--accept`."
     )
 
 
@@ -29,7 +28,7 @@ class EmulatedEngines(PreheatError):
 
 def quantized_engines(manifest: Manifest) -> list[EngineRecord]:
     """Return the engines in an 8-bit precision."""
-    return [engine for engine in manifest.engines if engine.precision in (FP8, INT8)]
+    return [engine for engine in manifest.engines if engine.precision != engine.precision.unquantized]
 
 
 def require_validation(store: WritableStore, manifest: Manifest, thresholds: Thresholds, accept: bool) -> Manifest:
@@ -49,8 +48,7 @@ def require_validation(store: WritableStore, manifest: Manifest, thresholds: Thr
         count = f"{len(found)} limit{'s' if len(found) > 1 else ''}"
         raise LimitsViolated(f"The validation of {manifest.model} violates {count}: {' '.join(found)}")
     validation = Validation(report=record.report, pictures=record.pictures, accepted=bool(found), violations=found)
-    validated = manifest.model_copy(update={"validation": validation})
-    return validated.model_copy(update={"schema_version": validated.required_schema})
+    return manifest.model_copy(update={"validation": validation})
 
 
 def _refuse_emulated(store: WritableStore, model: str, engines: list[EngineRecord]) -> None:

@@ -187,7 +187,7 @@ def test_lists_every_violated_limit(store: WritableLocalStore) -> None:
         "The validation of toy violates 3 limits: The report has 4 prompts; at least 32 are required.",
         "The median SQNR of final latents is 3.00 dB; at least 20 dB is required.",
         "The worst SQNR of final latents is 3.00 dB; at least 5 dB is required.",
-        "`preheat publish --accept`",
+        "add `--accept`",
     ):
         assert words in message
     assert store.releases() == []
@@ -302,6 +302,13 @@ def test_manifest_refuses_an_invalid_validation(changes: dict[str, Any], words: 
     Validation.model_validate(GOOD)
     with pytest.raises(ValidationError, match=words):
         Validation.model_validate(GOOD | changes)
+
+
+def test_validation_alone_needs_schema_2(tmp_path: Path) -> None:
+    manifest = releases.draft_release(WritableLocalStore(tmp_path / "store"))
+    assert manifest.required_schema == 1
+    with_validation = manifest.model_copy(update={"validation": Validation.model_validate(GOOD)})
+    assert with_validation.required_schema == 2
 
 
 def test_signature_covers_the_validation(store: WritableLocalStore, tmp_path: Path) -> None:
