@@ -93,6 +93,7 @@ class Model:
             self._cold_start,
             settings.public_key,
             runtime_cache_folder(settings.store_options().cache_folder, targets),
+            settings.served_precision,
         )
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)

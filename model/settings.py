@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from model.errors import ConfigError
 from model.store.options import StoreOptions
+from model.store.precision import Precision, PrecisionName
 from model.store.signature import PublicKey, parse_public_keys
 from model.validation import MAX_IMAGES, StrictModel, explain, format_value, refusal
 
@@ -21,6 +22,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
     "store": ("PREHEAT_STORE",),
     "release": ("PREHEAT_RELEASE",),
     "runtime": ("PREHEAT_RUNTIME",),
+    "precision": ("PREHEAT_PRECISION",),
     "public_key": ("PREHEAT_PUBLIC_KEY",),
     "cache_dir": ("PREHEAT_CACHE_DIR",),
     "cache_bytes": ("PREHEAT_CACHE_BYTES",),
@@ -82,6 +84,8 @@ class Settings(StrictModel):
     store: str = ""
     release: str = ""
     runtime: RuntimeChoice = "aot_inductor"
+    precision: PrecisionName | None = None
+    """Of the UNet's engines; None: the most exact half or full precision that the release has."""
     public_key: Annotated[list[PublicKey], BeforeValidator(_parse_keys), Field(strict=False)] = []
     """Releases must be signed by one of these; empty: no signature is needed."""
     cache_dir: str | None = None
@@ -93,6 +97,11 @@ class Settings(StrictModel):
     """The sizes served; empty: all sizes of the release."""
     limits: Limits = Limits()
     log_prompts: bool = False
+
+    @property
+    def served_precision(self) -> Precision | None:
+        """The configured precision."""
+        return None if self.precision is None else Precision.named(self.precision)
 
     def required(self, name: Literal["store", "release"]) -> str:
         """Return a setting that has no default. Raises ConfigError if it is missing."""

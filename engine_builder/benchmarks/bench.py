@@ -49,7 +49,13 @@ def load_in_process(store: str, release: str, buckets: Sequence[ServedBucket] = 
     settings = read_settings()
     opened_store = open_store(store, settings.store_options())
     return load_release(
-        opened_store, release, find_targets(settings.runtime), buckets, ColdStart(), settings.public_key
+        opened_store,
+        release,
+        find_targets(settings.runtime),
+        buckets,
+        ColdStart(),
+        settings.public_key,
+        precision=settings.served_precision,
     )
 
 

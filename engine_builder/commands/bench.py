@@ -178,7 +178,8 @@ def cold_start(
         else:
             with _bucket_with_release(s3, local, release, work) as url:
                 settings = read_settings(metadata["preheat"])
-                blobs = select(manifest, find_targets(settings.runtime), settings.buckets).blobs()
+                targets, served = find_targets(settings.runtime), settings.served_precision
+                blobs = select(manifest, targets, settings.buckets, precision=served).blobs()
                 seconds = [measure_read_seconds(url, settings.store_options(), blobs) for _ in range(runs + 1)][1:]
                 rows = measure(local_origin, NamedStore("S3 on this machine" if s3 == "own" else "S3", url))
             read_row = make_row(

@@ -27,17 +27,19 @@ from engine_builder.commands.console import (
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
-from model.pipeline.spec import VAE_DECODER
+from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.manifest import Bucket, Manifest
-from model.store.precision import BF16, FP16, FP32, Precision
+from model.store.precision import BF16, FP8, FP16, FP32, Precision
 
 if TYPE_CHECKING:
     from engine_builder.backends.built import ReportProgress
     from engine_builder.building.build_plan import BuildPlan  # imports PyTorch, which not every command needs
+    from engine_builder.checkpoints.folder import Checkpoint
+    from engine_builder.quantization.plan import Quantization
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
 _RUNTIMES = ("aot_inductor", *LIBRARIES)
-_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16), "onnx": (FP32, FP16)} | dict.fromkeys(LIBRARIES, (FP32, FP16))
+_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16, FP8), "onnx": (FP32, FP16)} | dict.fromkeys(LIBRARIES, (FP32, FP16))
 
 
 def build(
@@ -47,8 +49,16 @@ def build(
     name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
-        str | None, typer.Option(help="fp32, fp16 or bf16; default: fp32 on a CPU, else fp16.")
+        str | None,
+        typer.Option(
+            help="fp32, fp16, bf16, or fp8: the UNet's linears in FP8, all else in fp16, after `preheat calibrate`; "
+            "default: fp32 on a CPU, else fp16."
+        ),
     ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="fp8: TOML file of the layers that stay in fp16; default: proj_in and proj_out.")
+    ] = None,
+    report: Annotated[bool, typer.Option("--report", help="fp8: print the error and the gain of each layer.")] = False,
     vae_precision: Annotated[
         str | None,
         typer.Option(
@@ -100,9 +110,13 @@ def build(
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
-        workspace, level, with_refiner=not no_refiner,
+        workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination,
     )  # fmt: skip
+    if report and plan.quantization is None:
+        raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
     draft = run_build(destination, plan, jobs)
+    if report:
+        _print_gains(plan)
     console.print(f"Next: preheat publish {plain(draft.model)} --store {plain(store)}")
 
 
@@ -143,12 +157,13 @@ def parse_plan(
     model: str, refiner: str | None = None, name: str | None = None, precision: str | None = None,
     vae_precision: str | None = None, sizes: Sequence[str] = (), runtime: str = "aot_inductor",
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
-    level: int = 3, with_refiner: bool = True,
+    level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
-    `with_refiner` False leaves out the model's own refiner. Downloads the model if it is a Hub id. Raises
-    typer.BadParameter for an invalid argument, and CheckpointError.
+    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for fp8. Downloads
+    the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for fp8
+    Fp8Unsupported, CalibrationError and BadPolicy.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -169,19 +184,56 @@ def parse_plan(
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
+    if vae is not None and vae != vae.unquantized:
+        raise typer.BadParameter("fp8 is not supported for the VAE", param_hint="--vae-precision")
+    if unet_precision == FP8 and target.device == "cpu":
+        raise typer.BadParameter("fp8 needs an NVIDIA GPU, and this machine has none", param_hint="--precision")
+    if policy is not None and unet_precision != FP8:
+        raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
-    base, refiner_checkpoint = find_checkpoints(model, refiner)
+    base, found_refiner = find_checkpoints(model, refiner)
+    refiner_checkpoint = found_refiner if with_refiner else None
+    quantization = None
+    if unet_precision == FP8:
+        assert calibrations is not None
+        quantization = _plan_fp8(base, refiner_checkpoint, target, policy, calibrations)
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
-        refiner=refiner_checkpoint if with_refiner else None,
+        refiner=refiner_checkpoint,
         target=target,
         precision=unet_precision,
         sizes=explicit_sizes or default_sizes(base, target),
         tensorrt=options,
         vae_precision=vae,
         more_targets=targets[1:],
+        quantization=quantization,
     )
+
+
+def _plan_fp8(
+    base: "Checkpoint", refiner: "Checkpoint | None", target: Target, policy: Path | None, store: WritableStore
+) -> "Quantization":
+    """Return how the UNets are quantized. Raises Fp8Unsupported, CalibrationError and BadPolicy."""
+    from engine_builder.quantization.check import check_fp8_target
+    from engine_builder.quantization.plan import plan_quantization
+    from engine_builder.quantization.policy import DEFAULT, Policy
+
+    check_fp8_target(target)
+    chosen = Policy.read(policy) if policy else DEFAULT
+    return plan_quantization(base, refiner, chosen, store)
+
+
+def _print_gains(plan: "BuildPlan") -> None:
+    """Print the error and the gain of each layer of the base's UNet, at the plan's first size."""
+    from engine_builder.backends.aot_inductor.compile import example_inputs
+    from engine_builder.networks.network import load_network
+    from engine_builder.quantization.layer_report import gains_table, measure_gains
+
+    assert plan.quantization is not None
+    network = load_network(plan.base, UNET, FP16, plan.network_device)
+    inputs = example_inputs(network.signature, *plan.sizes[0], plan.network_device)
+    console.print(gains_table(UNET, measure_gains(network, plan.quantization, inputs)))
 
 
 def _parse_precision(text: str, backend: str, option: str) -> Precision:
@@ -210,7 +262,7 @@ def _vae_remark(plan: "BuildPlan") -> str:
             ", also its VAE, although its config says that it overflows in fp16 (force_upcast): images may hold NaN, "
             "and their requests fail"
         )
-    if precision == plan.precision:
+    if precision == plan.precision.unquantized:
         return ""
     return f", its VAE in {precision}" + ("" if plan.vae_precision else " (force_upcast: it would overflow in fp16)")
 

@@ -157,7 +157,7 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         for library in LIBRARIES.values()
     }
     targets = list_runnable_targets(manifest, name, torch, versions, settings.runtime)
-    return select(manifest, targets, settings.buckets, versions)
+    return select(manifest, targets, settings.buckets, versions, settings.served_precision)
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

@@ -29,6 +29,7 @@ from model.pipeline.spec import SDXL, UNET, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, TokenizerRecord, WeightsRecord
+from model.store.precision import Precision
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
 from model.weights.cache import WeightsCache
@@ -56,11 +57,13 @@ def load_release(
     cold_start: ColdStart,
     public_keys: Sequence[PublicKey] = (),
     caches: RuntimeCacheFolder | None = None,
+    precision: Precision | None = None,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
     If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
-    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept.
+    `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
+    `select`.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are raised before any blob is
@@ -73,7 +76,7 @@ def load_release(
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
-        selection = select(manifest, targets, buckets)
+        selection = select(manifest, targets, buckets, precision=precision)
         served = served_model(selection, buckets)
         noise_schedules: dict[str, NoiseSchedule] = {
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()

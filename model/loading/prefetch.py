@@ -87,7 +87,9 @@ class Prefetch:
         targets = find_targets(settings.runtime)
         if self._process is None:
             self._opened.set()
-            fetch_selected(store, store.read_release(settings.release), settings.public_key, targets, settings.buckets)
+            release = store.read_release(settings.release)
+            keys, buckets, precision = settings.public_key, settings.buckets, settings.served_precision
+            fetch_selected(store, release, keys, targets, buckets, precision)
             return
         self._process.send_request(settings, options, targets)
         manifest = self._process.manifest()

@@ -28,6 +28,7 @@ from model.loading.target import Target
 from model.settings import ServedBucket, Settings
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
+from model.store.precision import Precision
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
 
@@ -60,6 +61,7 @@ class PrefetchProcess:
             "keys": [str(key) for key in settings.public_key],
             "targets": [asdict(target) for target in targets],
             "buckets": [bucket.model_dump() for bucket in settings.buckets],
+            "precision": settings.precision,
         }
         with suppress(OSError):  # the process has ended, and `manifest` returns None
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
@@ -93,10 +95,11 @@ def fetch_selected(
     keys: Sequence[PublicKey],
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
+    precision: Precision | None,
 ) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
     check_signature(manifest, keys)
-    store.fetch(select(manifest, targets, buckets).blobs())
+    store.fetch(select(manifest, targets, buckets, precision=precision).blobs())
 
 
 def main() -> None:
@@ -126,6 +129,7 @@ def main() -> None:
             [PublicKey.parse(key) for key in request["keys"]],
             [Target(**target) for target in request["targets"]],
             [ServedBucket(**bucket) for bucket in request["buckets"]],
+            request["precision"] and Precision.named(request["precision"]),
         )
     except PreheatError:
         return  # the load raises and reports the same error

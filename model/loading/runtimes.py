@@ -5,7 +5,7 @@ them, or "fastest": the runtime whose engines were fastest on the machine that b
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -25,7 +25,7 @@ from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, com
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
-from model.store.precision import SERVED_FIRST
+from model.store.precision import SERVED_FIRST, Precision
 
 Compatibility = Literal["none", "same_compute_capability", "ampere_plus"]
 """The GPUs that run a plan: those of one product, of one compute capability, or all from Ampere on."""
@@ -120,11 +120,28 @@ def can_run(engine: EngineRecord) -> bool:
     return engine.runtime == "aot_inductor" or (engine.runtime in LIBRARIES and engine.tensorrt is not None)
 
 
-def servable_engines(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:
-    """Return a component's engines for a target that `can_run` accepts, in the one precision that is served."""
-    engines = [e for e in manifest.engines if (e.component, e.target) == (component, target) and can_run(e)]
-    precision = min((engine.precision for engine in engines), key=SERVED_FIRST.index, default=None)
-    return [engine for engine in engines if engine.precision == precision]
+def servable_engines(
+    manifest: Manifest, component: str, target: str, precision: Precision | None = None
+) -> list[EngineRecord]:
+    """Return a component's engines for a target that `can_run` accepts, in the one precision that is served.
+
+    `precision`: of the UNet; None: the first of SERVED_FIRST that it has. A component that lacks the UNet's precision
+    gets the one that goes with it (fp16 with fp8), and otherwise the first of SERVED_FIRST that it has.
+    """
+    engines = _engines_of(manifest, component, target)
+    of_unet = precision or _first({engine.precision for engine in _engines_of(manifest, UNET, target)}, SERVED_FIRST)
+    preferred = (of_unet, of_unet.unquantized, *SERVED_FIRST) if of_unet else SERVED_FIRST
+    served = _first({engine.precision for engine in engines}, preferred)
+    return [engine for engine in engines if engine.precision == served]
+
+
+def _engines_of(manifest: Manifest, component: str, target: str) -> list[EngineRecord]:
+    return [e for e in manifest.engines if (e.component, e.target) == (component, target) and can_run(e)]
+
+
+def _first(precisions: Collection[Precision], order: Sequence[Precision]) -> Precision | None:
+    """Return the first precision of `order` that is among `precisions`."""
+    return next((precision for precision in order if precision in precisions), None)
 
 
 def sort_fastest_first(
@@ -132,11 +149,12 @@ def sort_fastest_first(
     targets: Sequence[Target],
     components: Sequence[str],
     versions: Mapping[str, str | None] | None = None,
+    precision: Precision | None = None,
 ) -> list[Target]:
     """Sort `targets` so that the first target that serves all `components` is the target to use.
 
-    `versions`: see `version_of`. The order depends on the targets that are complete: they have an engine of every
-    component, and no plan of another version of its library.
+    `versions`: see `version_of`. `precision`: see `servable_engines`. The order depends on the targets that are
+    complete: they have an engine of every component, and no plan of another version of its library.
 
     - Complete targets come before the others.
     - If several runtimes have complete targets, the fastest complete target comes first, and targets without benchmarks
@@ -150,7 +168,9 @@ def sort_fastest_first(
     engines: dict[Target, list[EngineRecord]] = {}
     complete = []
     for target in targets:
-        by_component = {name: servable_engines(manifest, name, target.key) for name in (*components, *variants)}
+        by_component = {
+            name: servable_engines(manifest, name, target.key, precision) for name in (*components, *variants)
+        }
         engines[target] = [engine for records in by_component.values() for engine in records]
         has_components = all(by_component[component] for component in components)
         if has_components and all(

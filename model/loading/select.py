@@ -10,9 +10,10 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
-from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts
+from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts, unets
 from model.settings import ServedBucket
 from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
+from model.store.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,19 @@ def select(
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
     versions: Mapping[str, str | None] | None = None,
+    precision: Precision | None = None,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
     If `buckets` is empty, every bucket of the release is selected. `versions`: runtime -> the server's version of that
-    library; None: the installed ones. Raises MissingComponent, NoEngineForTarget or EngineError, before any blob is
-    read.
+    library; None: the installed ones. `precision`: see `servable_engines`. Raises MissingComponent, NoEngineForTarget
+    or EngineError, before any blob is read.
     """
     names = required_components(manifest)
-    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions), names)
-    engines = {name: choose_engines(manifest, name, target, buckets) for name in names}
+    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, precision), names)
+    if precision is not None:
+        check_precision(manifest, target, precision)
+    engines = {name: choose_engines(manifest, name, target, buckets, precision) for name in names}
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
@@ -113,9 +117,28 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
     )
 
 
-def choose_engines(manifest: Manifest, name: str, target: str, buckets: Sequence[ServedBucket]) -> list[EngineRecord]:
+def check_precision(manifest: Manifest, target: str, precision: Precision) -> None:
+    """Raise NoEngineForTarget unless each UNet of the release has an engine in that precision."""
+    for unet in unets():
+        built = {e.precision for e in manifest.engines if (e.component, e.target) == (unet.name, target)}
+        if built and precision not in built:
+            names = ", ".join(sorted(map(str, built)))
+            raise NoEngineForTarget(
+                f"Release {manifest.name} has no {unet.name} engine in {precision} for {target}. It has {names}.",
+                f"Build it (`preheat build --precision {precision}`) and publish a new release, or remove `precision` "
+                "from the config.",
+            )
+
+
+def choose_engines(
+    manifest: Manifest,
+    name: str,
+    target: str,
+    buckets: Sequence[ServedBucket],
+    precision: Precision | None = None,
+) -> list[EngineRecord]:
     """Return a component's engines that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
-    engines = servable_engines(manifest, name, target)
+    engines = servable_engines(manifest, name, target, precision)
     if not engines:
         raise NoEngineForTarget(
             f"Release {manifest.name} has no {name} engine for {target} that this server can run (of AOTInductor, or "

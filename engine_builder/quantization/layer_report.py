@@ -1,0 +1,122 @@
+"""The error and the gain of each quantized layer of a UNet, to decide which layers a policy keeps in fp16."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from torch import Tensor, nn
+
+from engine_builder.networks.blocks import plain_operations
+from engine_builder.networks.fp8_linear import QuantizedLinear
+from engine_builder.networks.network import Network, public_name
+from engine_builder.quantization.plan import Quantization
+from engine_builder.quantization.quantize import QuantizedLayer
+
+_WARM_UPS, _RUNS = 3, 20
+
+
+@dataclass(frozen=True)
+class LayerGain:
+    """One quantized layer, and the milliseconds of its product alone: without and with quantization.
+
+    shape: of its input.
+    """
+
+    layer: QuantizedLayer
+    shape: tuple[int, ...]
+    exact_milliseconds: float
+    quantized_milliseconds: float
+
+
+def measure_gains(network: Network, quantization: Quantization, inputs: Mapping[str, Tensor]) -> list[LayerGain]:
+    """Quantize a UNet in half precision, and time each quantized layer at the shape that it gets from `inputs`.
+
+    Returns the layers with the least gain for their error first: those a policy would keep. Layers of equal shapes are
+    timed once.
+    """
+    quantized, layers = quantization.apply(network)
+    shapes = _input_shapes(quantized, inputs)
+    times: dict[tuple[object, ...], tuple[float, float]] = {}
+    gains = []
+    for layer in layers:
+        if layer.name not in shapes:  # unconditional networks do not run all layers
+            continue
+        linear = _find(quantized.module, layer.name)
+        key = (shapes[layer.name], linear.weight.shape, linear.bias is None)
+        if key not in times:
+            times[key] = _time_products(linear, shapes[layer.name])
+        gains.append(LayerGain(layer, shapes[layer.name], *times[key]))
+    return sorted(gains, key=lambda gain: (gain.exact_milliseconds - gain.quantized_milliseconds, gain.layer.name))
+
+
+def gains_table(component: str, gains: list[LayerGain]) -> Table:
+    """Return the gains as a table for a console."""
+    table = Table(box=SIMPLE_HEAD, title=f"{component}: quantized layers, the smallest gain first")
+    table.add_column("layer", overflow="fold")
+    for heading in ("input", "inputs,\nSQNR", "weights,\nSQNR", "fp16", "fp8", "gain"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for gain in gains:
+        before, after = gain.exact_milliseconds, gain.quantized_milliseconds
+        table.add_row(
+            gain.layer.name, "x".join(map(str, gain.shape)), f"{gain.layer.input_decibels:.1f} dB",
+            f"{gain.layer.weight_decibels:.1f} dB", f"{1000 * before:.0f} us", f"{1000 * after:.0f} us",
+            f"{before / after:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def _input_shapes(network: Network, inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each quantized layer's input in one run of the network."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def observer(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        return lambda _, given: shapes.__setitem__(name, tuple(given[0].shape))
+
+    handles = [
+        module.register_forward_pre_hook(observer(public_name(name)))
+        for name, module in network.module.named_modules()
+        if isinstance(module, QuantizedLinear)
+    ]
+    try:
+        with torch.inference_mode(), plain_operations():
+            network.module(*(inputs[spec.name] for spec in network.signature.inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
+
+
+def _find(module: nn.Module, layer: str) -> QuantizedLinear:
+    found = next(child for name, child in module.named_modules() if public_name(name) == layer)
+    assert isinstance(found, QuantizedLinear)
+    return found
+
+
+def _time_products(linear: QuantizedLinear, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the milliseconds of the product in half precision and in FP8, on random inputs that are E4M3 already."""
+    weight = linear.weight.to(linear.dtype)
+    inputs = torch.randn(shape, device=weight.device).to(linear.dtype)
+    quantized = linear.quantize_inputs(inputs)
+    with torch.inference_mode():
+        return (
+            _milliseconds(lambda: F.linear(inputs, weight, linear.bias), weight.is_cuda),
+            _milliseconds(lambda: linear(quantized), weight.is_cuda),
+        )
+
+
+def _milliseconds(work: Callable[[], object], on_gpu: bool) -> float:
+    """Return the mean of some runs after warm-ups. A GPU runs them without waiting for the host in between."""
+    for _ in range(_WARM_UPS):
+        work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(_RUNS):
+        work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - started) * 1000 / _RUNS

@@ -1,0 +1,171 @@
+"""FP8 engines: built beside those of full precision, reused, chosen by a deployment. A CPU computes the same products.
+
+Only tests build FP8 engines for a CPU: `preheat build` and `preheat publish` refuse them.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.commands.main import app
+from engine_builder.quantization.plan import plan_quantization
+from engine_builder.quantization.policy import BadPolicy, Policy
+from engine_builder.releases.publish import merge_drafts, read_drafts
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.request import GenerationRequest, resolve
+from model.cold_start import ColdStart
+from model.errors import NoEngineForTarget
+from model.loading.load import Loaded, load_release
+from model.loading.select import select
+from model.loading.target import detect_targets
+from model.pipeline.text_to_image import generate
+from model.store.manifest import Manifest
+from model.store.manifest_json import parse_constants
+from model.store.precision import FP8, FP16, FP32, Precision
+from tests.builder.helpers import folder_of
+
+
+class BuildStarted(Exception):
+    """Raised instead of the first step of a build."""
+
+
+def stop_build(*progress: object) -> None:
+    raise BuildStarted
+
+
+def calibrate(store: WritableStore, folder: Path) -> None:
+    prompts = Path(folder_of(store)) / "prompts.txt"
+    prompts.write_text("a circle\na square\n")
+    arguments = ["calibrate", str(folder), "--prompts", str(prompts), "--steps", "2", "--size", "64x64"]
+    ran = CliRunner().invoke(app, [*arguments, "--store", store.url], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+
+
+@pytest.fixture(scope="module")
+def fp8_plan(toy_plan: BuildPlan, fp8_store: WritableStore) -> BuildPlan:
+    """The toy's plan in FP8, with its outer linears in fp16."""
+    calibrate(fp8_store, toy_plan.base.root)
+    quantization = plan_quantization(toy_plan.base, None, Policy(keep_fp16=["*.proj_in", "*.proj_out"]), fp8_store)
+    return replace(toy_plan, precision=FP8, quantization=quantization)
+
+
+@pytest.fixture(scope="module")
+def fp8_store(toy_store: WritableStore, tmp_path_factory: pytest.TempPathFactory) -> WritableStore:
+    return open_writable_store(shutil.copytree(folder_of(toy_store), tmp_path_factory.mktemp("fp8") / "store"))
+
+
+@pytest.fixture(scope="module")
+def built(fp8_plan: BuildPlan, fp8_store: WritableStore) -> tuple[WritableStore, Manifest]:
+    """A release of the toy in fp32 and FP8."""
+    result = build(fp8_plan, fp8_store)
+    assert "unet" in result.compiled
+    manifest = merge_drafts(read_drafts(fp8_store, "toy-sdxl")).model_copy(update={"version": "mixed"})
+    fp8_store.write_release(manifest)
+    return fp8_store, manifest
+
+
+def load(store: WritableStore, precision: Precision | None) -> Loaded:
+    return load_release(store, "toy-sdxl/mixed", detect_targets(), [], ColdStart(), precision=precision)
+
+
+def picture(loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+    return generate(loaded.model, [resolve(request, loaded.served)])[0][0]
+
+
+def test_only_unets_are_fp8(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
+    store, manifest = built
+    by_precision = {
+        precision: {e.component for e in manifest.engines if e.precision == precision}
+        for precision in (FP8, FP16, FP32)
+    }
+    assert by_precision[FP8] == {"unet"}
+    assert by_precision[FP16] == set(fp8_plan.components) - {"unet"}
+    assert by_precision[FP32] == set(fp8_plan.components)
+    [unet] = [engine for engine in manifest.engines if engine.precision == FP8]
+    assert {spec.dtype for spec in (*unet.signature.inputs, *unet.signature.outputs)} == {"float16"}
+    assert unet.required_schema == manifest.required_schema == 2
+    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
+    quantized = {constant.tensor for constant in constants.values() if constant.dtype == "float8_e4m3fn"}
+    assert len(quantized) > 5 and not any(".proj_" in tensor for tensor in quantized)
+    scales = {constant.tensor for constant in constants.values() if constant.tensor.endswith("_scale")}
+    assert len(scales) == 2 * len(quantized), "scales are weights: another model's must not be compiled in"
+
+
+def test_deployment_chooses_the_precision(built: tuple[WritableStore, Manifest]) -> None:
+    store, _ = built
+    default, fp8 = load(store, None), load(store, FP8)
+    for loaded, dtype in ((default, "float32"), (fp8, "float16")):
+        names = {name for name, engines in loaded.model.engines.items() if engines.signature.outputs[0].dtype == dtype}
+        assert {"unet", "unet_text", "unet_time", "vae_decoder"} <= names
+    assert default.served == fp8.served
+    difference = np.abs(picture(default).astype(int) - picture(fp8).astype(int))
+    assert 0 < difference.mean() < 12, "the same picture, or another one"
+
+
+def test_release_without_the_precision_is_refused(built: tuple[WritableStore, Manifest]) -> None:
+    released = built[0].read_release("toy-sdxl/1")
+    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp8 for .*\. It has fp32\..*--precision fp8"):
+        select(released, detect_targets(), [], precision=FP8)
+
+
+def test_building_again_does_nothing_unless_the_policy_changed(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan
+) -> None:
+    store, _ = built
+    assert build(fp8_plan, store, stop_build).compiled == ()
+    every = plan_quantization(fp8_plan.base, None, Policy(), store)
+    with pytest.raises(BuildStarted):
+        build(replace(fp8_plan, quantization=every), store, stop_build)
+
+
+def test_another_clip_reuses_the_engine_with_other_weights(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """Engines hold neither weights nor scales."""
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
+    assert fp8_plan.quantization is not None
+    policy = fp8_plan.quantization.policy.model_copy(update={"clip": "percentile", "percentile": 0.95})
+    other = plan_quantization(fp8_plan.base, None, policy, store)
+    result = build(replace(fp8_plan, quantization=other), store)
+    assert result.compiled == ()
+    [weights] = [record for record in result.draft.weights if record.component == "unet"]
+    assert weights.identity not in {record.identity for record in built[1].weights}
+
+
+def test_quantized_tensors_are_stored_as_such(built: tuple[WritableStore, Manifest]) -> None:
+    store, manifest = built
+    [record] = [weights for weights in manifest.weights if weights.component == "unet" and weights.precision == FP8]
+    tensors = {k: t for blob in record.blobs for k, t in load_file(store.get(blob.sha256, blob.bytes)).items()}
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    assert dtypes == {torch.float8_e4m3fn, torch.float16, torch.float32}
+    assert all(t.ndim == 0 for t in tensors.values() if t.dtype == torch.float32), "only scales are float32"
+
+
+def test_pattern_of_no_layer_is_refused(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
+    with pytest.raises(BadPolicy, match="matches no layer"):
+        plan_quantization(fp8_plan.base, None, Policy(keep_fp16=["down.*"]), built[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "fp8"], "fp8 needs an NVIDIA GPU"),
+        (["--policy", "policy.toml"], "is an option of --precision fp8"),
+        (["--report"], "is an option of --precision fp8"),
+        (["--vae-precision", "fp8"], "fp8 is not supported for the VAE"),
+        (["--precision", "fp8", "--runtime", "tensorrt-rtx", "--gpu", "l4"], "not supported for tensorrt-rtx"),
+    ],
+)
+def test_command_refuses(arguments: list[str], message: str, toy_folder: Path, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["build", str(toy_folder), "--store", str(tmp_path / "store"), *arguments])
+    assert ran.exit_code == 2
+    assert message in " ".join(ran.output.replace("│", " ").split()), ran.output
