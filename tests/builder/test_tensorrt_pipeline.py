@@ -7,6 +7,7 @@ hold the shapes that run. Engines are reused, refused and selected. The fake is 
 import json
 import shutil
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from model.errors import EngineError
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.pipeline.text_to_image import generate
-from model.store.manifest import Manifest
+from model.store.manifest import Blob, Manifest
 from model.store.precision import FP16
 from tests.builder.helpers import PlanOf, edit_weights, folder_of
 from tests.support import onnx_tensorrt
@@ -135,24 +136,41 @@ def test_another_version_of_the_library_builds_again(
     assert {engine.runtime_version for engine in result.draft.engines} == {newer}
 
 
+def is_in_memory(blob: Blob) -> bool:
+    """True if bytes of the blob's size, which `Path.read_bytes` returned, are in memory. tracemalloc must run."""
+    read = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*/pathlib*")])
+    return sys.getsizeof(b"") + blob.bytes in {trace.size for trace in read.traces}
+
+
 def test_rebuilds_a_stored_plan_that_fails_its_check(
     built: tuple[WritableStore, Manifest], plan: BuildPlan, tmp_path: Path
 ) -> None:
-    """The record of the UNet's plan names the VAE's."""
+    """The record of the UNet's plan names the VAE's. It is not kept in memory during the build, which needs much."""
     store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
     records = {key: json.loads(store.read_record("engines", key) or b"") for key in store.records("engines")}
-    plans = {engine.component: engine.blob.sha256 for engine in built[1].engines}
-    [unet] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["unet"]]
-    [vae] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["vae_decoder"]]
-    store.write_record("engines", unet, json.dumps(records[unet] | {"plan": records[vae]["plan"]}).encode())
-    lines: list[str] = []
-    rebuilt = build(
-        replace(plan, model="rebuilt"), store, lambda component, activity, *_: lines.append(f"{component} {activity}")
+    plans = {engine.component: engine.blob for engine in built[1].engines}
+    [unet] = [key for key, record in records.items() if record.get("plan", {}).get("sha256") == plans["unet"].sha256]
+    store.write_record(
+        "engines", unet, json.dumps(records[unet] | {"plan": plans["vae_decoder"].model_dump()}).encode()
     )
+    lines: list[str] = []
+    held: list[bool] = []
+
+    def report(component: str, activity: str, *_: object) -> None:
+        lines.append(f"{component} {activity}")
+        if lines[-1] == "unet exporting to ONNX":
+            held.append(is_in_memory(plans["vae_decoder"]))
+
+    tracemalloc.start()
+    try:
+        rebuilt = build(replace(plan, model="rebuilt"), store, report)
+    finally:
+        tracemalloc.stop()
     assert rebuilt.compiled == ("unet",)
     assert [line for line in lines if line.startswith("unet rebuilding: the stored plan failed its check. ")]
     assert {engine.key for engine in rebuilt.draft.engines} == {engine.key for engine in built[1].engines}
-    assert next(e.blob.sha256 for e in rebuilt.draft.engines if e.component == "unet") == plans["unet"]
+    assert next(e.blob for e in rebuilt.draft.engines if e.component == "unet") == plans["unet"]
+    assert held == [False]
 
 
 def test_builds_share_the_timing_cache(built: tuple[WritableStore, Manifest], plan: BuildPlan) -> None:

@@ -123,6 +123,10 @@ class _ComponentPlan:
             validate(network, engine, fit_to_bucket(self.real_inputs, network, engine.bucket)) for engine in engines
         ]
 
+    def check_stored(self, plan: Blob, stored: BuiltGraph, graph: OnnxGraph) -> list[Accuracy]:
+        """Return the accuracies of a stored plan; see `check`. The plan is in memory only until this method returns."""
+        return self.check(self.store.get(plan.sha256, plan.bytes).read_bytes(), stored, graph)[1]
+
 
 def build_plans(
     plan: BuildPlan,
@@ -174,8 +178,7 @@ def _build_component(planned: _ComponentPlan, report: Callable[[str], None]) -> 
         stored, graph = load_or_export_graph(network, store)
         report("refitting and checking")
         try:
-            data = store.get(built.plan.sha256, built.plan.bytes).read_bytes()
-            _, accuracies = planned.check(data, stored, graph)
+            accuracies = planned.check_stored(built.plan, stored, graph)
         except (InaccurateEngine, EngineError) as error:
             report(f"rebuilding: the stored plan failed its check. {error}")
             built = None
