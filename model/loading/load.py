@@ -38,7 +38,10 @@ from model.weights.layout import from_stored
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded release: the model, the choices of requests, and where it comes from."""
+    """A loaded release: the model, the choices of requests, and where it comes from.
+
+    `weight_bytes`: of the weights that were streamed, and of those inside plans.
+    """
 
     model: LoadedModel
     served: ServedModel
@@ -115,7 +118,8 @@ def load_release(
         device=device,
     )
     runtime = selection.engines[UNET][0].runtime
-    return Loaded(model, served, release, selection.target, runtime, cache.bytes, plans)
+    weight_bytes = cache.bytes + selection.plan_weight_bytes()
+    return Loaded(model, served, release, selection.target, runtime, weight_bytes, plans)
 
 
 def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:

@@ -44,6 +44,16 @@ class Selection:
         blobs = [blob for record in self.streamed_weights() for blob in record.blobs]
         return list({blob.sha256: blob for blob in blobs}.values())
 
+    def plan_weight_bytes(self) -> int:
+        """Return the bytes of the weights inside plans, as the release stores them; each plan has a copy."""
+        held = {
+            engine.blob.sha256: record
+            for name, records in self.weights.items()
+            for engine, record in zip(self.engines[name], records, strict=True)
+            if engine.holds_weights
+        }
+        return sum(blob.bytes for record in held.values() for blob in record.blobs)
+
     def blobs(self, weights: bool = True) -> list[Blob]:
         """Return the blobs of engines, tokenizers and (by default) weights, the largest first: they take longest."""
         records = [record for engines in self.engines.values() for record in engines]
