@@ -221,5 +221,5 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
     if plan.quantization:
-        options = {"quantization": plan.quantization.digest}
+        options["quantization"] = plan.quantization.digest
     return versions | {"source": source} | options
