@@ -11,7 +11,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import QuantizedLayer
-from engine_builder.quantization.validation.compare import Comparison, LayerPair, compare_models
+from engine_builder.quantization.validation.compare import Comparison, LayerPair, Score, compare_models
 from engine_builder.quantization.validation.stored import QUANTIZATION
 from engine_builder.stores.store import WritableStore
 from model.engines.engine import EngineSet
@@ -53,11 +53,12 @@ def check_quantization(
     store: WritableStore,
     calibrated: Callable[[str, str], None] = lambda *_: None,
     report: Callable[[int, int], None] = lambda *_: None,
+    score: Score | None = None,
 ) -> QuantizationCheck:
     """Generate the images of `requests` in `precision` and in FP8, and compare them.
 
     The ranges are those of the store's calibration of these weights with the most prompts. `calibrated` is called with
-    each UNet and the key. `report`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
+    each UNet and the key. `report`, `score`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
     NotComparable or BrokenImage.
     """
     quantization = plan_quantization(base, refiner, policy, store, calibrated)
@@ -83,5 +84,6 @@ def check_quantization(
             "policy": policy.model_dump_json(),
         },
         report=report,
+        score=score,
     )
     return QuantizationCheck(layers, comparison)
