@@ -41,7 +41,6 @@ from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]
 """The ranges of a network's layers, by the names of their weights without ".weight"."""
-_BASE_SHARE = 0.8  # of the steps, if there is a refiner
 ReportPrompt = Callable[[int, int], None]
 """Called with the number of finished prompts and the number of all prompts."""
 
@@ -77,7 +76,7 @@ class CalibrationPlan:
             prompts=hashlib.sha256(prompts).hexdigest(),
             prompt_count=len(self.prompts),
             steps=self.steps,
-            base_share=1.0 if self.refiner is None else _BASE_SHARE,
+            base_share=base_share(self.refiner is not None),
             guidance=self.guidance,
             width=self.width,
             height=self.height,
@@ -171,6 +170,11 @@ def _observer(name: str, module: nn.Module, ranges: Ranges) -> Callable[[nn.Modu
     return observe
 
 
+def base_share(has_refiner: bool) -> float:
+    """Return the share of the steps that the base runs in a calibration. A refiner runs the others."""
+    return 0.8 if has_refiner else 1.0
+
+
 def digest_weights(checkpoint: Checkpoint, subfolder: str) -> str:
     """Return the SHA-256 of a network's config and weight files."""
     digest = hashlib.sha256()
@@ -191,7 +195,7 @@ def _request(plan: CalibrationPlan, number: int) -> GenerationRequest:
     return GenerationRequest(
         prompt=plan.prompts[number], negative_prompt=plan.negative_prompt, width=plan.width, height=plan.height,
         num_inference_steps=plan.steps, guidance_scale=plan.guidance, seed=number,
-        use_refiner=plan.refiner is not None, denoising_frac=_BASE_SHARE,
+        use_refiner=plan.refiner is not None, denoising_frac=base_share(has_refiner=True),
     )  # fmt: skip
 
 

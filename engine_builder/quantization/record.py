@@ -94,19 +94,33 @@ def read_calibration(store: WritableStore, key: str, weights: str) -> dict[str, 
     return ranges
 
 
-def find_calibration(store: WritableStore, component: str, weights: str) -> tuple[str, dict[str, InputRange]]:
+def find_calibration(
+    store: WritableStore, component: str, weights: str, base_share: float
+) -> tuple[str, dict[str, InputRange]]:
     """Return the key and the ranges of the calibration of these weights with the most prompts, then steps.
 
-    `weights`: SHA-256 of the checkpoint files. Raises CalibrationError if the store has none.
+    `weights`: SHA-256 of the checkpoint files. `base_share`: the share of the steps that the base runs, 1 without a
+    refiner; calibrations in which it ran fewer do not fit. Raises CalibrationError if the store has none that fits.
     """
+    others = 0
     found = []
     for key in store.records(CalibrationRecord.kind):
         record = CalibrationRecord.find(store, key)
         if record is None or record.version != CALIBRATION_VERSION:
             continue
         conditions = record.conditions
-        if (conditions.component, conditions.weights) == (component, weights):
-            found.append((conditions.prompt_count, conditions.steps, key))
+        if (conditions.component, conditions.weights) != (component, weights):
+            continue
+        if conditions.base_share < base_share:
+            others += 1
+            continue
+        found.append((conditions.prompt_count, conditions.steps, key))
+    if not found and others:
+        raise CalibrationError(
+            f"The calibrations of this model's {component} in {store.url} were made with a refiner, which ran the last "
+            "steps.",
+            "Run `preheat calibrate --no-refiner` with this model.",
+        )
     if not found:
         raise CalibrationError(f"{store.url} has no intact calibration of this model's {component}.")
     key = max(found)[2]

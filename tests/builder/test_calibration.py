@@ -259,12 +259,29 @@ def test_refuses_a_damaged_record(damage: Callable[[Path], None], store: Writabl
 
 def test_record_of_an_older_version_is_not_found(store: WritableStore) -> None:
     write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
-    assert find_calibration(store, "unet", "a" * 64)[0] == CONDITIONS.key
+    assert find_calibration(store, "unet", "a" * 64, 1.0)[0] == CONDITIONS.key
     record = CalibrationRecord.find(store, CONDITIONS.key)
     assert record is not None
     record.model_copy(update={"version": 1}).write(store, CONDITIONS.key)
     with pytest.raises(CalibrationError, match="no intact calibration of this model's unet"):
-        find_calibration(store, "unet", "a" * 64)
+        find_calibration(store, "unet", "a" * 64, 1.0)
+
+
+def test_base_without_a_refiner_needs_a_calibration_without_one(store: WritableStore) -> None:
+    """With a refiner, the base never saw the last steps. More prompts do not make up for them."""
+    refined = dataclasses.replace(CONDITIONS, base_share=0.8, prompt_count=128)
+    ranges = {"proj": observed(torch.ones(1, 2))}
+    write_calibration(store, refined, ranges)
+    assert find_calibration(store, "unet", "a" * 64, 0.8)[0] == refined.key
+    with pytest.raises(CalibrationError, match=r"unet in .* made with a refiner.*`preheat calibrate --no-refiner`"):
+        find_calibration(store, "unet", "a" * 64, 1.0)
+    write_calibration(store, CONDITIONS, ranges)
+    assert find_calibration(store, "unet", "a" * 64, 1.0)[0] == CONDITIONS.key
+
+
+def test_calibration_of_all_steps_fits_a_base_with_a_refiner(store: WritableStore) -> None:
+    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
+    assert find_calibration(store, "unet", "a" * 64, 0.8)[0] == CONDITIONS.key
 
 
 def test_unusable_ranges_end_a_calibration_after_its_first_image(
