@@ -38,14 +38,19 @@ class EagerLoop:
         self._tensors: dict[ImageState, _Tensors] = {}
 
     def add(self, image: ImageState) -> None:
-        assert image.step == 0 and image.schedule.steps and has_room(self, image.unet_batch)
+        assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
         coefficients = pad_schedules([image.schedule], image.schedule.steps)[1][0]
-        self._tensors[image] = _Tensors(image.latents.clone(), torch.zeros_like(image.latents), coefficients)
+        previous = torch.zeros_like(image.latents) if image.denoised is None else image.denoised.clone()
+        self._tensors[image] = _Tensors(image.latents.clone(), previous, coefficients)
         self.images.append(image)
 
     def remove(self, image: ImageState) -> None:
         self.images.remove(image)
         del self._tensors[image]
+
+    def take(self, image: ImageState) -> None:
+        image.latents, image.denoised = self._tensors[image].x, self._tensors[image].previous
+        self.remove(image)
 
     @torch.inference_mode()
     def step(self) -> list[ImageState]:

@@ -109,7 +109,7 @@ class GraphLoop:
 
     @torch.inference_mode()
     def add(self, image: ImageState) -> None:
-        assert image.step == 0 and image.schedule.steps and has_room(self, image.unet_batch)
+        assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
         latent_slot = min(set(range(self._latent_slot_count)) - set(self._image_latent_slot.values()))
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
         cond_slots = sorted(set(range(self._cond_slot_count)) - taken)[: image.unet_batch]
@@ -120,9 +120,12 @@ class GraphLoop:
             guidance[:steps, 0] = image.guidance[:steps]
         steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 8]
         self._coefficients[latent_slot].copy_(to_device(steps_data, self._device))
-        self._steps_done[latent_slot].zero_()
+        self._steps_done[latent_slot].fill_(image.step)
         self._latents[latent_slot].copy_(image.latents[0])
-        self._denoised[latent_slot].zero_()
+        if image.denoised is None:
+            self._denoised[latent_slot].zero_()
+        else:
+            self._denoised[latent_slot].copy_(image.denoised[0])
         texts = [text for text in (image.uncond, image.cond) if text is not None]
         for cond_slot, text in zip(cond_slots, texts[-image.unet_batch :], strict=True):
             for name, buffer in self._cond_by_slot.items():
@@ -143,6 +146,12 @@ class GraphLoop:
     def remove(self, image: ImageState) -> None:
         self.images.remove(image)
         del self._image_latent_slot[image], self._image_cond_slots[image]
+
+    @torch.inference_mode()
+    def take(self, image: ImageState) -> None:
+        image.latents = self._copy_of_slot(self._latents, image)
+        image.denoised = self._copy_of_slot(self._denoised, image)
+        self.remove(image)
 
     @torch.inference_mode()
     def step(self) -> list[ImageState]:

@@ -57,7 +57,9 @@ class ImageState:
     generator: CPU generator with the image's seed. Initial latents and then each step's noise are drawn from it, as in
         diffusers.
     stage: the number of the runner's stages that it has begun.
-    latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are its initial latents.
+    latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are those it joined with.
+    denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
+        it in the next step.
     schedule, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     guidance: float32 [steps], 1 from the first unguided step on.
     cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
@@ -69,6 +71,7 @@ class ImageState:
     schedule: SamplerSchedule
     guidance: NDArray[np.float32]
     latents: torch.Tensor = _NO_LATENTS
+    denoised: torch.Tensor | None = None
     cond: Conditioning = field(default_factory=Conditioning)
     uncond: Conditioning | None = None
     step: int = 0
@@ -100,13 +103,19 @@ class Loop(Protocol):
     """The active images, in order of joining."""
 
     def add(self, image: ImageState) -> None:
-        """Add an image at step 0, with at least one step, for which the loop has room (`has_room`).
+        """Add an image with at least one step left, for which the loop has room (`has_room`).
 
         The loop copies the image's state, and may clear its conditioning.
         """
 
     def remove(self, image: ImageState) -> None:
         """Drop an image before the next step. Other images are unaffected."""
+
+    def take(self, image: ImageState) -> None:
+        """Remove an image, with its state in `image.latents` and `image.denoised`, so that another loop continues it.
+
+        Its conditioning must be set again if the loop cleared it.
+        """
 
     def step(self) -> list[ImageState]:
         """Run one step of all active images, each at its own `image.step`, which is then incremented.
