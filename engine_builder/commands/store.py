@@ -46,12 +46,17 @@ def publish(
     accept: Annotated[
         bool, typer.Option("--accept", help="Publish FP8 engines that violate limits; the release lists them.")
     ] = False,
+    without_fp8: Annotated[
+        bool, typer.Option("--without-fp8", help="Leave out FP8 builds; a later release may have them.")
+    ] = False,
 ) -> None:
     """Publish the builds of a model as one release, which is written once.
 
     FP8 engines need a stored validation that keeps all limits (`preheat check-fp8`).
     """
-    run_publish(open_cli_store(store), name, sign, thresholds, accept)
+    if without_fp8 and (accept or thresholds):
+        raise typer.BadParameter("contradicts --accept and --thresholds", param_hint="--without-fp8")
+    run_publish(open_cli_store(store), name, sign, thresholds, accept, without_fp8)
 
 
 def run_publish(
@@ -60,6 +65,7 @@ def run_publish(
     key_file: Path | None = None,
     threshold_file: Path | None = None,
     accept: bool = False,
+    without_fp8: bool = False,
 ) -> Manifest:
     """Publish, and print the result."""
     from engine_builder.quantization.validation.thresholds import Thresholds
@@ -67,7 +73,8 @@ def run_publish(
     from engine_builder.releases.signing import read_key
 
     thresholds = Thresholds.read(threshold_file) if threshold_file else None
-    manifest, is_new = publish_drafts(store, name, read_key(key_file) if key_file else None, thresholds, accept)
+    private_key = read_key(key_file) if key_file else None
+    manifest, is_new = publish_drafts(store, name, private_key, thresholds, accept, without_fp8)
     _print_accepted(manifest)
     size = total_bytes(manifest)
     result = "Published" if is_new else "Unchanged since"

@@ -30,12 +30,13 @@ def publish(
     private_key: Ed25519PrivateKey | None = None,
     thresholds: Thresholds | None = None,
     accept: bool = False,
+    without_fp8: bool = False,
 ) -> tuple[Manifest, bool]:
     """Publish the drafts of a model as one release. Sign the release if a private key is given.
 
     name: "model/version", or "model" for the next whole number.
     thresholds: the limits of the validation that 8-bit engines need; None: the defaults. accept: publish engines that
-    violate them, and list the violations in the manifest.
+    violate them, and list the violations in the manifest. without_fp8: leave out the drafts with 8-bit engines.
     Returns the release's manifest, and True if this call published it. Returns the newest numbered release and False if
     no version is requested and that release has the drafts' content, unless it lacks the requested signature.
     Raises NothingToPublish, ReleaseExists, CorruptBlob or StoreError; ManifestError for an invalid name, a damaged
@@ -43,7 +44,12 @@ def publish(
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")  # raises for an invalid name
-    merged = require_validation(store, merge_drafts(read_drafts(store, model)), thresholds or Thresholds(), accept)
+    drafts = read_drafts(store, model)
+    if without_fp8:
+        drafts = [draft for draft in drafts if not quantized_engines(draft)]
+        if not drafts:
+            raise NothingToPublish(f"{store.url} has only drafts of {model} with 8-bit engines.")
+    merged = require_validation(store, merge_drafts(drafts), thresholds or Thresholds(), accept)
     if not version:
         releases = [split_name(release) for release in store.releases()]
         numbers = sorted((number for owner, number in releases if owner == model and number.isdigit()), key=int)

@@ -8,6 +8,8 @@ from engine_builder.stores.writing import record_key
 from model.errors import PreheatError
 from model.store.manifest import EngineRecord, Manifest, Validation
 
+_LEAVE_OUT = "publish the other engines (`--without-fp8`)"
+
 
 class NotValidated(PreheatError):
     """8-bit engines have no validation."""
@@ -18,7 +20,7 @@ class LimitsViolated(PreheatError):
 
     remedy = (
         "Nothing was published. Check again, or build with a policy that keeps more layers in fp16. To publish all the "
-        "same, add `--accept`."
+        "same, add `--accept`; to publish the other engines, add `--without-fp8`."
     )
 
 
@@ -57,7 +59,7 @@ def _refuse_emulated(store: WritableStore, model: str, engines: list[EngineRecor
             draft = record_key("drafts", f"{model}.{engine.target}.{engine.precision}")  # see BuildPlan.draft_name
             raise EmulatedEngines(
                 f"{model} has engines in {engine.precision} for {engine.target}, which are only for tests.",
-                f"Delete their draft ({draft} in {store.url}), and build for a GPU.",
+                f"Delete their draft ({draft} in {store.url}) and build for a GPU, or {_LEAVE_OUT}.",
             )
 
 
@@ -67,7 +69,7 @@ def _find_validation(store: WritableStore, manifest: Manifest) -> tuple[StoredVa
     if digest is None:
         raise NotValidated(
             f"The 8-bit engines of {manifest.model} do not state how they were quantized.",
-            "Build them again (`preheat build`).",
+            f"Build them again (`preheat build`), or {_LEAVE_OUT}.",
         )
     record = StoredValidation.find(store, digest)
     report = read_report(store, record.report) if record else None
@@ -75,6 +77,7 @@ def _find_validation(store: WritableStore, manifest: Manifest) -> tuple[StoredVa
         options = f"--store {store.url}" + ("" if manifest.has_refiner else " --no-refiner")
         raise NotValidated(
             f"{store.url} has no intact validation of the quantization {digest[:12]} of {manifest.model}.",
-            f"Run `preheat check-fp8 MODEL {options}` with the model, the policy and the calibration of the build.",
+            f"Run `preheat check-fp8 MODEL {options}` with the model, the policy and the calibration of the build, or "
+            f"{_LEAVE_OUT}.",
         )
     return record, report

@@ -27,7 +27,7 @@ from engine_builder.quantization.validation.thresholds import Thresholds
 from engine_builder.releases import signing
 from engine_builder.releases.gc import find_garbage
 from engine_builder.releases.mirror import copy_release
-from engine_builder.releases.publish import publish
+from engine_builder.releases.publish import NothingToPublish, publish
 from engine_builder.releases.validation_gate import EmulatedEngines, LimitsViolated, NotValidated
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore, open_writable_store
@@ -235,6 +235,32 @@ def test_int8_engines_need_a_validation_too(tmp_path: Path) -> None:
     write_draft(store, GPU.key, INT8)
     with pytest.raises(NotValidated):
         publish(store, "toy")
+
+
+def test_fp8_builds_can_be_left_out(store: WritableLocalStore) -> None:
+    """Builds in FP8 must not block the others. A later release may have them."""
+    write_draft(store, GPU.key, created="2020-01-01T00:00:00+00:00")
+    with pytest.raises(NotValidated, match="or publish the other engines \\(`--without-fp8`\\)"):
+        publish(store, "toy")
+    status, output = run("publish", "toy", "--store", store.url, "--without-fp8")
+    assert status == 0, output
+    manifest = store.read_release("toy/1")
+    assert manifest.schema_version == 1 and manifest.validation is None and "quantization" not in manifest.builder
+    assert manifest.engines and all(engine.precision != FP8 for engine in manifest.engines)
+    write_validation(store, report_of(), PICTURES)
+    assert FP8 in {engine.precision for engine in publish(store, "toy")[0].engines}
+
+
+def test_refuses_to_leave_out_all_builds(store: WritableLocalStore) -> None:
+    with pytest.raises(NothingToPublish, match="has only drafts of toy with 8-bit engines"):
+        publish(store, "toy", without_fp8=True)
+    assert store.releases() == []
+
+
+@pytest.mark.parametrize("option", [["--accept"], ["--thresholds", "limits.toml"]])
+def test_limits_contradict_leaving_out_fp8(option: list[str], store: WritableLocalStore) -> None:
+    status, output = run("publish", "toy", "--store", store.url, "--without-fp8", *option)
+    assert status == 2 and "contradicts --accept and --thresholds" in output
 
 
 # -- drafts ----------------------------------------------------------------------------------------------------------
