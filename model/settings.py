@@ -5,12 +5,14 @@ Unknown names are refused: a misspelled `public_key` would switch off the check 
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from model.errors import ConfigError
+from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions
 from model.store.precision import Precision, PrecisionName
 from model.store.signature import PublicKey, parse_public_keys
@@ -78,6 +80,17 @@ class Limits(StrictModel):
     """Sizes that are denoised alternately, step by step. A further size waits until one of them is done."""
 
 
+@dataclass(frozen=True)
+class ServedPrecision:
+    """What a deployment configures about precision.
+
+    `unet`: see `model.loading.runtimes.servable_engines`. `fp16_steps`: None: the release's default.
+    """
+
+    unet: Precision | None = None
+    fp16_steps: Fp16Steps | None = None
+
+
 class Settings(StrictModel):
     """The settings of a deployment. `store` and `release` are "" until they are configured."""
 
@@ -85,7 +98,9 @@ class Settings(StrictModel):
     release: str = ""
     runtime: RuntimeChoice = "aot_inductor"
     precision: PrecisionName | None = None
-    """Of the UNet's engines; None: the most exact half or full precision that the release has."""
+    """Of the UNet's engines; None: the first of fp16, bf16, fp32, fp8 and int8 that the release has."""
+    fp16_steps: Fp16Steps | None = None
+    """Of 8-bit UNets: the first and last steps that run in fp16; None: the release's default."""
     public_key: Annotated[list[PublicKey], BeforeValidator(_parse_keys), Field(strict=False)] = []
     """Releases must be signed by one of these; empty: no signature is needed."""
     cache_dir: str | None = None
@@ -99,9 +114,9 @@ class Settings(StrictModel):
     log_prompts: bool = False
 
     @property
-    def served_precision(self) -> Precision | None:
-        """The configured precision."""
-        return None if self.precision is None else Precision.named(self.precision)
+    def served_precision(self) -> ServedPrecision:
+        """The configured precision and fp16 steps."""
+        return ServedPrecision(None if self.precision is None else Precision.named(self.precision), self.fp16_steps)
 
     def required(self, name: Literal["store", "release"]) -> str:
         """Return a setting that has no default. Raises ConfigError if it is missing."""

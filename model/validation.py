@@ -60,7 +60,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     for details in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         parent = child = schema
         for key in details["loc"]:
-            parent, child = child, _child(child, key, schema)
+            parent = _present(child, schema)
+            child = _child(parent, key, schema)
         field = ".".join(_printable(_shorten(str(key))) for key in details["loc"]) if details["loc"] else None
         problems.append(Problem(field, _message(details, parent, child, schema), details["input"]))
     return problems
@@ -69,8 +70,18 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
 def _child(schema: Schema, key: object, root: Schema) -> Schema:
     """Return the schema of a field or list item, empty if `schema` does not describe it."""
     child: Schema = schema.get("items", {}) if isinstance(key, int) else schema.get("properties", {}).get(key, {})
-    reference = child.get("$ref", "").removeprefix("#/$defs/")
-    return root["$defs"][reference] if reference else child
+    return _resolve(child, root)
+
+
+def _present(schema: Schema, root: Schema) -> Schema:
+    """Return the schema of a value that is not null, of a field that may be null."""
+    choices = [choice for choice in schema.get("anyOf", ()) if choice.get("type") != "null"]
+    return _resolve(choices[0], root) if len(choices) == 1 else schema
+
+
+def _resolve(schema: Schema, root: Schema) -> Schema:
+    reference = schema.get("$ref", "").removeprefix("#/$defs/")
+    return root["$defs"][reference] if reference else schema
 
 
 def _message(problem: ErrorDetails, parent: Schema, schema: Schema, root: Schema) -> str:
@@ -96,7 +107,7 @@ def _accepted(schema: Schema, root: Schema) -> str:
     if "anyOf" in schema:
         return ", or ".join(_accepted(choice, root) for choice in schema["anyOf"])
     if "$ref" in schema:
-        return _accepted(root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root)
+        return _accepted(_resolve(schema, root), root)
     if "enum" in schema:
         return "one of " + ", ".join(json.dumps(choice) for choice in schema["enum"])
     match schema.get("type"):

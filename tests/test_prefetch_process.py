@@ -162,6 +162,12 @@ def test_load_finds_everything_in_the_cache(
     assert not proxy.requests, "the manifest or a blob was requested again"
 
 
+def test_precision_reaches_the_process(start: Start, cache: Path) -> None:
+    """The release has no FP8 engine, so the selection fails and nothing is fetched. The load then reports the error."""
+    start(precision="fp8", fp16_steps={"first": 1}).wait()
+    assert not file_names(cache) and not file_names(cache, "partial")
+
+
 def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
     script = """
         import json, sys

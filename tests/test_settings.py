@@ -10,7 +10,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from engine_builder.releases import signing
 from model.errors import ConfigError
 from model.model import Model
-from model.settings import STORE_SETTINGS, Limits, ServedBucket, Settings, read_settings
+from model.settings import STORE_SETTINGS, Limits, ServedBucket, ServedPrecision, Settings, read_settings
+from model.store.manifest import Fp16Steps
+from model.store.precision import FP8
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,8 +47,12 @@ def test_reads_each_kind_of_value() -> None:
             "buckets": [{"height": 64, "width": 128, "rows": 2}],
             "limits": {"max_queue": 16, "deadline_seconds": 5},
             "log_prompts": True,
+            "precision": "fp8",
+            "fp16_steps": {"first": 2, "last": 1},
         }
     )
+    assert settings.served_precision == ServedPrecision(FP8, Fp16Steps(first=2, last=1))
+    assert read_settings({}).served_precision == ServedPrecision()
     assert settings.runtime == "fastest" and settings.log_prompts and settings.cache_bytes == 20 * 2**30
     assert settings.buckets == [ServedBucket(height=64, width=128, rows=2)]
     assert settings.limits == Limits(max_queue=16, deadline_seconds=5.0)
@@ -60,10 +66,11 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PREHEAT_STORE", "s3://environment")
     monkeypatch.setenv("PREHEAT_RUNTIME", "fastest")
     monkeypatch.setenv("PREHEAT_CACHE_BYTES", "7")
+    monkeypatch.setenv("PREHEAT_PRECISION", "fp16")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "second")
     settings = read_settings(section)
     assert (settings.store, settings.runtime, settings.cache_bytes) == ("s3://environment", "fastest", 7)
-    assert settings.region == "second"
+    assert settings.region == "second" and settings.precision == "fp16"
     monkeypatch.setenv("AWS_REGION", "first")
     assert read_settings(section).region == "first"
     monkeypatch.setenv("PREHEAT_RUNTIME", "trt")
@@ -90,6 +97,11 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
             {"runtime": "TensorRT"},
             'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"',
         ),
+        ({"precision": "int4"}, 'precision: got "int4", expected one of "fp32", "fp16", "bf16", "fp8", "int8"'),
+        ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),
+        ({"fp16_steps": {"first": -1}}, "fp16_steps.first: got -1"),
+        ({"fp16_steps": {"first": "2"}}, 'fp16_steps.first: got "2"'),
+        ({"fp16_steps": {"start": 1}}, "fp16_steps.start: is not a known field; the fields are first, last"),
         ({"runtime": "x" * 1000}, "runtime: got .{60,90}1000 characters"),
         ({"cache_bytes": "20 bananas"}, "cache_bytes: .* a size like 20GiB"),
         ({"cache_bytes": True}, "cache_bytes: got true, expected a whole number of bytes"),

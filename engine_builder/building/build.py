@@ -133,6 +133,7 @@ def build(
         architectures={name: digest_json(network.architecture) for name, network in networks.items()},
         engines=tuple(engines.records),
         weights=tuple(weights),
+        fp16_steps=plan.quantization.fp16_steps if plan.quantization else None,
     )
     for target in plan.targets:
         store.write_record("drafts", plan.draft_name(target), _draft_for(built, target).to_json())

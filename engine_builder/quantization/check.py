@@ -71,7 +71,8 @@ def check_quantization(
         names = [layer.name for layer in layers[name]]
         pairs.append(LayerPair(name, networks[name].module, quantized[name].module, names))
     engines = {name: EngineSet([engine]) for name, engine in eager_engines(quantized).items()}
-    other = replace(reference, engines=engines, loops={})
+    exact = {name: reference.engines[name] for name in quantization.calibrations} if quantization.fp16_steps else {}
+    other = replace(reference, engines=engines, loops={}, fp16_unets=exact, fp16_steps=policy.fp16_steps)
     comparison = compare_models(
         reference,
         other,

@@ -12,6 +12,7 @@ from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import SDXL, find_component, unets
+from model.store.manifest import Fp16Steps
 
 QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy and calibration give other weights
 
@@ -34,6 +35,12 @@ class Quantization:
                 "calibrations": self.calibrations,
             }
         )
+
+    @property
+    def fp16_steps(self) -> Fp16Steps | None:
+        """The steps that run in fp16, or None if there are none."""
+        steps = self.policy.fp16_steps
+        return steps if steps.first or steps.last else None
 
     def apply(self, network: Network) -> tuple[Network, list[QuantizedLayer]]:
         """Return a UNet, or a variant of one, in FP8, and its quantized layers. The given network is not changed.

@@ -3,6 +3,7 @@
 keep_fp16 = ["*.proj_out", "mid_block.*"]    # of layers that stay in fp16, as the shell matches names
 clip = "squared_error"                       # absolute_maximum, percentile or squared_error
 percentile = 0.9999                          # of clip = "percentile"
+fp16_steps = { first = 2, last = 1 }         # of each image, on each UNet
 """
 
 import tomllib
@@ -16,6 +17,7 @@ from pydantic import Field, ValidationError
 from engine_builder.files import read_file
 from engine_builder.quantization.ranges import ScaleRule
 from model.errors import PreheatError
+from model.store.manifest import Fp16Steps
 from model.validation import StrictModel, explain
 
 
@@ -34,6 +36,8 @@ class Policy(StrictModel):
     """How the clip of an input follows from its range."""
     percentile: Annotated[float, Field(gt=0.5, le=1.0)] = 0.9999
     """The share of values that are not clipped."""
+    fp16_steps: Fp16Steps = Fp16Steps()
+    """The first and last steps of an image that run on the UNet in fp16. A deployment may set others."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

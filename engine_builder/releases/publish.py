@@ -105,8 +105,8 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
     Of equal engines or weights, the newest draft's entry is taken. Other entries are the newest draft's, without
-    TensorRT's build options. The quantization is that of the newest draft that has one. Engines and weights are sorted,
-    so the order of the builds makes no difference. The schema is the oldest that has all entries.
+    TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized. Engines and
+    weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has all entries.
     """
     newest = drafts[0]
     oldest_first = drafts[::-1]
@@ -117,10 +117,11 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for weights in draft.weights
     }
     builder = {name: value for name, value in newest.builder.items() if name != "tensorrt"}
-    quantizations = [draft.builder["quantization"] for draft in drafts if "quantization" in draft.builder]
+    quantized = [draft for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={
-            "builder": builder | ({"quantization": quantizations[0]} if quantizations else {}),
+            "builder": builder | ({"quantization": quantized[0].builder["quantization"]} if quantized else {}),
+            "fp16_steps": quantized[0].fp16_steps if quantized else None,
             "engines": tuple(engines[identity] for identity in sorted(engines)),
             "weights": tuple(weights[identity] for identity in sorted(weights)),
         }

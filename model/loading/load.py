@@ -27,9 +27,8 @@ from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import SDXL, UNET, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
-from model.settings import ServedBucket
-from model.store.manifest import Blob, EngineRecord, TokenizerRecord, WeightsRecord
-from model.store.precision import Precision
+from model.settings import ServedBucket, ServedPrecision
+from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
 from model.weights.cache import WeightsCache
@@ -60,7 +59,7 @@ def load_release(
     cold_start: ColdStart,
     public_keys: Sequence[PublicKey] = (),
     caches: RuntimeCacheFolder | None = None,
-    precision: Precision | None = None,
+    precision: ServedPrecision | None = None,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
@@ -106,9 +105,14 @@ def load_release(
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
             engines: dict[str, EngineSet] = {}
+            fp16_unets: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
-                pairs = zip(records, tensors[name], strict=True)
-                engines[name] = _engine_set(name, [open_engine(contents, *pair, device, plans) for pair in pairs])
+                pairs = list(zip(records, tensors[name], strict=True))
+                opened = [(record, open_engine(contents, record, weights, device, plans)) for record, weights in pairs]
+                first = records[0].precision
+                engines[name] = _engine_set(name, [engine for record, engine in opened if record.precision == first])
+                if others := [engine for record, engine in opened if record.precision != first]:
+                    fp16_unets[name] = _engine_set(name, others)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
@@ -116,6 +120,8 @@ def load_release(
         noise_schedules=noise_schedules,
         settings=manifest.settings,
         device=device,
+        fp16_unets=fp16_unets,
+        fp16_steps=selection.fp16_steps or Fp16Steps(),
     )
     runtime = selection.engines[UNET][0].runtime
     weight_bytes = cache.bytes + selection.plan_weight_bytes()

@@ -66,16 +66,29 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
     """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component."""
     total = 0
     for spec in unets():
-        records = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
-        sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
-        for height, width in sizes:
-            serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
-            if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
-                batches = [e.bucket.batch.max for e in serving]
-                networks, by_step = step_components(spec.name, engines)
-                signatures = [engines[network.name][0].signature for network in networks]
-                buffers = buffer_shapes(signatures, by_step, height, width, batches)
-                total += sum(buffer.bytes for buffer in buffers.values())
+        of_unet = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
+        for records in _by_precision(of_unet):
+            total += _loop_bytes(spec.name, records, engines)
+    return total
+
+
+def _by_precision(records: Sequence[EngineRecord]) -> list[list[EngineRecord]]:
+    """Divide engines of one component by their precision. Each has loops of its own."""
+    return [[e for e in records if e.precision == precision] for precision in {e.precision for e in records}]
+
+
+def _loop_bytes(unet: str, records: Sequence[EngineRecord], engines: Mapping[str, Sequence[EngineRecord]]) -> int:
+    """Return the bytes of the buffers of one UNet's loops, one for each size. `records`: its engines."""
+    total = 0
+    sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
+    for height, width in sizes:
+        serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
+        if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
+            batches = [e.bucket.batch.max for e in serving]
+            networks, by_step = step_components(unet, engines)
+            signatures = [engines[network.name][0].signature for network in networks]
+            buffers = buffer_shapes(signatures, by_step, height, width, batches)
+            total += sum(buffer.bytes for buffer in buffers.values())
     return total
 
 

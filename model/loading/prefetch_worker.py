@@ -25,8 +25,8 @@ from pathlib import Path
 from model.errors import PreheatError
 from model.loading.select import select
 from model.loading.target import Target
-from model.settings import ServedBucket, Settings
-from model.store.manifest import Manifest
+from model.settings import ServedBucket, ServedPrecision, Settings
+from model.store.manifest import Fp16Steps, Manifest
 from model.store.options import StoreOptions
 from model.store.precision import Precision
 from model.store.signature import PublicKey, check_signature
@@ -62,6 +62,7 @@ class PrefetchProcess:
             "targets": [asdict(target) for target in targets],
             "buckets": [bucket.model_dump() for bucket in settings.buckets],
             "precision": settings.precision,
+            "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
         }
         with suppress(OSError):  # the process has ended, and `manifest` returns None
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
@@ -95,7 +96,7 @@ def fetch_selected(
     keys: Sequence[PublicKey],
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
-    precision: Precision | None,
+    precision: ServedPrecision,
 ) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
     check_signature(manifest, keys)
@@ -129,7 +130,10 @@ def main() -> None:
             [PublicKey.parse(key) for key in request["keys"]],
             [Target(**target) for target in request["targets"]],
             [ServedBucket(**bucket) for bucket in request["buckets"]],
-            request["precision"] and Precision.named(request["precision"]),
+            ServedPrecision(
+                request["precision"] and Precision.named(request["precision"]),
+                request["fp16_steps"] and Fp16Steps(**request["fp16_steps"]),
+            ),
         )
     except PreheatError:
         return  # the load raises and reports the same error

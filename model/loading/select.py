@@ -10,10 +10,10 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
-from model.pipeline.spec import SDXL, ComponentSpec, components_of, model_parts, unets
-from model.settings import ServedBucket
-from model.store.manifest import Blob, EngineRecord, Manifest, WeightsRecord
-from model.store.precision import Precision
+from model.pipeline.spec import SDXL, UNET, ComponentSpec, components_of, model_parts, unets
+from model.settings import ServedBucket, ServedPrecision
+from model.store.manifest import Blob, EngineRecord, Fp16Steps, Manifest, WeightsRecord
+from model.store.precision import FP16, Precision
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Selection:
 
     `weights[name][i]` belongs to `engines[name][i]`. The engines of a component's variants follow its own. `shared`:
     components without engines of their own -> the component with the same weights whose engines serve both.
+    `fp16_steps`: if not None, UNets have engines in two precisions: first the served one, then fp16 for these steps.
     """
 
     manifest: Manifest
@@ -29,6 +30,7 @@ class Selection:
     engines: dict[str, list[EngineRecord]]
     weights: dict[str, list[WeightsRecord]]
     shared: dict[str, str]
+    fp16_steps: Fp16Steps | None = None
 
     def streamed_weights(self) -> list[WeightsRecord]:
         """Return the weights that are loaded onto the device: all but those inside plans."""
@@ -69,19 +71,27 @@ def select(
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
     versions: Mapping[str, str | None] | None = None,
-    precision: Precision | None = None,
+    precision: ServedPrecision | None = None,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
     If `buckets` is empty, every bucket of the release is selected. `versions`: runtime -> the server's version of that
-    library; None: the installed ones. `precision`: see `servable_engines`. Raises MissingComponent, NoEngineForTarget
-    or EngineError, before any blob is read.
+    library; None: the installed ones. `precision`: None selects the defaults. Raises MissingComponent,
+    NoEngineForTarget or EngineError, before any blob is read.
     """
     names = required_components(manifest)
-    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, precision), names)
-    if precision is not None:
-        check_precision(manifest, target, precision)
-    engines = {name: choose_engines(manifest, name, target, buckets, precision) for name in names}
+    precision = precision or ServedPrecision()
+    wanted = precision.unet
+    target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
+    if wanted is not None:
+        check_precision(manifest, target, wanted)
+    engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
+    fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
+    if fp16_steps is not None:
+        check_precision(manifest, target, FP16)
+        for spec in unets():
+            if spec.name in engines:
+                engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
         records += choose_variants(manifest, SDXL[name], records)
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
@@ -96,7 +106,15 @@ def select(
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
-    return Selection(manifest, target, engines, weights, shared)
+    return Selection(manifest, target, engines, weights, shared, fp16_steps)
+
+
+def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision) -> Fp16Steps | None:
+    """Return the steps of a UNet of this precision that run in fp16, or None if there are none."""
+    if unet == unet.unquantized:
+        return None
+    steps = manifest.fp16_steps if configured.fp16_steps is None else configured.fp16_steps
+    return steps if steps is not None and (steps.first or steps.last) else None
 
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:

@@ -120,8 +120,12 @@ def served_sizes(
     """
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
-    # Without the engines of variants.
-    by_component = [[engine for engine in records if engine.component == name] for name, records in engines.items()]
+    # Without the engines of variants. A component's engines of each precision must serve a size.
+    by_component = [
+        [engine for engine in records if (engine.component, engine.precision) == (name, precision)]
+        for name, records in engines.items()
+        for precision in {engine.precision for engine in records}
+    ]
     sized = [spans for records in by_component if (spans := _spans(records))]
     static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
     if static or not sized:

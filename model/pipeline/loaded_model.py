@@ -1,6 +1,6 @@
 """A release in memory, as the pipeline uses it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -8,11 +8,12 @@ from model.cuda.streams import SideStream
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
+from model.denoising.mixed_loop import MixedLoop
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.engine import EngineSet
 from model.pipeline.spec import SDXL, Components, step_components
 from model.pipeline.tokenizer import ClipTokenizer
-from model.store.manifest import ModelFacts
+from model.store.manifest import Fp16Steps, ModelFacts
 
 LoopKey = tuple[str, int, int]
 """The UNet of a loop, by name, and its height and width in pixels."""
@@ -20,13 +21,18 @@ LoopKey = tuple[str, int, int]
 
 @dataclass
 class LoadedModel:
-    """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far."""
+    """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far.
+
+    `fp16_unets`: by UNet, the same network in fp16, which runs the `fp16_steps`.
+    """
 
     engines: dict[str, EngineSet]
     tokenizers: dict[str, ClipTokenizer]
     noise_schedules: dict[str, NoiseSchedule]
     settings: ModelFacts
     device: torch.device
+    fp16_unets: dict[str, EngineSet] = field(default_factory=dict)
+    fp16_steps: Fp16Steps = Fp16Steps()
     components: Components = field(default_factory=lambda: SDXL)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
@@ -57,9 +63,17 @@ class LoadedModel:
         return StepNetworks(last, by_step, tuple(before))
 
 
-def make_loop(model: LoadedModel, unet: str, height: int, width: int) -> Loop:
+def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
     """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
     networks = model.step_networks(unet)
-    if model.device.type == "cuda" and networks.unet.is_static(height, width):
-        return GraphLoop(networks, height, width, model.device)
-    return EagerLoop(networks, height, width)
+
+    def make(networks: StepNetworks) -> Loop:
+        if use_graphs and model.device.type == "cuda" and networks.unet.is_static(height, width):
+            return GraphLoop(networks, height, width, model.device)
+        return EagerLoop(networks, height, width)
+
+    loop = make(networks)
+    if unet not in model.fp16_unets:
+        return loop
+    outer = make(replace(networks, unet=model.fp16_unets[unet]))
+    return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from model.store.precision import Dtype, PrecisionField, StorageDtype
+from model.validation import MAX_STEPS
 
 SCHEMA_VERSION = 2  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
@@ -318,6 +319,13 @@ class Validation(_Record):
         return self
 
 
+class Fp16Steps(_Record):
+    """The first and last steps of an image on each UNet that run on the UNet in fp16, of a release with 8-bit UNets."""
+
+    first: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = 0
+    last: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = 0
+
+
 class ReleaseSignature(_Record):
     """The id of the Ed25519 key that signed the release, and its signature (64 bytes, base64) of `signed_bytes`."""
 
@@ -329,7 +337,8 @@ class Manifest(_Record):
     """One release.
 
     `defaults`: the request defaults that it changes. `schedulers`: the configs of diffusers' schedulers.
-    `architectures`: every network of the release -> digest of its architecture. `schema_version`: a server that knows
+    `architectures`: every network of the release -> digest of its architecture. `fp16_steps`: of deployments in an
+    8-bit precision that set none themselves. `schema_version`: a server that knows
     only older schemas refuses the release by that number. Some releases with entries of schema 2 state 1.
     """
 
@@ -346,6 +355,7 @@ class Manifest(_Record):
     architectures: dict[Name, Digest]
     engines: tuple[EngineRecord, ...]
     weights: tuple[WeightsRecord, ...]
+    fp16_steps: Fp16Steps | None = None
     validation: Validation | None = None
     signature: ReleaseSignature | None = None
 
@@ -373,7 +383,8 @@ class Manifest(_Record):
     @property
     def required_schema(self) -> int:
         """The oldest schema that has all entries of this release."""
-        return max([1 if self.validation is None else 2, *(engine.required_schema for engine in self.engines)])
+        is_new = self.validation is not None or self.fp16_steps is not None
+        return max([2 if is_new else 1, *(engine.required_schema for engine in self.engines)])
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -403,7 +414,7 @@ class Manifest(_Record):
     def to_json(self) -> bytes:
         """Return the manifest as the bytes of its file."""
         # A release without them stays readable for versions that do not know them.
-        absent = {name for name in ("signature", "validation") if getattr(self, name) is None}
+        absent = {name for name in ("signature", "validation", "fp16_steps") if getattr(self, name) is None}
         return json.dumps(self.model_dump(mode="json", exclude=absent), indent=1, sort_keys=True).encode()
 
     def signed_bytes(self) -> bytes:

@@ -22,12 +22,14 @@ from engine_builder.releases.publish import merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
+from model.engines.engine import EngineSet
 from model.errors import NoEngineForTarget
 from model.loading.load import Loaded, load_release
 from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
-from model.store.manifest import Manifest
+from model.settings import ServedPrecision
+from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, Precision
 from tests.builder.helpers import folder_of
@@ -72,8 +74,9 @@ def built(fp8_plan: BuildPlan, fp8_store: WritableStore) -> tuple[WritableStore,
     return fp8_store, manifest
 
 
-def load(store: WritableStore, precision: Precision | None) -> Loaded:
-    return load_release(store, "toy-sdxl/mixed", detect_targets(), [], ColdStart(), precision=precision)
+def load(store: WritableStore, precision: Precision | None, fp16_steps: Fp16Steps | None = None) -> Loaded:
+    served = ServedPrecision(precision, fp16_steps)
+    return load_release(store, "toy-sdxl/mixed", detect_targets(), [], ColdStart(), precision=served)
 
 
 def picture(loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
@@ -114,13 +117,84 @@ def test_deployment_chooses_the_precision(built: tuple[WritableStore, Manifest])
 def test_release_without_the_precision_is_refused(built: tuple[WritableStore, Manifest]) -> None:
     released = built[0].read_release("toy-sdxl/1")
     with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp8 for .*\. It has fp32\..*--precision fp8"):
-        select(released, detect_targets(), [], precision=FP8)
+        select(released, detect_targets(), [], precision=ServedPrecision(FP8))
+
+
+def test_first_and_last_steps_need_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
+    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp16 for .*\. It has fp32, fp8\."):
+        load(built[0], FP8, Fp16Steps(first=1))
+
+
+@pytest.fixture(scope="module")
+def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> WritableStore:
+    """The store with the release toy-sdxl/steps, in fp16 and FP8, whose first two steps run in fp16."""
+    store, _ = built
+    build(replace(fp8_plan, precision=FP16, quantization=None), store)
+    assert fp8_plan.quantization is not None
+    policy = fp8_plan.quantization.policy.model_copy(update={"fp16_steps": Fp16Steps(first=2)})
+    result = build(replace(fp8_plan, quantization=plan_quantization(fp8_plan.base, None, policy, store)), store)
+    assert result.compiled == () and result.draft.fp16_steps == Fp16Steps(first=2)
+    manifest = merge_drafts([draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)])
+    assert manifest.fp16_steps == Fp16Steps(first=2) and manifest.schema_version == 2
+    store.write_release(manifest.model_copy(update={"version": "steps"}))
+    return store
+
+
+def has_fp32(draft: Manifest) -> bool:
+    return any(engine.precision == FP32 for engine in draft.engines)
+
+
+@pytest.mark.parametrize(
+    ("configured", "precision_of_steps"),
+    [(None, "16 16 8 8 8 8"), (Fp16Steps(), "8 8 8 8 8 8"), (Fp16Steps(first=1, last=2), "16 8 8 8 16 16")],
+)
+def test_first_and_last_steps_run_in_fp16(
+    configured: Fp16Steps | None, precision_of_steps: str, with_fp16: WritableStore
+) -> None:
+    """The release's steps, unless the deployment sets others."""
+    served = ServedPrecision(FP8, configured)
+    loaded = load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
+    ran: list[str] = []
+    for engines, name in ((loaded.model.engines["unet"], "8"), (loaded.model.fp16_unets.get("unet"), "16")):
+        if engines is not None:
+            record_runs(engines, name, ran)
+    picture(loaded)
+    assert " ".join(ran) == precision_of_steps
+
+
+def record_runs(engines: EngineSet, name: str, ran: list[str]) -> None:
+    run = engines.run
+
+    def recording(*arguments: object, **named: object) -> dict[str, torch.Tensor]:
+        ran.append(name)
+        return run(*arguments, **named)  # type: ignore[arg-type]
+
+    engines.run = recording  # type: ignore[method-assign]
+
+
+def test_pictures_with_fp16_steps_are_nearer_to_fp16(with_fp16: WritableStore) -> None:
+    def picture_with(precision: Precision, steps: Fp16Steps) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
+        served = ServedPrecision(precision, steps)
+        loaded = load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
+        return picture(loaded).astype(np.int64)
+
+    exact = picture_with(FP16, Fp16Steps())
+    errors = [float(np.square(picture_with(FP8, Fp16Steps(first=first)) - exact).mean()) for first in (0, 5)]
+    assert 0 < errors[1] < errors[0] / 2
+    np.testing.assert_array_equal(picture_with(FP8, Fp16Steps(first=6)), exact)
+
+
+def test_fp16_steps_are_ignored_unless_the_unet_is_8_bit(with_fp16: WritableStore) -> None:
+    selection = select(with_fp16.read_release("toy-sdxl/steps"), detect_targets(), [])
+    assert selection.fp16_steps is None
+    assert {engine.precision for engine in selection.engines["unet"]} == {FP16}
 
 
 def test_building_again_does_nothing_unless_the_policy_changed(
     built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan
 ) -> None:
     store, _ = built
+    build(fp8_plan, store)  # another test may have built with another policy since
     assert build(fp8_plan, store, stop_build).compiled == ()
     every = plan_quantization(fp8_plan.base, None, Policy(), store)
     with pytest.raises(BuildStarted):

@@ -217,6 +217,15 @@ def test_check_fp8_takes_a_policy(calibrated: list[str], tmp_path: Path) -> None
     assert {layer.name.partition(".")[0] for layer in report.layers} == {"mid_block"}, result.output
 
 
+def test_check_fp8_runs_the_first_steps_on_the_model_itself(calibrated: list[str], tmp_path: Path) -> None:
+    (tmp_path / "policy.toml").write_text("fp16_steps = { first = 1, last = 1 }\n")  # of two steps
+    arguments = ["check-fp8", *calibrated, "--count", "1", "--policy", str(tmp_path / "policy.toml")]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
+    report = ValidationReport.model_validate_json((tmp_path / "out" / "report.json").read_bytes())
+    assert report.summary.latents_decibels.worst == float("inf"), result.output
+    assert report.summary.unet_decibels.worst < 100, "each call of the UNet is still compared in FP8"
+
+
 def test_check_fp8_needs_a_calibration(calibrated: list[str], tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check-fp8", *calibrated[:-1], str(tmp_path / "empty")])
     assert isinstance(result.exception, CalibrationError)

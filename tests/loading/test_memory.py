@@ -12,6 +12,7 @@ from model.loading.memory import check_memory, free_host_memory, loop_bytes
 from model.loading.select import select
 from model.loading.target import Target
 from model.store.manifest import Bucket, Manifest, Span
+from model.store.precision import FP16
 from model.validation import MAX_STEPS
 from tests.loading.helpers import Entries, refusal
 from tests.support import releases
@@ -82,6 +83,8 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     larger = unets[-1].bucket.model_copy(update={"batch": Span(min=16, max=16)})
     variant = unets[-1].model_copy(update={"component": "unet_guided", "bucket": larger})
     assert loop_bytes({"unet": [*unets, variant]}) == buffers
+    in_fp16 = [engine.model_copy(update={"precision": FP16}) for engine in unets]
+    assert loop_bytes({"unet": [*unets, *in_fp16]}) == 2 * buffers, "the loops of first and last steps have their own"
 
     engines = tuple(engine.model_copy(update={"target": target.key}) for engine in (*others, *unets))
     manifest = draft.model_copy(update={"engines": engines})

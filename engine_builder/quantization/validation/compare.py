@@ -17,12 +17,11 @@ from engine_builder.quantization.validation.contact_sheet import MAX_PAIRS, Pict
 from engine_builder.quantization.validation.layers import LayerError, comparing_layers
 from engine_builder.quantization.validation.metrics import NotComparable, perceptual_distance, psnr, sqnr
 from engine_builder.quantization.validation.report import LayerResult, PromptResult, ValidationReport
-from model.denoising.eager_loop import EagerLoop
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
 from model.errors import BrokenImage
 from model.images.encode import Pixels
-from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
 from model.pipeline.spec import unets
@@ -190,7 +189,7 @@ def _generate(model: LoadedModel, observers: Mapping[str, Observe], params: Gene
     plan = runner.plan(params)
     size = (params.height, params.width)
     # Also where the model would use CUDA graphs: a replay of a graph calls no engine that could be observed.
-    observed.loops = {(unet, *size): EagerLoop(observed.step_networks(unet), *size) for unet in plan.denoise}
+    observed.loops = {(unet, *size): make_loop(observed, unet, *size, use_graphs=False) for unet in plan.denoise}
     [image] = run_stages(runner, [plan])
     pixels = None if image.pixels is None else image.pixels.wait()
     if pixels is None:
