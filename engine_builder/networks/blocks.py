@@ -263,33 +263,45 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
     return mixed.transpose(1, 2).flatten(2)
 
 
-def self_attention(fused: Tensor, heads: int) -> Tensor:
-    """Return self-attention [batch, n, channels]. `fused`: queries, keys and values, [batch, n, 3 * channels]."""
+def input_scale(layer: Any) -> Tensor | None:
+    """Return the scale by which a quantized linear divides its inputs, or None for any other layer."""
+    return layer.input_scale if isinstance(layer, QuantizedLinear) else None
+
+
+def self_attention(fused: Tensor, heads: int, out_scale: Tensor | None = None) -> Tensor:
+    """Return self-attention [batch, n, channels]. `fused`: queries, keys and values, [batch, n, 3 * channels].
+
+    `out_scale`: the result may be returned as E4M3, divided by this scale.
+    """
     batch, tokens, width = fused.shape
     if _has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
         if batch * tokens <= _MAX_SELF_ATTENTION_TOKENS:
             from engine_builder.networks import kernels
 
-            mixed: Tensor = kernels.attend_to_itself(fused, heads)
+            mixed: Tensor = kernels.attend_to_itself(fused, heads, out_scale)
             return mixed
     queries, keys, values = fused.chunk(3, dim=-1)
     return attend(queries, keys, values, heads)
 
 
-def cross_attention(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
-    """Return what `attend` returns, for the few tokens of a text, in the form that is fast on the tensors' device."""
+def cross_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, heads: int, out_scale: Tensor | None = None
+) -> Tensor:
+    """Return what `attend` returns, for the few tokens of a text, in the form that is fast on the tensors' device.
+
+    `out_scale`: the result may be returned as E4M3, divided by this scale.
+    """
     if _has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
 
-        mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads)
+        mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads, out_scale)
         return mixed
     return attend(queries, keys, values, heads)
 
 
 def feed_forward(widening: Any, narrowing: Any, tokens: Tensor) -> Tensor:
     """Return narrowing(values * gelu(gates)), [batch, n, inner]. Values and gates alternate in `widening(tokens)`."""
-    quantized = narrowing.input_scale if isinstance(narrowing, QuantizedLinear) else None
-    out: Tensor = narrowing(geglu(widening, tokens, quantized))
+    out: Tensor = narrowing(geglu(widening, tokens, input_scale(narrowing)))
     return out
 
 

@@ -13,6 +13,18 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, library
 
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _scale_to_e4m3(values, scale):  # type: ignore[no-untyped-def]
+    # Clipped to the largest numbers of E4M3.
+    return tl.clamp(values / tl.load(scale), -448.0, 448.0)
+
+
+def _empty_like_input(x: Tensor, shape: tuple[int, ...], out_scale: Tensor | None) -> Tensor:
+    """Return memory for a result in the type of `x`, or in E4M3 if it is divided by a scale."""
+    return torch.empty(shape, dtype=x.dtype if out_scale is None else torch.float8_e4m3fn, device=x.device)
+
+
 # Cross-attention, as measured on an H200.
 _TEXT_BLOCK, _TEXT_WARPS, _TEXT_STAGES = 64, 4, 2
 _TEXT_PROGRAMS = 528  # with at least twice as many blocks of tokens, a program runs several
@@ -20,7 +32,7 @@ _TEXT_PROGRAMS = 528  # with at least twice as many blocks of tokens, a program 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out, tokens, text_tokens, text_stride, channels, heads,
+    queries, keys, values, out_scale, out, tokens, text_tokens, text_stride, channels, heads,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -44,25 +56,28 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         weights, weights_2 = tl.exp2(scores - maximum), tl.exp2(scores_2 - maximum)
         mixed = tl.dot(weights_2.to(value.dtype), value_2, tl.dot(weights.to(value.dtype), value))
         mixed /= (tl.sum(weights, 1) + tl.sum(weights_2, 1))[:, None]
+        if out_scale is not None:
+            mixed = _scale_to_e4m3(mixed, out_scale)
         tl.store(out + offsets, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
 @library.triton_op("preheat::attend_to_text", mutates_args={})
-def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:
+def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int, out_scale: Tensor | None) -> Tensor:
     """Cross-attention to a text of at most 128 tokens: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
     queries: [batch, tokens, heads * 64], contiguous; keys and values: [batch, text_tokens, heads * 64], with any token
-    stride and a batch stride of `text_tokens` token strides. Returns [batch, tokens, heads * 64].
+    stride and a batch stride of `text_tokens` token strides. Returns [batch, tokens, heads * 64], or the same divided
+    by `out_scale` (float32 scalar) as E4M3.
     """
     batch, tokens, channels = queries.shape
     text_tokens = keys.shape[1]
-    out = torch.empty_like(queries)
+    out = _empty_like_input(queries, (batch, tokens, channels), out_scale)
     token_blocks = -(-tokens // _TEXT_BLOCK)
     blocks = 1  # of tokens per program, which loads keys and values once for all of them
     while 2 * blocks <= min(token_blocks, 16) and token_blocks // (2 * blocks) * batch * heads >= _TEXT_PROGRAMS:
         blocks *= 2
     library.wrap_triton(_attend_kernel)[(-(-token_blocks // blocks), batch * heads)](
-        queries, keys, values, out, tokens, text_tokens, keys.stride(1), channels, heads,
+        queries, keys, values, out_scale, out, tokens, text_tokens, keys.stride(1), channels, heads,
         SCALE=math.log2(math.e) / 8, BLOCK=_TEXT_BLOCK, BLOCKS=blocks, TAIL=16 if text_tokens <= 80 else 64, WIDTH=64,
         STAGES=_TEXT_STAGES, num_warps=_TEXT_WARPS, num_stages=_TEXT_STAGES,
     )  # fmt: skip
@@ -114,7 +129,7 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
         half = 0.5 * values * gates
         gated = half + half * _tanh(gates * (slope * square + 0.797828101))
         if out_scale is not None:
-            gated = tl.clamp(gated / tl.load(out_scale), -448.0, 448.0)  # of E4M3
+            gated = _scale_to_e4m3(gated, out_scale)
         out_tiles.store([row, column], gated.to(out.dtype.element_ty))
 
 
@@ -129,8 +144,7 @@ def geglu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_sca
     """
     batch, tokens, inner = x.shape
     width = weight.shape[0] // 2
-    dtype = bias.dtype if out_scale is None else torch.float8_e4m3fn
-    out = torch.empty(batch, tokens, width, dtype=dtype, device=x.device)
+    out = _empty_like_input(bias, (batch, tokens, width), out_scale)
     tiles = -(-batch * tokens // _TILE_ROWS) * (width // _TILE_WIDTH)
     programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
     # Triton allocates the descriptors' memory through this function; a compiled engine has its own.
@@ -145,7 +159,7 @@ def geglu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_sca
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend_self_kernel(  # type: ignore[no-untyped-def]
-    fused, out, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    fused, out_scale, out, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # One pass over the keys with a running maximum (Dao et al., "FlashAttention", 2022). Exponentials have base two.
@@ -169,21 +183,24 @@ def _attend_self_kernel(  # type: ignore[no-untyped-def]
         maximum = new_maximum
         keys += KEYS * 3 * CHANNELS
         values += KEYS * 3 * CHANNELS
-    tl.store(out + token[:, None] * CHANNELS + k[None, :], (mixed / total[:, None]).to(out.dtype.element_ty))
+    mixed /= total[:, None]
+    if out_scale is not None:
+        mixed = _scale_to_e4m3(mixed, out_scale)
+    tl.store(out + token[:, None] * CHANNELS + k[None, :], mixed.to(out.dtype.element_ty))
 
 
 @library.triton_op("preheat::attend_to_itself", mutates_args={})
-def attend_to_itself(fused: Tensor, heads: int) -> Tensor:
+def attend_to_itself(fused: Tensor, heads: int, out_scale: Tensor | None) -> Tensor:
     """Self-attention: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
     fused: concatenated queries, keys and values, [batch, tokens, 3 * heads * 64], contiguous; tokens are a multiple of
-    128. Returns [batch, tokens, heads * 64].
+    128. Returns [batch, tokens, heads * 64], or the same divided by `out_scale` (float32 scalar) as E4M3.
     """
     batch, tokens, channels = fused.shape[0], fused.shape[1], fused.shape[2] // 3
-    out = fused.new_empty(batch, tokens, channels)
+    out = _empty_like_input(fused, (batch, tokens, channels), out_scale)
     block, keys, warps, stages = 64, 128, 4, 2  # as measured on an H200
     library.wrap_triton(_attend_self_kernel)[(tokens // block, batch * heads)](
-        fused, out, TOKENS=tokens, CHANNELS=channels, WIDTH=64, SCALE=math.log2(math.e) / 8, BLOCK=block, KEYS=keys,
-        num_warps=warps, num_stages=stages,
+        fused, out_scale, out, TOKENS=tokens, CHANNELS=channels, WIDTH=64, SCALE=math.log2(math.e) / 8,
+        BLOCK=block, KEYS=keys, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

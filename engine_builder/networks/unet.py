@@ -20,6 +20,7 @@ from engine_builder.networks.blocks import (
     cross_attention,
     feed_forward,
     group_norm,
+    input_scale,
     repeat_batch,
     resnet,
     self_attention,
@@ -194,7 +195,8 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
     tokens = transformer.proj_in(tokens)
     for block in transformer.transformer_blocks:
         attention = block.attn1
-        tokens = tokens + attention.to_out[0](self_attention(attention.to_qkv(block.norm1(tokens)), attention.heads))
+        fused, to_out = attention.to_qkv(block.norm1(tokens)), attention.to_out[0]
+        tokens = tokens + to_out(self_attention(fused, attention.heads, input_scale(to_out)))
         tokens = _add_cross_attention(block.attn2, tokens, block.norm2(tokens), next(texts), next(texts))
         tokens = tokens + feed_forward(block.ff.net[0].interleaved, block.ff.net[2], block.norm3(tokens))
     return tokens_to_pixels(transformer.proj_out(tokens), hidden) + hidden
@@ -208,7 +210,8 @@ def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: T
     projection, conditional = attention.to_out[0], keys.shape[0]
     if conditional == 0:
         return tokens + cast(Tensor, projection.bias)
-    mixed: Tensor = projection(cross_attention(attention.to_q(normed[:conditional]), keys, values, attention.heads))
+    queries = attention.to_q(normed[:conditional])
+    mixed: Tensor = projection(cross_attention(queries, keys, values, attention.heads, input_scale(projection)))
     if conditional == tokens.shape[0]:
         return tokens + mixed
     return torch.cat([tokens[:conditional] + mixed, tokens[conditional:] + projection.bias])

@@ -16,6 +16,7 @@ from engine_builder.networks import blocks, kernels, winograd
 from engine_builder.networks.fp8_linear import quantize
 from tests.builder.triton_runs.launches import Launch, intercept
 
+OUT_SCALE = torch.tensor(0.25)
 errors: dict[str, float] = {}
 types: dict[str, set[str]] = {}
 wrap_triton = library.wrap_triton
@@ -57,16 +58,22 @@ def run_cross_attention() -> None:
     for tokens, text_tokens in ((96, 77), (128, 128), (300, 77), (320, 40)):  # one block and several, some incomplete
         queries = torch.randn(2, tokens, 128)
         keys, values = torch.randn(2, text_tokens, 128), torch.randn(2, text_tokens, 128)
-        actual = kernels.attend_to_text(queries, keys, values, 2)
-        compare(f"text, {tokens}", actual, blocks.attend(queries, keys, values, 2))
+        expected = blocks.attend(queries, keys, values, 2)
+        compare(f"text, {tokens}", kernels.attend_to_text(queries, keys, values, 2, None), expected)
+        scaled = kernels.attend_to_text(queries, keys, values, 2, OUT_SCALE)
+        compare(f"scaled, text {tokens}", scaled, quantize(expected, OUT_SCALE))
     keys, values = torch.randn(2, 77, 256).chunk(2, -1)  # as in the UNet: slices of one tensor for all layers
-    compare("text, slices", kernels.attend_to_text(queries, keys, values, 2), blocks.attend(queries, keys, values, 2))
+    actual = kernels.attend_to_text(queries, keys, values, 2, None)
+    compare("text, slices", actual, blocks.attend(queries, keys, values, 2))
 
 
 def run_self_attention() -> None:
     for tokens in (128, 256):
         fused = 3 * torch.randn(2, tokens, 3 * 128)
-        compare(f"self, {tokens}", kernels.attend_to_itself(fused, 2), blocks.attend(*fused.chunk(3, -1), 2))
+        expected = blocks.attend(*fused.chunk(3, -1), 2)
+        compare(f"self, {tokens}", kernels.attend_to_itself(fused, 2, None), expected)
+        scaled = kernels.attend_to_itself(fused, 2, OUT_SCALE)
+        compare(f"scaled, self {tokens}", scaled, quantize(expected, OUT_SCALE))
 
 
 def run_geglu() -> None:
@@ -77,8 +84,8 @@ def run_geglu() -> None:
         case, expected = f"{batch} x {count} x {width}", blocks.geglu(projection, tokens)
         compare(f"geglu, {case}", kernels.geglu(tokens, projection.weight, projection.bias, None, None), expected)
         scale = torch.tensor(0.3)
-        actual = kernels.geglu(tokens, projection.weight / 0.3, projection.bias, scale, torch.tensor(0.25))
-        compare(f"scaled, {case}", actual, quantize(expected, torch.tensor(0.25)))
+        actual = kernels.geglu(tokens, projection.weight / 0.3, projection.bias, scale, OUT_SCALE)
+        compare(f"scaled, {case}", actual, quantize(expected, OUT_SCALE))
 
 
 def run_winograd() -> None:
