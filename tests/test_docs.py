@@ -152,7 +152,7 @@ def test_gpu_table_has_the_configs(name: str) -> None:
 
 def test_every_setting_is_in_the_table() -> None:
     text = (DOCS / "deploy.md").read_text()
-    shown = set(re.findall(r"`(?:model_metadata\.preheat\.)?([a-z_]+(?:\.[a-z_]+)?)`", text))
+    shown = set(re.findall(r"`(?:model_metadata\.preheat\.)?([a-z0-9_]+(?:\.[a-z0-9_]+)?)`", text))
     names = set(Settings.model_fields) - {"limits"} | {f"limits.{name}" for name in Limits.model_fields}
     assert names - shown == set()
 
