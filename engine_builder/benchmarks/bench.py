@@ -27,7 +27,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate, run_stages
 from model.scheduling.output_workers import THREADS
-from model.settings import ServedBucket, read_settings
+from model.settings import ServedBucket, ServedPrecision, read_settings
 from model.store.store import open_store
 
 _ALTERNATING_RUNS = 4  # counted runs of a candidate before the next candidate
@@ -44,8 +44,13 @@ def release_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_in_process(store: str, release: str, buckets: Sequence[ServedBucket] = ()) -> Loaded:
-    """Load a release as a server does, with the settings of the environment. Raises as `load_release` does."""
+def load_in_process(
+    store: str, release: str, buckets: Sequence[ServedBucket] = (), precision: ServedPrecision | None = None
+) -> Loaded:
+    """Load a release as a server does, with the settings of the environment. Raises as `load_release` does.
+
+    `precision`: replaces the environment's.
+    """
     settings = read_settings()
     opened_store = open_store(store, settings.store_options())
     return load_release(
@@ -55,7 +60,7 @@ def load_in_process(store: str, release: str, buckets: Sequence[ServedBucket] = 
         buckets,
         ColdStart(),
         settings.public_key,
-        precision=settings.served_precision,
+        precision=precision or settings.served_precision,
     )
 
 
@@ -152,8 +157,9 @@ def encode_all(images: Iterable[Pixels], params: GenerationParams) -> None:
 
 
 def precision_of(loaded: Loaded) -> str:
-    """Return the dtype of the base UNet's output: the precision in a row."""
-    return loaded.model.engines[UNET].signature.outputs[0].dtype
+    """Return the precision in a row: the dtype of the base UNet's output, or the name of an 8-bit precision."""
+    is_quantized = loaded.precision != loaded.precision.unquantized
+    return str(loaded.precision) if is_quantized else loaded.model.engines[UNET].signature.outputs[0].dtype
 
 
 def timed_row(

@@ -29,6 +29,7 @@ from model.pipeline.spec import SDXL, UNET, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
+from model.store.precision import FP16, Precision
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
 from model.weights.cache import WeightsCache
@@ -49,6 +50,7 @@ class Loaded:
     runtime: str
     weight_bytes: int
     plans: Plans | None = None
+    precision: Precision = FP16
 
 
 def load_release(
@@ -123,9 +125,9 @@ def load_release(
         fp16_unets=fp16_unets,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
     )
-    runtime = selection.engines[UNET][0].runtime
+    unet = selection.engines[UNET][0]
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
-    return Loaded(model, served, release, selection.target, runtime, weight_bytes, plans)
+    return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
 
 
 def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:

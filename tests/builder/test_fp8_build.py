@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from engine_builder.benchmarks.precisions import compare
+from engine_builder.benchmarks.suite import Case
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
@@ -182,6 +184,27 @@ def test_pictures_with_fp16_steps_are_nearer_to_fp16(with_fp16: WritableStore) -
     errors = [float(np.square(picture_with(FP8, Fp16Steps(first=first)) - exact).mean()) for first in (0, 5)]
     assert 0 < errors[1] < errors[0] / 2
     np.testing.assert_array_equal(picture_with(FP8, Fp16Steps(first=6)), exact)
+
+
+def test_benchmark_compares_two_precisions(with_fp16: WritableStore, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [
+        load_release(
+            with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=ServedPrecision(precision)
+        )
+        for precision in (FP16, FP8)
+    ]
+    cases = [Case("2-steps", 2, 2, side=64), Case("both", 1, 2, images=2, side=64, throughput=True)]
+    rows = compare(models, cases)
+    assert [(row.case, row.precision, row.unit, row.runs) for row in rows] == [
+        ("2-steps, fp16", "float16", "ms", 2),
+        ("2-steps, fp8", "fp8", "ms", 2),
+        ("both, fp16", "float16", "images/s", 1),
+        ("both, fp8", "fp8", "images/s", 1),
+    ]
+    ratios = {"2-steps": rows[0].value / rows[1].value, "both": rows[3].value / rows[2].value}
+    printed = capsys.readouterr().out
+    for case, ratio in ratios.items():
+        assert f"{case}: fp8 is {ratio:.3f} times as fast as fp16" in printed
 
 
 def test_fp16_steps_are_ignored_unless_the_unet_is_8_bit(with_fp16: WritableStore) -> None:
