@@ -142,6 +142,16 @@ def test_next_write_replaces_a_file_that_is_not_used(kept: Path) -> None:
     assert kept.with_name("target").read_bytes() == b"kernels", "the link is replaced, not followed"
 
 
+def test_does_not_write_what_it_would_not_read(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise each start would write the same large file again."""
+    caches = RuntimeCacheFolder(kept.parent, MACHINE, size_limit=8)
+    caches.write(PLAN, b"8 bytes.")
+    assert caches.read(PLAN) == b"8 bytes." and not caplog.records
+    caches.write(PLAN, b"9 bytes..")
+    assert caches.read(PLAN) == b"8 bytes." and kept.read_bytes() == b"8 bytes."
+    assert "the runtime cache of a plan was not kept (9 bytes; the limit is 8)" in caplog.text
+
+
 @pytest.mark.parametrize("obstacle", ["file", "folder of the name"])
 def test_failed_write_is_logged(obstacle: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     if obstacle == "file":

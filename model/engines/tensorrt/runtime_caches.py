@@ -15,16 +15,20 @@ from pathlib import Path
 
 logger = logging.getLogger("preheat.tensorrt")
 
-_SIZE_LIMIT = 2**30  # bytes; a larger file is not a cache of one plan
+SIZE_LIMIT = 2**30  # bytes; a larger file is not a cache of one plan
 
 
 class RuntimeCacheFolder:
     """A folder of caches, each named by the digest of its plan and by the machine that compiled it."""
 
-    def __init__(self, folder: Path, machine: str) -> None:
-        """`machine`: all that kernels depend on except the plan, such as "sm86-driver580.159.04-rtx1.7.1.116"."""
+    def __init__(self, folder: Path, machine: str, size_limit: int = SIZE_LIMIT) -> None:
+        """`machine`: all that kernels depend on except the plan, such as "sm86-driver580.159.04-rtx1.7.1.116".
+
+        size_limit: bytes of the largest cache that is read or written.
+        """
         self._folder = folder
         self._machine = machine
+        self._size_limit = size_limit
 
     def _path(self, plan: str) -> Path:
         return self._folder / f"{plan}-{self._machine}"
@@ -35,7 +39,7 @@ class RuntimeCacheFolder:
         try:
             with open(path, "rb", opener=_open_without_links) as file:
                 status = os.fstat(file.fileno())
-                if not stat.S_ISREG(status.st_mode) or status.st_size > _SIZE_LIMIT:
+                if not stat.S_ISREG(status.st_mode) or status.st_size > self._size_limit:
                     return b""
                 if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                     logger.warning("the runtime cache %s is not used: others can write it", path)
@@ -49,8 +53,14 @@ class RuntimeCacheFolder:
     def write(self, plan: str, data: bytes) -> None:
         """Keep the cache of a plan, unless its file has these bytes.
 
-        A failure, such as a full disk, is logged: the next start compiles again.
+        A cache above the size limit is not written. This or a failure, such as a full disk, is logged: the next start
+        compiles again.
         """
+        if len(data) > self._size_limit:
+            logger.warning(
+                "the runtime cache of a plan was not kept (%d bytes; the limit is %d)", len(data), self._size_limit
+            )
+            return
         if self.read(plan) == data:
             return
         temporary = None
