@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from model.errors import ConfigError
 from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions
-from model.store.precision import Precision, PrecisionName
+from model.store.precision import Precision
 from model.store.signature import PublicKey, parse_public_keys
 from model.validation import MAX_IMAGES, StrictModel, explain, format_value, refusal
 
@@ -97,8 +97,8 @@ class Settings(StrictModel):
     store: str = ""
     release: str = ""
     runtime: RuntimeChoice = "aot_inductor"
-    precision: PrecisionName | None = None
-    """Of the UNet's engines; None: the first of fp16, bf16, fp32, fp8 and int8 that the release has."""
+    precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
+    """Of the UNet's engines; None: the first of these that the release has."""
     fp16_steps: Fp16Steps | None = None
     """Of 8-bit UNets: the first and last steps that run in fp16; None: the release's default."""
     public_key: Annotated[list[PublicKey], BeforeValidator(_parse_keys), Field(strict=False)] = []

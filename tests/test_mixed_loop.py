@@ -1,20 +1,31 @@
 """Images move between two loops: the first and last steps on one UNet, the steps between on another."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.denoising.eager_loop import EagerLoop
-from model.denoising.loop import Loop, StepNetworks
+from model.denoising.loop import ImageState, Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
 from model.engines.engine import EngineSet
+from model.loading.load import Loaded
+from model.loading.served import Defaults, ServedModel, SizeRange
+from model.loading.warmup import warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from tests.support.linear_networks import Stub, linear_model, stub
-from tests.test_graph_loop import bucketed, eager_latents, graph_loop, make_image, requests, run_mix
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import generate
+from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
+from model.store.manifest import Fp16Steps
+from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
+from tests.support.scheduling import results
+from tests.test_graph_loop import bucketed, eager_latents, graph_loop, make_image, requests, run_mix, stubs
 
 HEIGHT, WIDTH = 64, 96
 
@@ -121,6 +132,103 @@ def test_preview_is_of_the_loop_that_runs_the_image(model: LoadedModel) -> None:
         loop.step()
         loop.step()
     torch.testing.assert_close(mixed.latents(images[0]), plain.latents(images[1]))
+
+
+@pytest.mark.parametrize("failing", ["outer", "inner", "moving"])
+def test_all_images_can_be_removed_after_an_error(failing: str, model: LoadedModel) -> None:
+    """Also those that finished in the other loop in the same step, or that were between the loops."""
+    outer, inner = unets(model)
+    loops = [eager_loop(EngineSet([outer])), eager_loop(EngineSet([inner]))]
+    loop = MixedLoop(*loops, 1, 0)
+    finishing, moving = make_image(model, num_inference_steps=1), make_image(model, num_inference_steps=3)
+    inside = make_image(model, num_inference_steps=3)
+    loop.add(inside)
+    loop.step()
+    loop.add(finishing)
+    loop.add(moving)
+    error = RuntimeError("once")
+    if failing == "moving":
+        loops[1].add = raising(error)  # type: ignore[method-assign]
+    else:
+        (outer if failing == "outer" else inner).fails = error
+    with pytest.raises(RuntimeError, match="once"):
+        loop.step()
+    for image in list(loop.images):
+        loop.remove(image)
+    assert loop.images == loops[0].images == loops[1].images == []
+
+
+def raising(error: Exception) -> Callable[[ImageState], None]:
+    def add(image: ImageState) -> None:
+        raise error
+
+    return add
+
+
+def test_image_that_could_not_join_leaves_no_trace(model: LoadedModel) -> None:
+    unet = bucketed(model, 1, 2, 4)
+    loops = eager_loop(unet), eager_loop(unet)
+    loop = MixedLoop(*loops, 1, 1)
+    loops[0].add = raising(RuntimeError("full"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="full"):
+        loop.add(make_image(model))
+    assert loop.images == [] and not loop._texts and not loop._loop_of
+
+
+def test_keeps_conditioning_only_while_an_image_may_move(model: LoadedModel) -> None:
+    unet = bucketed(model, 1, 2, 4)
+    loop = MixedLoop(graph_loop(unet), graph_loop(unet), 1, 1)
+    loop.add(make_image(model, num_inference_steps=4))
+    kept = []
+    while loop.images:
+        kept.append(len(loop._texts))
+        loop.step()
+    assert kept == [1, 1, 1, 0]
+    short = MixedLoop(graph_loop(unet), graph_loop(unet), 2, 2)
+    short.add(make_image(model, num_inference_steps=4))
+    assert not short._texts, "all steps run in one loop"
+
+
+def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
+    """The fp16 UNet has smaller batches. The warm-up measures batches that both have, on the inner UNet."""
+    inner, outer = bucketed(model, 2, 4, 8, width=64), bucketed(model, 2, 4, width=64)
+    model.engines[spec.UNET] = inner
+    model.fp16_unets, model.fp16_steps = {spec.UNET: outer}, Fp16Steps(first=1, last=1)
+    served = ServedModel(64, 64, SizeRange(64, 512, 8), has_refiner=True, defaults=Defaults())
+    warm_up(Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0))
+    loop = model.loop(spec.UNET, 64, 64)
+    assert isinstance(loop, MixedLoop) and loop.capacity == 4
+    smaller, larger, unused = stubs(inner)
+    assert smaller.seen and larger.seen and not unused.seen
+    assert outer.engines[0].seen, "a step that runs in fp16"  # type: ignore[attr-defined]
+    batch = [replace(PLAIN, width=64, seed=seed) for seed in range(3)]
+    alone = [generate(model, [params])[0][0] for params in batch]
+    together = generate(model, batch)[0]
+    for image, expected in zip(together, alone, strict=True):
+        np.testing.assert_allclose(image, expected, atol=1)
+
+
+def test_refiner_begins_without_the_estimate_of_a_mixed_base(model: LoadedModel) -> None:
+    plain = linear_model()
+    model.fp16_unets, model.fp16_steps = {spec.UNET: model.engines[spec.UNET]}, Fp16Steps(first=1, last=1)
+    params = replace(PLAIN, use_refiner=True, num_inference_steps=8, scheduler="DPM++ 2M")
+    np.testing.assert_array_equal(generate(model, [params])[0][0], generate(plain, [params])[0][0])
+
+
+def test_server_goes_on_after_one_step_failed(model: LoadedModel) -> None:
+    outer, inner = unets(model)
+    model.engines[spec.UNET] = EngineSet([inner])
+    model.fp16_unets, model.fp16_steps = {spec.UNET: EngineSet([outer])}, Fp16Steps(first=1)
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+    try:
+        inner.fails = torch.OutOfMemoryError("once")
+        with pytest.raises(torch.OutOfMemoryError):
+            results(scheduler.submit(PLAIN))
+        inner.fails = None
+        [result] = results(scheduler.submit(PLAIN))
+        assert len(result.images) == 1 and result.images[0]
+    finally:
+        scheduler.close()
 
 
 def test_taken_image_goes_on_in_another_loop(model: LoadedModel) -> None:

@@ -2,8 +2,8 @@
 
     python -m engine_builder.benchmarks.precisions STORE NAME/1 --precision fp16 --precision fp8 --out rows.json
 
-The release is loaded once in each precision. The precisions alternate, so that changing clocks affect all equally. The
-last line of each case has the first precision's time divided by each other's.
+The release is loaded once in each precision, for all steps. The precisions alternate, so that changing clocks affect
+all equally. The last line of each case has the first precision's time divided by each other's.
 """
 
 import statistics
@@ -23,6 +23,7 @@ from engine_builder.benchmarks.suite import Case, to_images_per_second
 from model.api.request import resolve
 from model.loading.load import Loaded
 from model.settings import ServedPrecision
+from model.store.manifest import Fp16Steps
 from model.store.precision import PRECISIONS
 
 CASES = (Case("30-steps", 30, 30), Case("20-steps-throughput", 5, 20, images=8, throughput=True))
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("--precision", action="append", choices=list(PRECISIONS), help="repeatable; the first is 1.0")
     arguments = parser.parse_args()
     names = arguments.precision or ["fp16", "fp8"]
-    served = [ServedPrecision(PRECISIONS[name]) for name in names]
+    served = [ServedPrecision(PRECISIONS[name], Fp16Steps()) for name in names]
     loaded = [load_in_process(arguments.store, arguments.release, precision=precision) for precision in served]
     finish(compare(loaded), arguments.out)
 

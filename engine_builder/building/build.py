@@ -32,6 +32,7 @@ from engine_builder.checkpoints.release_settings import (
     write_tokenizers,
 )
 from engine_builder.networks.check import check_model
+from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import (
     NETWORK_VERSION,
     ModuleReader,
@@ -222,5 +223,5 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
     if plan.quantization:
-        options["quantization"] = plan.quantization.digest
+        options |= {"quantization": plan.quantization.digest, "fp8": str(LINEAR_VERSION)}
     return versions | {"source": source} | options

@@ -16,8 +16,8 @@ from torch import Tensor, library
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _scale_to_e4m3(values, scale):  # type: ignore[no-untyped-def]
-    # Clipped to the largest numbers of E4M3.
-    return tl.clamp(values / tl.load(scale), -448.0, 448.0)
+    # Clipped to the largest numbers of E4M3. NaN stays NaN, so that a broken image is noticed.
+    return tl.clamp(values / tl.load(scale), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 def _empty_like_input(x: Tensor, shape: tuple[int, ...], out_scale: Tensor | None) -> Tensor:

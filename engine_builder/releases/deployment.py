@@ -162,16 +162,20 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:
     manifest, sizes = selection.manifest, served.sizes
-    buckets = [engine.bucket for engine in selection.engines[UNET]]
+    own = [engine for engine in selection.engines[UNET] if engine.component == UNET]
+    by_precision = [[e.bucket for e in own if e.precision == p] for p in {engine.precision for engine in own}]
     if isinstance(sizes, SizeList):
         parts = []
         for width, height in sizes.sizes:
-            batches = [bucket.batch.max for bucket in buckets if bucket.holds(bucket.batch.max, height, width)]
+            batches = [
+                max(bucket.batch.max for bucket in buckets if bucket.holds(bucket.batch.max, height, width))
+                for buckets in by_precision
+            ]
             limits = [bucket.rows for bucket in settings.buckets if (bucket.width, bucket.height) == (width, height)]
-            parts.append(f"{width}x{height}@{min([max(batches), *limits])}")
+            parts.append(f"{width}x{height}@{min([*batches, *limits])}")
         listed = ", ".join(parts)
     else:
-        batch = max(bucket.batch.max for bucket in buckets)
+        batch = min(max(bucket.batch.max for bucket in buckets) for buckets in by_precision)
         listed = f"sides from {sizes.min_side} to {sizes.max_side} pixels in steps of {sizes.multiple}, @{batch}"
     total = sum(blob.bytes for blob in selection.blobs())
     signer = f"signed by {manifest.signature.key_id}" if manifest.signature else "not signed"

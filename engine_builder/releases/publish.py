@@ -15,6 +15,7 @@ from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, UntrustedRelease
 from model.store.manifest import Manifest
 from model.store.manifest_json import split_name
+from model.store.precision import FP16
 from model.store.signature import check_signature
 
 
@@ -22,6 +23,15 @@ class NothingToPublish(PreheatError):
     """The store has no draft of the model."""
 
     remedy = "Run `preheat build` first."
+
+
+class MissingFp16Engines(PreheatError):
+    """The first or last steps shall run in fp16, and a UNet has no fp16 engine for them."""
+
+    remedy = (
+        "Build the same sizes in fp16 (`preheat build --precision fp16`), or build in FP8 with a policy without "
+        "fp16_steps."
+    )
 
 
 def publish(
@@ -40,16 +50,15 @@ def publish(
     Returns the release's manifest, and True if this call published it. Returns the newest numbered release and False if
     no version is requested and that release has the drafts' content, unless it lacks the requested signature.
     Raises NothingToPublish, ReleaseExists, CorruptBlob or StoreError; ManifestError for an invalid name, a damaged
-    draft, a damaged newest release or drafts that give no valid manifest; and as `require_validation` does.
+    draft, a damaged newest release or drafts that give no valid manifest; MissingFp16Engines; and as
+    `require_validation` does.
     """
     model, _, version = name.partition("/")
     split_name(f"{model}/{version or '1'}")  # raises for an invalid name
-    drafts = read_drafts(store, model)
-    if without_fp8:
-        drafts = [draft for draft in drafts if not quantized_engines(draft)]
-        if not drafts:
-            raise NothingToPublish(f"{store.url} has only drafts of {model} with 8-bit engines.")
-    merged = require_validation(store, merge_drafts(drafts), thresholds or Thresholds(), accept)
+    drafts = read_drafts(store, model, without_fp8)
+    merged = merge_drafts(drafts)
+    check_fp16_steps(merged)
+    merged = require_validation(store, merged, thresholds or Thresholds(), accept)
     if not version:
         releases = [split_name(release) for release in store.releases()]
         numbers = sorted((number for owner, number in releases if owner == model and number.isdigit()), key=int)
@@ -68,11 +77,25 @@ def publish(
     return manifest, True
 
 
-def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
+def check_fp16_steps(manifest: Manifest) -> None:
+    """Raise MissingFp16Engines if the release runs steps in fp16 for which it lacks engines of an 8-bit UNet."""
+    steps = manifest.fp16_steps
+    if steps is None or not (steps.first or steps.last):
+        return
+    in_fp16 = {(e.component, e.target, e.bucket) for e in manifest.engines if e.precision == FP16}
+    for engine in quantized_engines(manifest):
+        if (engine.component, engine.target, engine.bucket) not in in_fp16:
+            raise MissingFp16Engines(
+                f"The policy of {manifest.model} runs steps in fp16, and an engine of {engine.component} for "
+                f"{engine.target} exists only in {engine.precision}."
+            )
+
+
+def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> list[Manifest]:
     """Return the model's drafts that have the same source as its newest draft, newest first.
 
     Of drafts with 8-bit engines, only those with the newest one's quantization are returned: a release has one.
-    Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
+    without_fp8: ignores drafts with 8-bit engines, also as the newest draft. Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
     """
     drafts = []
     for record_name in store.records("drafts"):  # of all models
@@ -91,6 +114,10 @@ def read_drafts(store: WritableStore, model: str) -> list[Manifest]:
             drafts.append(draft)
     if not drafts:
         raise NothingToPublish(f"{store.url} has no draft of {model}.")
+    if without_fp8:
+        drafts = [draft for draft in drafts if not quantized_engines(draft)]
+        if not drafts:
+            raise NothingToPublish(f"{store.url} has only drafts of {model} with 8-bit engines.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
     current = [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
     quantizations = [draft.builder.get("quantization") for draft in current if quantized_engines(draft)]
@@ -116,7 +143,7 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
-    builder = {name: value for name, value in newest.builder.items() if name != "tensorrt"}
+    builder = {name: value for name, value in newest.builder.items() if name not in ("tensorrt", "fp8")}
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={

@@ -20,16 +20,16 @@ class MixedLoop:
         self._outer, self._inner = outer, inner
         self._first, self._last = first, last
         self._loop_of: dict[ImageState, Loop] = {}
-        # A loop may clear the conditioning, and the next one needs it again.
+        # A loop may clear the conditioning. It is kept here for images that will move to the other loop.
         self._texts: dict[ImageState, tuple[Conditioning, Conditioning | None]] = {}
 
     def add(self, image: ImageState) -> None:
-        self._texts[image] = (image.cond, image.uncond)
-        self._join(image)
+        self._enter(image, (image.cond, image.uncond))
         self.images.append(image)
 
     def remove(self, image: ImageState) -> None:
-        self._loop_of[image].remove(image)
+        if image in self._loop_of[image].images:  # not after an error of the other loop, or while it moved
+            self._loop_of[image].remove(image)
         self._forget(image)
 
     def take(self, image: ImageState) -> None:
@@ -43,8 +43,8 @@ class MixedLoop:
         for image in self.images:
             if self._loop_of[image] is not self._next_loop(image):
                 self._loop_of[image].take(image)
-                image.cond, image.uncond = self._texts[image]
-                self._join(image)
+                texts = image.cond, image.uncond = self._texts.pop(image)
+                self._enter(image, texts)
         return finished
 
     def latents(self, image: ImageState) -> torch.Tensor:
@@ -54,11 +54,21 @@ class MixedLoop:
         is_outer = image.step < self._first or image.step >= image.schedule.steps - self._last
         return self._outer if is_outer else self._inner
 
-    def _join(self, image: ImageState) -> None:
-        self._loop_of[image] = loop = self._next_loop(image)
+    def _moves_later(self, image: ImageState) -> bool:
+        last_inner = image.schedule.steps - self._last - 1
+        if self._next_loop(image) is self._inner:
+            return self._last > 0
+        return image.step < self._first <= last_inner
+
+    def _enter(self, image: ImageState, texts: tuple[Conditioning, Conditioning | None]) -> None:
+        loop = self._next_loop(image)
         loop.add(image)
         image.denoised = None
+        self._loop_of[image] = loop
+        if self._moves_later(image):
+            self._texts[image] = texts
 
     def _forget(self, image: ImageState) -> None:
         self.images.remove(image)
-        del self._loop_of[image], self._texts[image]
+        del self._loop_of[image]
+        self._texts.pop(image, None)

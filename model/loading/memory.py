@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from model.denoising.buffers import buffer_shapes
+from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
 from model.pipeline.spec import SDXL, step_components, unets
@@ -67,8 +67,9 @@ def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
     total = 0
     for spec in unets():
         of_unet = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
-        for records in _by_precision(of_unet):
-            total += _loop_bytes(spec.name, records, engines)
+        by_precision = _by_precision(of_unet)
+        for records in by_precision:
+            total += _loop_bytes(spec.name, records, engines, keeps_conditioning=len(by_precision) > 1)
     return total
 
 
@@ -77,8 +78,16 @@ def _by_precision(records: Sequence[EngineRecord]) -> list[list[EngineRecord]]:
     return [[e for e in records if e.precision == precision] for precision in {e.precision for e in records}]
 
 
-def _loop_bytes(unet: str, records: Sequence[EngineRecord], engines: Mapping[str, Sequence[EngineRecord]]) -> int:
-    """Return the bytes of the buffers of one UNet's loops, one for each size. `records`: its engines."""
+def _loop_bytes(
+    unet: str,
+    records: Sequence[EngineRecord],
+    engines: Mapping[str, Sequence[EngineRecord]],
+    keeps_conditioning: bool,
+) -> int:
+    """Return the bytes of the buffers of one UNet's loops, one for each size.
+
+    records: its engines. keeps_conditioning: images keep theirs for another loop (`model.denoising.mixed_loop`).
+    """
     total = 0
     sizes = {(e.bucket.height.max, e.bucket.width.max) for e in records if e.bucket.height and e.bucket.width}
     for height, width in sizes:
@@ -89,6 +98,8 @@ def _loop_bytes(unet: str, records: Sequence[EngineRecord], engines: Mapping[str
             signatures = [engines[network.name][0].signature for network in networks]
             buffers = buffer_shapes(signatures, by_step, height, width, batches)
             total += sum(buffer.bytes for buffer in buffers.values())
+            if keeps_conditioning:
+                total += sum(buffer.bytes for name, buffer in buffers.items() if name.startswith(COND_BY_SLOT))
     return total
 
 

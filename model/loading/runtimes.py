@@ -21,7 +21,7 @@ from model.engines.tensorrt.libraries import (
 )
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of
+from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of, unets
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -156,7 +156,7 @@ def sort_fastest_first(
     `versions`: see `version_of`. `precision`: see `servable_engines`. The order depends on the targets that are
     complete: they have an engine of every component, and no plan of another version of its library.
 
-    - Complete targets come before the others.
+    - Complete targets come before the others. With `precision` their UNets have it.
     - If several runtimes have complete targets, the fastest complete target comes first, and targets without benchmarks
       come last of the complete ones.
     - Otherwise, and among equals, the given order is kept.
@@ -173,6 +173,9 @@ def sort_fastest_first(
         }
         engines[target] = [engine for records in by_component.values() for engine in records]
         has_components = all(by_component[component] for component in components)
+        if precision is not None:
+            of_unets = [e for spec in unets() for e in by_component.get(spec.name, ())]
+            has_components = has_components and all(engine.precision == precision for engine in of_unets)
         if has_components and all(
             readable.get(e.runtime, e.runtime_version) == e.runtime_version for e in engines[target]
         ):

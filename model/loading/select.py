@@ -84,11 +84,11 @@ def select(
     wanted = precision.unet
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
-        check_precision(manifest, target, wanted)
+        check_precision(manifest, target, wanted, "remove `precision` from the config")
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if fp16_steps is not None:
-        check_precision(manifest, target, FP16)
+        check_precision(manifest, target, FP16, "set `fp16_steps: {}` in the config to run all steps in 8 bits")
         for spec in unets():
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
@@ -145,16 +145,18 @@ def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence
     )
 
 
-def check_precision(manifest: Manifest, target: str, precision: Precision) -> None:
-    """Raise NoEngineForTarget unless each UNet of the release has an engine in that precision."""
+def check_precision(manifest: Manifest, target: str, precision: Precision, remedy: str) -> None:
+    """Raise NoEngineForTarget unless each UNet of the release has an engine in that precision.
+
+    remedy: how to do without it, as the end of a sentence.
+    """
     for unet in unets():
         built = {e.precision for e in manifest.engines if (e.component, e.target) == (unet.name, target)}
         if built and precision not in built:
             names = ", ".join(sorted(map(str, built)))
             raise NoEngineForTarget(
                 f"Release {manifest.name} has no {unet.name} engine in {precision} for {target}. It has {names}.",
-                f"Build it (`preheat build --precision {precision}`) and publish a new release, or remove `precision` "
-                "from the config.",
+                f"Build it (`preheat build --precision {precision}`) and publish a new release, or {remedy}.",
             )
 
 

@@ -29,6 +29,7 @@ from model.scheduling.admission import efficient_images
 
 _NOISE_RATIO = 0.98  # a step counts as faster if its time is below this share of the fastest so far
 _STEPS = 2  # of the image; with a refiner, one of them is its own
+_MAX_STEPS = 40  # of it, if the first and last steps run in fp16
 
 
 class DeviceProbe:
@@ -64,7 +65,7 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
     listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
         for width, height in listed or ((served.native_width, served.native_height),):
-            params = _warm_up_params(served, width, height)
+            params = _warm_up_params(served, width, height, loaded.model)
             generate(loaded.model, [params])
             _find_efficient_batch(loaded.model, replace(params, use_refiner=False), probe)
         if listed is None:
@@ -83,8 +84,11 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
         raise
 
 
-def _warm_up_params(served: ServedModel, width: int, height: int) -> GenerationParams:
-    steps = {"num_inference_steps": _STEPS, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
+def _warm_up_params(served: ServedModel, width: int, height: int, model: LoadedModel) -> GenerationParams:
+    """Return a request that runs each loop. A UNet in two precisions has two of them."""
+    outer = model.fp16_steps.first + model.fp16_steps.last
+    count = min(_STEPS * (outer + 1), _MAX_STEPS)
+    steps = {"num_inference_steps": count, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
     values = served.defaults.model_dump() | steps
     return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **values)
 
@@ -106,17 +110,22 @@ def efficient_by_size(model: LoadedModel) -> dict[str, int]:
 
 
 def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: DeviceProbe) -> None:
-    """Measure the base's loop of this size with copies of one image. The refiner's loop has no such limit."""
+    """Measure the base's loop of this size with copies of one image. The refiner's loop has no such limit.
+
+    If the first and last steps run in fp16, a step between them is measured: most steps of a request are.
+    """
     height, width = params.height, params.width
     loop = model.loop(UNET, height, width)
     runner = Runner(model)
-    plan = runner.plan(params)
+    outer = model.fp16_steps
+    plan = runner.plan(replace(params, num_inference_steps=min(outer.first + outer.last + _STEPS, _MAX_STEPS)))
     batches = _batches(model.engines[UNET], height, width, loop.capacity)
     counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
     if len(counts) == 1:
         return  # a smaller batch would take as long
     [image] = plan.images()
     runner.advance(plan, image)
+    image.step = outer.first if outer.first + outer.last < image.schedule.steps else 0
     seconds = ((images, _step_seconds(probe, loop, image, images)) for images in counts)
     loop.efficient_batch = plan.unet_batch * efficient_images(seconds)
 
@@ -124,7 +133,7 @@ def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: D
 def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
     """Return the batch sizes of static buckets, or 1, 2, 4 and so on for a dynamic engine."""
     if unet.is_static(height, width):
-        return [engine.bucket.batch.max for engine in unet.serving(height, width)]
+        return [e.bucket.batch.max for e in unet.serving(height, width) if e.bucket.batch.max <= capacity]
     return [2**power for power in range(capacity.bit_length())]
 
 

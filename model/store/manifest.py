@@ -337,9 +337,9 @@ class Manifest(_Record):
     """One release.
 
     `defaults`: the request defaults that it changes. `schedulers`: the configs of diffusers' schedulers.
-    `architectures`: every network of the release -> digest of its architecture. `fp16_steps`: of deployments in an
-    8-bit precision that set none themselves. `schema_version`: a server that knows
-    only older schemas refuses the release by that number. Some releases with entries of schema 2 state 1.
+    `architectures`: every network of the release -> digest of its architecture. `fp16_steps`: the default of
+    deployments that serve an 8-bit precision. `schema_version`: a server that knows only older schemas refuses the
+    release by that number. Some releases with entries of schema 2 state 1.
     """
 
     schema_version: Literal[1, 2] = 1

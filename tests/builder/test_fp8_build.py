@@ -20,7 +20,7 @@ from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
 from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
-from engine_builder.releases.publish import merge_drafts, read_drafts
+from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
@@ -127,6 +127,22 @@ def test_first_and_last_steps_need_fp16_engines(built: tuple[WritableStore, Mani
         load(built[0], FP8, Fp16Steps(first=1))
 
 
+def test_code_of_another_version_is_built_again(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(fp8_plan, built[0])
+    monkeypatch.setattr("engine_builder.building.build.LINEAR_VERSION", 99)
+    with pytest.raises(BuildStarted):
+        build(fp8_plan, built[0], stop_build)
+
+
+def test_release_with_fp16_steps_needs_the_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
+    for steps in (None, Fp16Steps()):
+        check_fp16_steps(built[1].model_copy(update={"fp16_steps": steps}))
+    with pytest.raises(MissingFp16Engines, match=r"an engine of unet for cpu-.* exists only in fp8.*--precision fp16"):
+        check_fp16_steps(built[1].model_copy(update={"fp16_steps": Fp16Steps(last=1)}))
+
+
 @pytest.fixture(scope="module")
 def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> WritableStore:
     """The store with the release toy-sdxl/steps, in fp16 and FP8, whose first two steps run in fp16."""
@@ -138,6 +154,7 @@ def with_fp16(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> Wri
     assert result.compiled == () and result.draft.fp16_steps == Fp16Steps(first=2)
     manifest = merge_drafts([draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)])
     assert manifest.fp16_steps == Fp16Steps(first=2) and manifest.schema_version == 2
+    check_fp16_steps(manifest)
     store.write_release(manifest.model_copy(update={"version": "steps"}))
     return store
 

@@ -88,6 +88,16 @@ def run_geglu() -> None:
         compare(f"scaled, {case}", actual, quantize(expected, OUT_SCALE))
 
 
+def run_nan() -> None:
+    """NaN must reach the result in E4M3: clipping it would hide a broken image."""
+    tokens, projection = torch.randn(1, 128, 128), nn.Linear(128, 256)
+    tokens[0, 3, 5] = torch.nan
+    gated = kernels.geglu(tokens, projection.weight, projection.bias, None, OUT_SCALE)
+    mixed = kernels.attend_to_itself(torch.full((1, 128, 3 * 64), torch.nan), 1, OUT_SCALE)
+    for case, found in (("geglu", gated[0, 3]), ("self", mixed)):
+        errors[f"nan, {case}"] = float(not found.float().isnan().all())
+
+
 def run_winograd() -> None:
     winograd._MIN_WIDER_SIDE = winograd._MIN_NARROWER_SIDE = 64
     # Sizes that are not multiples of a tile, tiles that are not multiples of a program, both widths of a program.
@@ -125,5 +135,6 @@ if __name__ == "__main__":
         run_cross_attention()
         run_self_attention()
         run_geglu()
+        run_nan()
         run_winograd()
     print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))
