@@ -20,7 +20,7 @@ from model.loading.target import Target
 from model.settings import read_settings
 from model.store.manifest import Benchmark, Blob, Bucket, EngineRecord, Manifest, Span, TensorRTPlan, WeightsRecord
 from model.store.manifest_json import parse_manifest
-from model.store.precision import FP16, FP32
+from model.store.precision import FP8, FP16, FP32
 from tests.conftest import REPOSITORY
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS
@@ -253,6 +253,18 @@ def test_compares_the_precision_that_is_served(draft: Manifest) -> None:
     plans = engines_for(draft, PLANS, 5.0, precision=FP16)
     for both in ((fp16, fp32), (fp32, fp16)):
         assert first_for_gpu(release_of(draft, *both, plans)) == GPU
+
+
+def test_target_without_the_configured_precision_is_not_first(draft: Manifest) -> None:
+    fp8 = [replace_precision(engine) for engine in engines_for(draft, GPU.key, 2.0, precision=FP16)]
+    release = release_of(draft, engines_for(draft, PLANS, 1.0, precision=FP16), fp8)
+    assert first_for_gpu(release).key == PLANS
+    assert sort_fastest_first(release, list_targets("fastest", [GPU]), BASE_COMPONENTS, precision=FP8)[0] == GPU
+
+
+def replace_precision(engine: EngineRecord) -> EngineRecord:
+    """Return a UNet's engine in FP8, and others unchanged."""
+    return engine.model_copy(update={"precision": FP8}) if engine.component == "unet" else engine
 
 
 def test_unusable_fp16_plans_do_not_make_fp32_plans_first(draft: Manifest) -> None:
