@@ -95,7 +95,8 @@ def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> 
     """Return the model's drafts that have the same source as its newest draft, newest first.
 
     Of drafts with 8-bit engines, only those with the newest one's quantization are returned: a release has one.
-    without_fp8: ignores drafts with 8-bit engines, also as the newest draft. Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
+    without_fp8: ignores drafts with 8-bit engines, also as the newest draft.
+    Raises NothingToPublish without a draft, ManifestError for a damaged one, or StoreError.
     """
     drafts = []
     for record_name in store.records("drafts"):  # of all models

@@ -251,6 +251,17 @@ def test_fp8_builds_can_be_left_out(store: WritableLocalStore) -> None:
     assert FP8 in {engine.precision for engine in publish(store, "toy")[0].engines}
 
 
+def test_newer_fp8_build_of_other_files_is_left_out_too(tmp_path: Path) -> None:
+    """The build in FP8 is the newest one, and the model's files have changed since the other build."""
+    store = WritableLocalStore(tmp_path / "store")
+    write_draft(store, GPU.key, created="2020-01-01T00:00:00+00:00")
+    write_fp8_draft(store, builder={"source": "2", "quantization": DIGEST})
+    manifest, _ = publish(store, "toy", without_fp8=True)
+    assert manifest.builder == {"source": "1"} and manifest.targets == (GPU.key,)
+    with pytest.raises(NotValidated):
+        publish(store, "toy")
+
+
 def test_refuses_to_leave_out_all_builds(store: WritableLocalStore) -> None:
     with pytest.raises(NothingToPublish, match="has only drafts of toy with 8-bit engines"):
         publish(store, "toy", without_fp8=True)
