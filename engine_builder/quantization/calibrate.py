@@ -41,6 +41,7 @@ from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]
 """The ranges of a network's layers, by the names of their weights without ".weight"."""
+_BASE_SHARE = 0.8  # of the steps of an image with a refiner
 ReportPrompt = Callable[[int, int], None]
 """Called with the number of finished prompts and the number of all prompts."""
 
@@ -50,7 +51,7 @@ class CalibrationPlan:
     """What is calibrated, and how.
 
     prompts: one image is generated for each; its seed is the prompt's number.
-    steps, guidance: of each request. A refiner runs the last fifth of the steps.
+    steps, guidance: of each request. A refiner runs the last fifth of the steps of every second image.
     width, height: pixels.
     """
 
@@ -76,7 +77,7 @@ class CalibrationPlan:
             prompts=hashlib.sha256(prompts).hexdigest(),
             prompt_count=len(self.prompts),
             steps=self.steps,
-            base_share=base_share(self.refiner is not None),
+            has_refiner=self.refiner is not None,
             guidance=self.guidance,
             width=self.width,
             height=self.height,
@@ -123,7 +124,8 @@ def calibrate(
             stack.enter_context(observing(networks[name].module, ranges[name]))
         for number in range(done, len(plan.prompts)):
             report(number, len(plan.prompts))
-            generate_eagerly(model, _request(plan, number))
+            for use_refiner in _runs(plan, number):
+                generate_eagerly(model, _request(plan, number, use_refiner))
             if number == 0:
                 _check(ranges)  # before minutes are spent
             _write_partial(saved, ranges, number + 1)
@@ -170,11 +172,6 @@ def _observer(name: str, module: nn.Module, ranges: Ranges) -> Callable[[nn.Modu
     return observe
 
 
-def base_share(has_refiner: bool) -> float:
-    """Return the share of the steps that the base runs in a calibration. A refiner runs the others."""
-    return 0.8 if has_refiner else 1.0
-
-
 def digest_weights(checkpoint: Checkpoint, subfolder: str) -> str:
     """Return the SHA-256 of a network's config and weight files."""
     digest = hashlib.sha256()
@@ -191,11 +188,22 @@ def read_prompts(text: str) -> tuple[str, ...]:
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
-def _request(plan: CalibrationPlan, number: int) -> GenerationRequest:
+def _runs(plan: CalibrationPlan, number: int) -> tuple[bool, ...]:
+    """Return whether a refiner runs the last fifth of a prompt's steps, for each image of the prompt.
+
+    A model with a refiner alternates, so that the base runs all steps of half of the prompts, as it does in requests
+    without a refiner. The first prompt runs both ways, so that a mistake is found early.
+    """
+    if plan.refiner is None:
+        return (False,)
+    return (False, True) if number == 0 else (number % 2 == 1,)
+
+
+def _request(plan: CalibrationPlan, number: int, use_refiner: bool) -> GenerationRequest:
     return GenerationRequest(
         prompt=plan.prompts[number], negative_prompt=plan.negative_prompt, width=plan.width, height=plan.height,
         num_inference_steps=plan.steps, guidance_scale=plan.guidance, seed=number,
-        use_refiner=plan.refiner is not None, denoising_frac=base_share(has_refiner=True),
+        use_refiner=use_refiner, denoising_frac=_BASE_SHARE,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import Network, digest_json
-from engine_builder.quantization.calibrate import base_share, digest_weights
+from engine_builder.quantization.calibrate import digest_weights
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import QuantizedLayer, quantize_network
 from engine_builder.quantization.ranges import InputRange
@@ -60,18 +60,16 @@ def plan_quantization(
 ) -> Quantization:
     """Return the quantization of a model by the store's calibrations of its weights with the most prompts.
 
-    A base without a refiner runs all steps. So calibrations made with one do not fit it. `found` is called with each
-    UNet and the key of its calibration. Raises CalibrationError if a UNet has no calibration that fits, and BadPolicy
-    if a pattern matches no calibrated layer.
+    `found` is called with each UNet and the key of its calibration. Raises CalibrationError if a UNet has none, and
+    BadPolicy if a pattern matches no calibrated layer.
     """
     calibrations, ranges = {}, {}
-    share = base_share(refiner is not None)
     for spec in unets():
         checkpoint = base if spec.part == "base" else refiner
         if checkpoint is None:
             continue
         weights = digest_weights(checkpoint, SDXL[spec.name].checkpoint_folder)
-        calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights, share)
+        calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
         found(spec.name, calibrations[spec.name])
     policy.check_patterns([layer for of_unet in ranges.values() for layer in of_unet])
     return Quantization(policy, calibrations, ranges)

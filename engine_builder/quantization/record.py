@@ -19,7 +19,7 @@ from engine_builder.stores.store import WritableStore
 from model.errors import CorruptBlob, PreheatError
 from model.store.manifest import Blob
 
-CALIBRATION_VERSION = 2  # part of every key; raise it when the same conditions give other ranges
+CALIBRATION_VERSION = 3  # part of every key; raise it when the same conditions give other ranges
 RERUN = "Run `preheat calibrate` again with this model."
 
 
@@ -35,7 +35,7 @@ class Conditions:
 
     weights: SHA-256 of the checkpoint files of the network.
     prompts: SHA-256 of the prompts and the negative prompt.
-    base_share: the share of the steps that the base runs: 1 without a refiner.
+    has_refiner: a refiner runs the last steps of every second image.
     """
 
     component: str
@@ -43,7 +43,7 @@ class Conditions:
     prompts: str
     prompt_count: int
     steps: int
-    base_share: float
+    has_refiner: bool
     guidance: float
     width: int
     height: int
@@ -94,33 +94,19 @@ def read_calibration(store: WritableStore, key: str, weights: str) -> dict[str, 
     return ranges
 
 
-def find_calibration(
-    store: WritableStore, component: str, weights: str, base_share: float
-) -> tuple[str, dict[str, InputRange]]:
+def find_calibration(store: WritableStore, component: str, weights: str) -> tuple[str, dict[str, InputRange]]:
     """Return the key and the ranges of the calibration of these weights with the most prompts, then steps.
 
-    `weights`: SHA-256 of the checkpoint files. `base_share`: the share of the steps that the base runs, 1 without a
-    refiner; calibrations in which it ran fewer do not fit. Raises CalibrationError if the store has none that fits.
+    `weights`: SHA-256 of the checkpoint files. Raises CalibrationError if the store has none.
     """
-    others = 0
     found = []
     for key in store.records(CalibrationRecord.kind):
         record = CalibrationRecord.find(store, key)
         if record is None or record.version != CALIBRATION_VERSION:
             continue
         conditions = record.conditions
-        if (conditions.component, conditions.weights) != (component, weights):
-            continue
-        if conditions.base_share < base_share:
-            others += 1
-            continue
-        found.append((conditions.prompt_count, conditions.steps, key))
-    if not found and others:
-        raise CalibrationError(
-            f"The calibrations of this model's {component} in {store.url} were made with a refiner, which ran the last "
-            "steps.",
-            "Run `preheat calibrate --no-refiner` with this model.",
-        )
+        if (conditions.component, conditions.weights) == (component, weights):
+            found.append((conditions.prompt_count, conditions.steps, key))
     if not found:
         raise CalibrationError(f"{store.url} has no intact calibration of this model's {component}.")
     key = max(found)[2]

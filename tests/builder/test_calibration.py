@@ -32,7 +32,7 @@ from tests.builder.helpers import edit_weights, folder_of, perturb
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")
-CONDITIONS = Conditions("unet", "a" * 64, "b" * 64, 2, 3, 1.0, 8.0, 64, 64, "fp32")
+CONDITIONS = Conditions("unet", "a" * 64, "b" * 64, 2, 3, False, 8.0, 64, 64, "fp32")
 
 
 def observed(*inputs: torch.Tensor, axis: int = -1) -> InputRange:
@@ -160,6 +160,21 @@ def test_calibrates_once(plan: CalibrationPlan, store: WritableStore, tmp_path: 
     assert record is not None and record.ranges.sha256 in named_blobs(store), "gc would delete the ranges"
 
 
+def test_base_runs_all_steps_of_half_of_the_prompts(store: WritableStore, tmp_path: Path) -> None:
+    """Requests without a refiner do so too. The first prompt runs both ways, the second with the refiner."""
+    folder = REPOSITORY / "data" / "tiny-sdxl"
+    prompts = ("a circle", "a square", "a line")
+    plan = CalibrationPlan(
+        Checkpoint(folder), Checkpoint(folder / "refiner"), FP32, "cpu", prompts, "", steps=5, guidance=4.0, width=64,
+        height=64,
+    )  # fmt: skip
+    calls = {
+        network.conditions.component: {found.calls for found in network.ranges.values()}
+        for network in calibrate(plan, store, tmp_path / "partial")
+    }
+    assert calls == {"unet": {(5 + 4) + 4 + 5}, "refiner_unet": {1 + 1}}
+
+
 def test_interrupted_calibration_continues(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:
     def interrupt(done: int, prompts: int) -> None:
         if done == 2:
@@ -259,29 +274,12 @@ def test_refuses_a_damaged_record(damage: Callable[[Path], None], store: Writabl
 
 def test_record_of_an_older_version_is_not_found(store: WritableStore) -> None:
     write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
-    assert find_calibration(store, "unet", "a" * 64, 1.0)[0] == CONDITIONS.key
+    assert find_calibration(store, "unet", "a" * 64)[0] == CONDITIONS.key
     record = CalibrationRecord.find(store, CONDITIONS.key)
     assert record is not None
     record.model_copy(update={"version": 1}).write(store, CONDITIONS.key)
     with pytest.raises(CalibrationError, match="no intact calibration of this model's unet"):
-        find_calibration(store, "unet", "a" * 64, 1.0)
-
-
-def test_base_without_a_refiner_needs_a_calibration_without_one(store: WritableStore) -> None:
-    """With a refiner, the base never saw the last steps. More prompts do not make up for them."""
-    refined = dataclasses.replace(CONDITIONS, base_share=0.8, prompt_count=128)
-    ranges = {"proj": observed(torch.ones(1, 2))}
-    write_calibration(store, refined, ranges)
-    assert find_calibration(store, "unet", "a" * 64, 0.8)[0] == refined.key
-    with pytest.raises(CalibrationError, match=r"unet in .* made with a refiner.*`preheat calibrate --no-refiner`"):
-        find_calibration(store, "unet", "a" * 64, 1.0)
-    write_calibration(store, CONDITIONS, ranges)
-    assert find_calibration(store, "unet", "a" * 64, 1.0)[0] == CONDITIONS.key
-
-
-def test_calibration_of_all_steps_fits_a_base_with_a_refiner(store: WritableStore) -> None:
-    write_calibration(store, CONDITIONS, {"proj": observed(torch.ones(1, 2))})
-    assert find_calibration(store, "unet", "a" * 64, 0.8)[0] == CONDITIONS.key
+        find_calibration(store, "unet", "a" * 64)
 
 
 def test_unusable_ranges_end_a_calibration_after_its_first_image(

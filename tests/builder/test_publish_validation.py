@@ -566,15 +566,6 @@ def test_no_refiner_leaves_out_the_models_own(tmp_path: Path) -> None:
     assert "has no intact calibration of this model's refiner_unet" in run("check-fp8", *arguments[:-1])[1]
 
 
-def test_no_refiner_needs_a_calibration_without_one(tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("a circle\n")
-    arguments = [MODEL_FOLDER, "--prompts", tmp_path / "prompts.txt", "--steps", "5", "--size", "64x64",
-                 "--store", tmp_path / "store"]  # fmt: skip
-    assert run("calibrate", *arguments)[0] == 0
-    status, output = run("check-fp8", *arguments, "--no-refiner")
-    assert status == 1 and "made with a refiner" in output and "Run `preheat calibrate --no-refiner`" in output
-
-
 @pytest.mark.parametrize("command", ["calibrate", "check-fp8"])
 def test_no_refiner_contradicts_a_refiner(command: str, toy_folder: Path) -> None:
     status, output = run(command, toy_folder, "--refiner", toy_folder, "--no-refiner")
