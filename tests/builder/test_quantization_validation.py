@@ -42,6 +42,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import GenerationParams
 from model.pipeline.spec import SDXL
 from model.pipeline.text_to_image import generate
+from model.store.manifest import Fp16Steps
 from model.store.precision import BF16, FP32
 from tests.support.linear_networks import PLAIN, linear_model, stub
 
@@ -408,6 +409,30 @@ def test_compares_both_unets_and_leaves_the_models_as_they_were() -> None:
         assert model.engines == engines and model.loops == {}
 
 
+@pytest.mark.parametrize(
+    ("use_refiner", "first", "last", "compared"),
+    [(False, 1, 0, [1, 2, 3]), (False, 1, 2, [1]), (False, 3, 3, []), (True, 1, 0, [1]), (False, 0, 0, [0, 1, 2, 3])],
+)
+def test_steps_in_fp16_are_not_compared(use_refiner: bool, first: int, last: int, compared: list[int]) -> None:
+    """Of four steps, or of two of each UNet. An FP8 UNet may even fail in steps that do not run on it."""
+    reference, quantized = linear_model(), linear_model()
+    request = replace(PLAIN, use_refiner=use_refiner)
+    names = ["unet", "refiner_unet"][: 1 + use_refiner]
+    quantized.fp16_unets = {name: linear_model().engines[name] for name in names}
+    quantized.fp16_steps = Fp16Steps(first=first, last=last)
+    report = compare_models(reference, quantized, [request]).report
+    assert {unet: len(calls) for unet, calls in report.prompts[0].unet_decibels.items()} == dict.fromkeys(
+        names, len(compared)
+    )
+    for name in names:
+        seen, exact = stub(quantized, name).seen, stub(reference, name).seen
+        assert len(seen) == 2 * len(compared), "in the comparison, and in the image of the model alone"
+        for call, step in zip(seen[: len(compared)], compared, strict=True):
+            assert call.keys() == exact[step].keys()
+            assert all(torch.equal(tensor, exact[step][entry]) for entry, tensor in call.items())
+    assert (report.summary.unet_decibels is None) == (not compared)
+
+
 def test_runs_op_by_op_where_the_model_has_other_loops() -> None:
     """A CUDA graph would hide the calls of the UNet."""
     reference = linear_model()
@@ -461,6 +486,11 @@ def test_names_the_call_and_the_picture_with_nan() -> None:
     broken = linear_model()
     stub(broken, "unet").poison = (2, math.nan)
     with pytest.raises(NotComparable, match="Call 2 of unet: A tensor holds NaN"):
+        compare_models(linear_model(), broken, [PLAIN])
+    broken = linear_model()
+    broken.fp16_unets, broken.fp16_steps = {"unet": linear_model().engines["unet"]}, Fp16Steps(first=1)
+    stub(broken, "unet").poison = (0, math.nan)
+    with pytest.raises(NotComparable, match="Call 1 of unet: A tensor holds NaN"):
         compare_models(linear_model(), broken, [PLAIN])
     black = linear_model()
     stub(black, "vae_decoder").poison = (0, math.nan)
@@ -517,6 +547,7 @@ def test_median_is_the_worse_of_the_middle_two() -> None:
     summary = report_of(*prompts).summary
     assert (summary.latents_decibels.median, summary.latents_decibels.worst) == (20.0, 10.0)
     assert (summary.perceptual_distance.median, summary.perceptual_distance.worst) == (0.2, 0.3)
+    assert summary.unet_decibels is not None
     assert (summary.unet_decibels.median, summary.unet_decibels.worst) == (50.0, 10.0)
 
 
@@ -575,6 +606,14 @@ def test_one_bad_prompt_violates_only_the_worst() -> None:
     }
     found = violations(many(**bad), Thresholds())
     assert len(found) == 4 and all(text.startswith("The worst ") for text in found)
+
+
+def test_report_without_a_step_in_8_bits_measures_nothing() -> None:
+    report = report_of(*(prompt_result(number, unet_decibels={"unet": ()}) for number in range(32)))
+    assert violations(report, Thresholds()) == ["The report has no UNet call in 8 bits, because all steps ran in fp16."]
+    written = report.model_dump_json()
+    assert json.loads(written)["summary"]["unet_decibels"] is None
+    assert ValidationReport.model_validate_json(written) == report
 
 
 def test_limits_themselves_are_kept() -> None:

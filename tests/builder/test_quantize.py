@@ -223,7 +223,9 @@ def test_check_fp8_runs_the_first_steps_on_the_model_itself(calibrated: list[str
     result = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     report = ValidationReport.model_validate_json((tmp_path / "out" / "report.json").read_bytes())
     assert report.summary.latents_decibels.worst == float("inf"), result.output
-    assert report.summary.unet_decibels.worst < 100, "each call of the UNet is still compared in FP8"
+    assert report.prompts[0].unet_decibels == {"unet": ()} and report.summary.unet_decibels is None
+    assert result.exit_code == 1 and "UNet calls, SQNR" not in result.output
+    assert "The report has no UNet call in 8 bits, because all steps ran in fp16." in " ".join(result.output.split())
 
 
 def test_check_fp8_needs_a_calibration(calibrated: list[str], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Generate the same requests with a reference model and a quantized model, and measure how far they are apart.
 
 Each UNet call is compared on the reference's inputs (teacher forcing): the quantized UNet runs at once on the inputs
-that the reference's UNet received, so no tensors are kept. Latents and pictures come from a run of each model alone.
+that the reference's UNet received, so no tensors are kept. Steps that the quantized model runs in fp16 are left out.
+Latents and pictures come from a run of each model alone.
 """
 
 import copy
@@ -9,6 +10,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from model.errors import BrokenImage
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import GenerationParams
+from model.pipeline.plan import RequestPlan
 from model.pipeline.runner import Runner
 from model.pipeline.spec import unets
 from model.pipeline.text_to_image import run_stages
@@ -121,8 +124,9 @@ def compare_models(
         for number, params in enumerate(requests):
             report(number, len(requests))
             unet_decibels: dict[str, list[float]] = {}
-            expected = _generate(reference, _teacher_forcing(quantized, unet_decibels), params, names[0])
-            found = _generate(quantized, {}, params, names[1])
+            plan = Runner(reference).plan(params)
+            expected = _generate(reference, plan, _teacher_forcing(quantized, plan, unet_decibels), names[0])
+            found = _generate(quantized, Runner(quantized).plan(params), {}, names[1])
             results.append(
                 PromptResult(
                     number=number,
@@ -179,43 +183,56 @@ class _ObservedEngines(EngineSet):
         return outputs
 
 
-def _generate(model: LoadedModel, observers: Mapping[str, Observe], params: GenerationParams, name: str) -> _Image:
-    """Return a request's image. `observers`: by component. `name`: of the model, for errors."""
+def _generate(model: LoadedModel, plan: RequestPlan, observers: Mapping[str, Observe], name: str) -> _Image:
+    """Return the image of a plan, which must be new. `observers`: by component. `name`: of the model, for errors."""
     observed = copy.copy(model)  # with the same streams: an engine must always run on the same one
     observed.engines = dict(model.engines)
     for component, observe in observers.items():
         observed.engines[component] = _ObservedEngines(model.engines[component], observe)
-    runner = Runner(observed)
-    plan = runner.plan(params)
-    size = (params.height, params.width)
+    size = (plan.params.height, plan.params.width)
     # Also where the model would use CUDA graphs: a replay of a graph calls no engine that could be observed.
     observed.loops = {(unet, *size): make_loop(observed, unet, *size, use_graphs=False) for unet in plan.denoise}
-    [image] = run_stages(runner, [plan])
+    [image] = run_stages(Runner(observed), [plan])
     pixels = None if image.pixels is None else image.pixels.wait()
     if pixels is None:
-        raise BrokenImage(f"The image of {params.prompt!r} by {name} has NaN or infinite values.")
+        raise BrokenImage(f"The image of {plan.params.prompt!r} by {name} has NaN or infinite values.")
     return _Image(pixels, image.latents)
 
 
-def _teacher_forcing(quantized: LoadedModel, decibels: dict[str, list[float]]) -> dict[str, Observe]:
-    """Return an observer for each UNet of the reference, which adds the SQNR of each call to `decibels`."""
+def _teacher_forcing(quantized: LoadedModel, plan: RequestPlan, decibels: dict[str, list[float]]) -> dict[str, Observe]:
+    """Return an observer for each UNet of the reference, which adds the SQNR of each call to `decibels`.
+
+    The loop of one image calls a UNet once in each step. Steps that `quantized` runs in fp16 are not compared.
+    """
 
     def observer(component: str) -> Observe:
         engines = quantized.engines[component]
         output = engines.signature.outputs[0].name
+        compared = _quantized_steps(quantized, component, plan.denoise[component].schedule.steps)
+        steps = count()
+        calls = decibels.setdefault(component, [])
 
         def compare(inputs: Tensors, outputs: Tensors, height: int, width: int) -> None:
+            step = next(steps)
+            if step not in compared:
+                return
             dtypes = {spec.name: DTYPES[spec.dtype] for spec in engines.signature.inputs}
             found = engines.run({name: inputs[name].to(dtype) for name, dtype in dtypes.items()}, height, width)
-            calls = decibels.setdefault(component, [])
             try:
                 calls.append(sqnr(outputs[output], found[output]))
             except NotComparable as error:
-                raise NotComparable(f"Call {len(calls)} of {component}: {error.args[0]}", error.remedy) from error
+                raise NotComparable(f"Call {step} of {component}: {error.args[0]}", error.remedy) from error
 
         return compare
 
-    return {spec.name: observer(spec.name) for spec in unets() if spec.name in quantized.engines}
+    return {unet: observer(unet) for unet in plan.denoise}
+
+
+def _quantized_steps(model: LoadedModel, unet: str, steps: int) -> range:
+    """Return which of an image's steps on a UNet do not run in fp16."""
+    if unet not in model.fp16_unets:
+        return range(steps)
+    return range(model.fp16_steps.first, steps - model.fp16_steps.last)
 
 
 def _check(reference: LoadedModel, quantized: LoadedModel, requests: Sequence[GenerationParams]) -> None:
