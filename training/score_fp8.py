@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = check.comparison.report
     write_validation(store, report, contact_sheet(report, check.comparison.pairs))
     Console(highlight=False).print(describe(report))
-    found_violations = violations(report, Thresholds(min_prompts=min(len(requests), Thresholds().min_prompts)))
+    found_violations = violations(report, Thresholds.for_check(len(requests), options.steps))
     for sentence in found_violations:
         print(f"refused: {sentence}")
     print(

@@ -72,7 +72,7 @@ def check_fp8(
         raise typer.BadParameter("a GPU's FP8 products are fp16 or bf16; choose one of them", param_hint="--precision")
     chosen_policy = Policy.read(policy) if policy else DEFAULT
     listed = read_prompt_file(prompts)[:count]
-    limits = Thresholds.read(thresholds) if thresholds else Thresholds(min_prompts=min(len(listed), 32))
+    limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
     if out is not None:
         check_writable(out / "report.json")
     base, refiner_checkpoint = find_parts(model, refiner, no_refiner)

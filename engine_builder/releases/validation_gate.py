@@ -7,6 +7,7 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.stores.writing import record_key
 from model.errors import PreheatError
 from model.store.manifest import EngineRecord, Manifest, Validation
+from model.store.precision import FP16
 
 _LEAVE_OUT = "publish the other engines (`--without-fp8`)"
 
@@ -37,15 +38,17 @@ def require_validation(store: WritableStore, manifest: Manifest, thresholds: Thr
     """Return the manifest with the validation of its 8-bit engines, or unchanged if it has none.
 
     The builder's entry "quantization" names the validation in the store. `accept`: violated limits are listed in the
-    manifest and do not raise LimitsViolated. Raises EmulatedEngines for 8-bit engines of a CPU; NotValidated without an
-    intact validation of this quantization; BadReport.
+    manifest and do not raise LimitsViolated. A report made on a CPU, or against another precision than that of the
+    release's other engines, violates a limit too.
+    Raises EmulatedEngines for 8-bit engines of a CPU; NotValidated without an intact validation of this quantization;
+    BadReport.
     """
     engines = quantized_engines(manifest)
     if not engines:
         return manifest
     _refuse_emulated(store, manifest.model, engines)
     record, report = _find_validation(store, manifest)
-    found = tuple(violations(report, thresholds))
+    found = (*_mismatches(manifest, engines, report), *violations(report, thresholds))
     if found and not accept:
         count = f"{len(found)} limit{'s' if len(found) > 1 else ''}"
         raise LimitsViolated(f"The validation of {manifest.model} violates {count}: {' '.join(found)}")
@@ -61,6 +64,23 @@ def _refuse_emulated(store: WritableStore, model: str, engines: list[EngineRecor
                 f"{model} has engines in {engine.precision} for {engine.target}, which are only for tests.",
                 f"Delete their draft ({draft} in {store.url}) and build for a GPU, or {_LEAVE_OUT}.",
             )
+
+
+def _mismatches(manifest: Manifest, engines: list[EngineRecord], report: ValidationReport) -> list[str]:
+    """Return a sentence for each way in which a report is not about these 8-bit engines, which are all for GPUs."""
+    found = []
+    replaced = {(engine.component, engine.target) for engine in engines}
+    allowed = {FP16.name} | {
+        engine.precision.name
+        for engine in manifest.engines
+        if (engine.component, engine.target) in replaced and engine.precision == engine.precision.unquantized
+    }
+    if report.reference not in allowed:
+        names = " or ".join(sorted(allowed, reverse=True))
+        found.append(f"The report compares with {report.reference}; a comparison with {names} is required.")
+    if not report.is_of_gpu:
+        found.append(f"The report was made on a CPU ({report.device}); the engines run on a GPU.")
+    return found
 
 
 def _find_validation(store: WritableStore, manifest: Manifest) -> tuple[StoredValidation, ValidationReport]:

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from model.loading.select import select
 from model.loading.target import Target
 from model.store.manifest import Blob, EngineRecord, Manifest, Validation
 from model.store.manifest_json import parse_manifest
-from model.store.precision import FP8, INT8, Precision
+from model.store.precision import BF16, FP8, INT8, Precision
 from model.store.signature import check_signature
 from tests.builder.helpers import folder_of
 from tests.conftest import MODEL_FOLDER
@@ -47,13 +48,13 @@ DIGEST, OTHER_DIGEST = (hashlib.sha256(text).hexdigest() for text in (b"a quanti
 PICTURES = b"pictures of pairs"
 
 
-def report_of(decibels: float = 30.0, prompts: int = 32, **identity: str) -> ValidationReport:
+def report_of(decibels: float = 30.0, prompts: int = 32, steps: int = 8, **identity: str) -> ValidationReport:
     """Return the report of a quantization. `decibels`: SQNR of the final latents."""
     results = [
         PromptResult(
-            number=number, prompt="a cat", negative_prompt="", seed=number, width=64, height=64, steps=4, guidance=8.0,
-            sampler="Euler", unet_decibels={"unet": (40.0,)}, latents_decibels=decibels, psnr_decibels=30.0,
-            perceptual_distance=0.01,
+            number=number, prompt="a cat", negative_prompt="", seed=number, width=64, height=64, steps=steps,
+            guidance=8.0, sampler="Euler", unet_decibels={"unet": (40.0,)}, latents_decibels=decibels,
+            psnr_decibels=30.0, perceptual_distance=0.01,
         )
         for number in range(prompts)
     ]  # fmt: skip
@@ -191,6 +192,36 @@ def test_lists_every_violated_limit(store: WritableLocalStore) -> None:
     ):
         assert words in message
     assert store.releases() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"reference": "fp32"}, "The report compares with fp32; a comparison with fp16 is required."),
+        ({"reference": "bf16"}, "The report compares with bf16; a comparison with fp16 is required."),
+        ({"device": "x86_64 CPU"}, "The report was made on a CPU (x86_64 CPU); the engines run on a GPU."),
+        ({"prompts": report_of(steps=7).prompts}, "The report has images of 7 steps; at least 8 are required."),
+    ],
+    ids=["fp32", "bf16", "CPU", "steps"],
+)
+def test_refuses_a_report_of_other_conditions(
+    changes: dict[str, Any], sentence: str, store: WritableLocalStore
+) -> None:
+    write_draft(store, releases.cpu_target().key)  # in fp32, but on another target
+    write_validation(store, report_of().model_copy(update=changes), PICTURES)
+    with pytest.raises(LimitsViolated, match=f"violates 1 limit: {re.escape(sentence)}"):
+        publish(store, "toy")
+    manifest, _ = publish(store, "toy", accept=True)
+    assert manifest.validation is not None and manifest.validation.violations == (sentence,)
+
+
+def test_reference_may_be_the_precision_of_the_other_engines(store: WritableLocalStore) -> None:
+    write_draft(store, GPU.key, BF16)
+    write_validation(store, report_of().model_copy(update={"reference": "bf16"}), PICTURES)
+    assert publish(store, "toy")[0].validation
+    write_validation(store, report_of().model_copy(update={"reference": "fp32"}), PICTURES)
+    with pytest.raises(LimitsViolated, match="compares with fp32; a comparison with fp16 or bf16 is required"):
+        publish(store, "toy/2")
 
 
 def test_thresholds_of_the_call_decide(validated: WritableLocalStore) -> None:
@@ -442,7 +473,7 @@ def test_releases_command_shows_the_stored_report(store: WritableLocalStore, tmp
     showing = ["releases", "--store", store.url, "--validation", "toy/1"]
     status, output = run(*showing, "--out", tmp_path / "out")
     assert status == 0
-    for words in ("fp8 against fp16: 32 prompts, a GPU, 4 steps, guidance 8, 64x64", "15.0 dB",
+    for words in ("fp8 against fp16: 32 prompts, a GPU, 8 steps, guidance 8, 64x64", "15.0 dB",
                   "accepted The median SQNR of final latents is 15.00 dB"):  # fmt: skip
         assert words in output
     written = ValidationReport.model_validate_json((tmp_path / "out" / "report.json").read_bytes())
@@ -492,7 +523,9 @@ def test_checked_model_can_be_published(calibrated: list[str], tmp_path: Path) -
     [digest] = store.records("validations")
     assert status in (0, 1) and f"stored as validation {digest[:12]}" in output
     write_fp8_draft(store, digest=digest)
-    assert "The report has 2 prompts; at least 32 are required." in run("publish", "toy", "--store", store.url)[1]
+    refused = run("publish", "toy", "--store", store.url)[1]
+    for words in ("has 2 prompts; at least 32 are", "images of 2 steps; at least 8 are", "with fp32;", "on a CPU ("):
+        assert words in refused
     assert run("publish", "toy", "--store", store.url, "--accept")[0] == 0
     assert run("releases", "--store", store.url, "--validation", "toy/1", "--out", tmp_path / "kept")[0] == 0
     for file in ("report.json", "pairs.png"):

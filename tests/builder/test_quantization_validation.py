@@ -504,7 +504,7 @@ def test_names_the_call_and_the_picture_with_nan() -> None:
 def prompt_result(number: int = 0, **changes: object) -> PromptResult:
     entries: dict[str, object] = {
         "number": number, "prompt": f"prompt {number}", "negative_prompt": None, "seed": number, "width": 64,
-        "height": 64, "steps": 2, "guidance": 4.0, "sampler": "Euler", "unet_decibels": {"unet": (40.0, 30.0)},
+        "height": 64, "steps": 8, "guidance": 4.0, "sampler": "Euler", "unet_decibels": {"unet": (40.0, 30.0)},
         "latents_decibels": 30.0, "psnr_decibels": 35.0, "perceptual_distance": 0.01,
     }  # fmt: skip
     return PromptResult.model_validate(entries | changes)
@@ -520,7 +520,7 @@ def test_report_survives_json(compared: Comparison) -> None:
     written = compared.report.model_dump_json()
     assert ValidationReport.model_validate_json(written) == compared.report
     assert json.loads(written)["summary"]["latents_decibels"]["worst"] == compared.report.prompts[0].latents_decibels
-    assert compared.report.identity == {"weights": "abc"}
+    assert compared.report.identity == {"weights": "abc"} and not compared.report.is_of_gpu
 
 
 def test_report_writes_infinity_as_text() -> None:
@@ -581,6 +581,7 @@ def test_good_report_has_no_violations() -> None:
     ("limits", "words"),
     [
         ({"min_prompts": 33}, "The report has 32 prompts; at least 33 are required."),
+        ({"min_steps": 9}, "The report has images of 8 steps; at least 9 are required."),
         ({"min_unet_decibels_median": 35.5}, "median SQNR of UNet calls is 30.00 dB; at least 35.5 dB"),
         ({"min_unet_decibels_worst": 30.5}, "worst SQNR of UNet calls is 30.00 dB; at least 30.5 dB"),
         ({"min_latents_decibels_median": 31.0}, "median SQNR of final latents is 30.00 dB; at least 31 dB"),
@@ -630,6 +631,18 @@ def test_loss_of_prompt_true_pictures(lost: int, refused: bool) -> None:
     assert bool(found) == refused
     if refused:
         assert "fell by 1.25 percentage points, from 99.75 to 98.50 %; at most 1 points" in found[0]
+
+
+def test_one_image_of_fewer_steps_violates_the_limit() -> None:
+    assert violations(many(steps=7), Thresholds()) == ["The report has images of 7 steps; at least 8 are required."]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "steps", "limits"),
+    [(2, 4, Thresholds(min_prompts=2, min_steps=4)), (64, 20, Thresholds()), (32, 7, Thresholds(min_steps=7))],
+)
+def test_small_check_keeps_the_limits_of_its_extent(prompts: int, steps: int, limits: Thresholds) -> None:
+    assert Thresholds.for_check(prompts, steps) == limits
 
 
 def test_reads_a_file_of_thresholds(tmp_path: Path) -> None:

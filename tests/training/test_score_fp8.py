@@ -41,7 +41,7 @@ def test_scores_both_models(steps: int, true_images: int, store: str, capsys: py
     report = read_report(opened, record.report)
     assert [prompt.reference_true for prompt in report.prompts] == [bool(true_images)] * 2
     assert {prompt.steps for prompt in report.prompts} == {steps}
-    assert status == bool(violations(report, Thresholds(min_prompts=2)))
+    assert status == bool(violations(report, Thresholds(min_prompts=2, min_steps=steps)))
 
 
 def test_needs_a_calibration(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from engine_builder.quantization.validation.contact_sheet import MAX_PAIRS, PicturePair
 from engine_builder.quantization.validation.layers import LayerError, comparing_layers
 from engine_builder.quantization.validation.metrics import NotComparable, perceptual_distance, psnr, sqnr
-from engine_builder.quantization.validation.report import LayerResult, PromptResult, ValidationReport
+from engine_builder.quantization.validation.report import CPU_SUFFIX, LayerResult, PromptResult, ValidationReport
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
 from model.errors import BrokenImage
@@ -279,4 +279,4 @@ def _layer_results(errors: Sequence[tuple[str, dict[str, LayerError]]]) -> list[
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}{CPU_SUFFIX}"

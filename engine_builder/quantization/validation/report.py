@@ -9,6 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+CPU_SUFFIX = " CPU"
+"""The end of the name of a device that is not a GPU."""
 _LISTED_LAYERS = 5
 
 
@@ -101,6 +103,7 @@ class ValidationReport(_Entry):
     """A quantized model against its reference. `prompts` and `layers` have the worst first.
 
     reference, quantized: names of the two, for example "fp16" and "fp8".
+    device: the GPU's name, or the processor's architecture and "CPU".
     identity: what was compared, for example digests of weights and keys of calibrations. The caller's entries.
     """
 
@@ -112,6 +115,11 @@ class ValidationReport(_Entry):
     identity: dict[str, str] = {}
     prompts: tuple[PromptResult, ...] = Field(min_length=1)
     layers: tuple[LayerResult, ...] = ()
+
+    @property
+    def is_of_gpu(self) -> bool:
+        """True if the images were generated on a GPU."""
+        return not self.device.endswith(CPU_SUFFIX)
 
     @computed_field  # type: ignore[prop-decorator]
     @property

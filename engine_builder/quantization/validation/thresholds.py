@@ -28,6 +28,8 @@ class Thresholds(StrictModel):
     """The limits. "median" and "worst" are over all prompts, or for UNet calls over all calls that were compared."""
 
     min_prompts: Annotated[int, Field(ge=1)] = 32
+    min_steps: Annotated[int, Field(ge=1)] = 8
+    """Steps of each image. FP8 errors add up over the steps."""
     min_unet_decibels_median: float = 25.0
     min_unet_decibels_worst: float = 12.0
     min_latents_decibels_median: float = 20.0
@@ -38,6 +40,11 @@ class Thresholds(StrictModel):
     max_perceptual_distance_worst: Distance = 0.7
     max_true_loss_points: Annotated[float, Field(ge=0, le=100)] = 1.0
     """Percentage points of prompt-true pictures. Not checked if the report has no verdicts."""
+
+    @classmethod
+    def for_check(cls, prompts: int, steps: int) -> Self:
+        """Return the defaults for a check of that extent, which may be smaller than `preheat publish` accepts."""
+        return cls(min_prompts=min(prompts, cls().min_prompts), min_steps=min(steps, cls().min_steps))
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -56,6 +63,9 @@ def violations(report: ValidationReport, thresholds: Thresholds) -> list[str]:
     found = []
     if len(report.prompts) < thresholds.min_prompts:
         found.append(f"The report has {len(report.prompts)} prompts; at least {thresholds.min_prompts} are required.")
+    steps = min(prompt.steps for prompt in report.prompts)
+    if steps < thresholds.min_steps:
+        found.append(f"The report has images of {steps} steps; at least {thresholds.min_steps} are required.")
     summary = report.summary
     subjects = {
         "unet_decibels": "SQNR of UNet calls",
