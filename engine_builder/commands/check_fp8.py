@@ -53,7 +53,8 @@ def check_fp8(
     """Compute the UNet's linears in FP8 in eager PyTorch, and measure how far the pictures are from the model's own.
 
     Needs a calibration (`preheat calibrate`). The report and the pictures are stored for `preheat publish`, in place of
-    an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept.
+    an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept. Without --thresholds
+    fewer prompts and steps are accepted than `preheat publish` requires, which is then printed.
     """
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
@@ -80,6 +81,15 @@ def check_fp8(
     requests = validation_requests(
         listed, width, height, steps=steps, guidance=guidance, use_refiner=refiner_checkpoint is not None, min_prompts=1
     )
+    if thresholds is None:
+        required = Thresholds()
+        for unit, least, given in (
+            ("prompts", required.min_prompts, len(listed)),
+            ("steps", required.min_steps, steps),
+        ):
+            if given < least:
+                sentence = f"`preheat publish` requires at least {least} {unit}; this check has {given}."
+                console.print(f"[yellow]warning[/] {sentence}", soft_wrap=True)
     opened = open_cli_store(store, cache_dir)
     started = time.perf_counter()
     with prompt_progress("Comparing") as progress:

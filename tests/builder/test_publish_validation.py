@@ -537,6 +537,17 @@ def test_checked_model_can_be_published(calibrated: list[str], tmp_path: Path) -
         assert sheet.format == "PNG"
 
 
+def test_check_warns_that_it_is_too_small_to_publish(calibrated: list[str], tmp_path: Path) -> None:
+    sentences = [
+        "warning `preheat publish` requires at least 32 prompts; this check has 2.",
+        "warning `preheat publish` requires at least 8 steps; this check has 2.",
+    ]
+    output = run("check-fp8", *calibrated)[1]
+    assert all(sentence in output for sentence in sentences) and "are required" not in output
+    (tmp_path / "limits.toml").write_text("min_prompts = 1\nmin_steps = 1\n")
+    assert "preheat publish" not in run("check-fp8", *calibrated, "--thresholds", tmp_path / "limits.toml")[1]
+
+
 def test_later_check_replaces_the_stored_one(calibrated: list[str], tmp_path: Path) -> None:
     store = open_writable_store(calibrated[-1])
     policy = tmp_path / "policy.toml"
