@@ -23,8 +23,10 @@ from model.cold_start import ColdStart
 from model.errors import ManifestError, ReleaseNotFound, StoreError, UntrustedRelease
 from model.loading.load import load_release
 from model.loading.prefetch import Prefetch
+from model.loading.select import select as select_engines
 from model.settings import read_settings
-from model.store.manifest import Manifest
+from model.store.manifest import Fp16Steps, Manifest
+from model.store.precision import FP8, FP16, Precision
 from model.store.s3 import S3Store
 from tests.conftest import Opener
 from tests.support import object_store as ceph
@@ -162,10 +164,48 @@ def test_load_finds_everything_in_the_cache(
     assert not proxy.requests, "the manifest or a blob was requested again"
 
 
-def test_precision_reaches_the_process(start: Start, cache: Path) -> None:
-    """The release has no FP8 engine, so the selection fails and nothing is fetched. The load then reports the error."""
-    start(precision="fp8", fp16_steps={"first": 1}).wait()
-    assert not file_names(cache) and not file_names(cache, "partial")
+def in_precisions(store: S3Store, manifest: Manifest, *precisions: Precision) -> Manifest:
+    """Return the manifest with the UNet in these precisions instead of its own. Each has blobs of its own."""
+
+    def copies(record: Any) -> list[Any]:
+        """Return the record of an engine or of weights in each precision."""
+        if record.component != "unet":
+            return [record]
+        found = []
+        for precision in precisions:
+            blob = releases.put_blob(store, f"{type(record).__name__} {precision}".encode())
+            blobs = {"blobs": (blob,)} if hasattr(record, "blobs") else {"blob": blob, "key": blob.sha256}
+            found.append(record.model_copy(update={"precision": precision, **blobs}))
+        return found
+
+    engines = tuple(copy for engine in manifest.engines for copy in copies(engine))
+    weights = tuple(copy for record in manifest.weights for copy in copies(record))
+    return manifest.model_copy(update={"engines": engines, "weights": weights, "schema_version": 2})
+
+
+@pytest.mark.parametrize(
+    ("release_default", "configured", "precisions"),
+    [
+        (None, {}, {FP16}),
+        (None, {"precision": "fp8"}, {FP8}),
+        (None, {"precision": "fp8", "fp16_steps": {"first": 1}}, {FP8, FP16}),
+        (Fp16Steps(last=1), {"precision": "fp8"}, {FP8, FP16}),
+        (Fp16Steps(last=1), {"precision": "fp8", "fp16_steps": {}}, {FP8}),
+    ],
+    ids=["default", "fp8", "fp8 and fp16 steps", "the release's fp16 steps", "no fp16 steps"],
+)
+def test_precision_reaches_the_process(
+    release_default: Fp16Steps | None, configured: dict[str, Any], precisions: set[Precision],
+    manifest: Manifest, open_bucket: Opener, start: Start, cache: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    store = open_bucket(cache_dir=tmp_path / "unused")
+    changes = {"version": "2", "fp16_steps": release_default}
+    store.write_release(in_precisions(store, manifest, FP16, FP8).model_copy(update=changes))
+    start(release="toy/2", **configured).wait()
+    served = read_settings(configured).served_precision
+    selection = select_engines(store.read_release("toy/2"), [cpu_target()], [], precision=served)
+    assert {engine.precision for engine in selection.engines["unet"]} == precisions
+    assert file_names(cache) == {blob.sha256 for blob in selection.blobs()} and not file_names(cache, "partial")
 
 
 def test_loading_process_does_not_import_boto3(settings: dict[str, Any], manifest: Manifest) -> None:
