@@ -32,11 +32,31 @@ class LayerGain:
     quantized_milliseconds: float
 
 
-def measure_gains(network: Network, quantization: Quantization, inputs: Mapping[str, Tensor]) -> list[LayerGain]:
+def time_products(linear: QuantizedLinear, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the milliseconds of the product in half precision and in FP8, on random inputs that are E4M3 already.
+
+    shape: of the inputs.
+    """
+    weight = linear.weight.to(linear.dtype)
+    inputs = torch.randn(shape, device=weight.device).to(linear.dtype)
+    quantized = linear.quantize_inputs(inputs)
+    with torch.inference_mode():
+        return (
+            _milliseconds(lambda: F.linear(inputs, weight, linear.bias), weight.is_cuda),
+            _milliseconds(lambda: linear(quantized), weight.is_cuda),
+        )
+
+
+def measure_gains(
+    network: Network,
+    quantization: Quantization,
+    inputs: Mapping[str, Tensor],
+    time_layer: Callable[[QuantizedLinear, tuple[int, ...]], tuple[float, float]] = time_products,
+) -> list[LayerGain]:
     """Quantize a UNet in half precision, and time each quantized layer at the shape that it gets from `inputs`.
 
-    Returns the layers with the least gain for their error first: those a policy would keep. Layers of equal shapes are
-    timed once.
+    time_layer: returns the milliseconds of a layer without and with quantization.
+    Returns the layers that save the least time first. Layers of equal shapes are timed once.
     """
     quantized, layers = quantization.apply(network)
     shapes = _input_shapes(quantized, inputs)
@@ -48,14 +68,14 @@ def measure_gains(network: Network, quantization: Quantization, inputs: Mapping[
         linear = _find(quantized.module, layer.name)
         key = (shapes[layer.name], linear.weight.shape, linear.bias is None)
         if key not in times:
-            times[key] = _time_products(linear, shapes[layer.name])
+            times[key] = time_layer(linear, shapes[layer.name])
         gains.append(LayerGain(layer, shapes[layer.name], *times[key]))
     return sorted(gains, key=lambda gain: (gain.exact_milliseconds - gain.quantized_milliseconds, gain.layer.name))
 
 
 def gains_table(component: str, gains: list[LayerGain]) -> Table:
     """Return the gains as a table for a console."""
-    table = Table(box=SIMPLE_HEAD, title=f"{component}: quantized layers, the smallest gain first")
+    table = Table(box=SIMPLE_HEAD, title=f"{component}: quantized layers, those that save the least time first")
     table.add_column("layer", overflow="fold")
     for heading in ("input", "inputs,\nSQNR", "weights,\nSQNR", "fp16", "fp8", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -94,18 +114,6 @@ def _find(module: nn.Module, layer: str) -> QuantizedLinear:
     found = next(child for name, child in module.named_modules() if public_name(name) == layer)
     assert isinstance(found, QuantizedLinear)
     return found
-
-
-def _time_products(linear: QuantizedLinear, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the milliseconds of the product in half precision and in FP8, on random inputs that are E4M3 already."""
-    weight = linear.weight.to(linear.dtype)
-    inputs = torch.randn(shape, device=weight.device).to(linear.dtype)
-    quantized = linear.quantize_inputs(inputs)
-    with torch.inference_mode():
-        return (
-            _milliseconds(lambda: F.linear(inputs, weight, linear.bias), weight.is_cuda),
-            _milliseconds(lambda: linear(quantized), weight.is_cuda),
-        )
 
 
 def _milliseconds(work: Callable[[], object], on_gpu: bool) -> float:
