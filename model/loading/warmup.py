@@ -121,7 +121,7 @@ def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: D
     plan = runner.plan(replace(params, num_inference_steps=min(outer.first + outer.last + _STEPS, _MAX_STEPS)))
     batches = _batches(model.engines[UNET], height, width, loop.capacity)
     counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
-    if len(counts) == 1:
+    if len(counts) <= 1:
         return  # a smaller batch would take as long
     [image] = plan.images()
     runner.advance(plan, image)
