@@ -90,7 +90,7 @@ def last_error(log: tensorrt.ILogger) -> str:
 class Plan:
     """A deserialized plan. A GPU must be present: without one the library ends the process."""
 
-    def __init__(self, module: ModuleType, data: Buffer, name: str, library_title: str = "TensorRT") -> None:
+    def __init__(self, module: ModuleType, data: Buffer, name: str, title: str = "TensorRT") -> None:
         """Deserialize `data`, whose digest must have been verified. `name`: the component; both names are for messages.
 
         Raises PlanError if the plan is of another GPU or version, or damaged. TensorRT-RTX can report the reason from
@@ -102,7 +102,7 @@ class Plan:
             trt = module
         self.module = module
         self.name = name
-        self.library_title = library_title
+        self.title = title
         self.log = make_logger(module)
         self._runtime = trt.Runtime(self.log)  # must outlive the engine
         if reasons := _invalidity(module, self._runtime, self.log, data):
@@ -298,7 +298,7 @@ class Execution:
         if not accepted:
             self._shapes.clear()  # set them again: the context's state is unknown
             plan = self._plan
-            raise EngineError(f"{plan.library_title} refused the {refused} of {plan.name}: {plan.last_error()}.", "")
+            raise EngineError(f"{plan.title} refused the {refused} of {plan.name}: {plan.last_error()}.", "")
 
 
 def _workspace_bytes(engine: Any, profile: int) -> int:
