@@ -40,7 +40,7 @@ class Quantization:
     def fp16_steps(self) -> Fp16Steps | None:
         """The steps that run in fp16, or None if there are none."""
         steps = self.policy.fp16_steps
-        return steps if steps.first or steps.last else None
+        return steps if steps.exist else None
 
     def apply(self, network: Network) -> tuple[Network, list[QuantizedLayer]]:
         """Return a UNet, or a variant of one, in FP8, and its quantized layers. The given network is not changed.

@@ -6,18 +6,19 @@ percentile = 0.9999                          # of clip = "percentile"
 fp16_steps = { first = 2, last = 1 }         # of each image, on each UNet
 """
 
+import tomllib
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from engine_builder.files import read_file
 from engine_builder.quantization.ranges import ScaleRule
-from engine_builder.quantization.toml_file import read_toml
 from model.errors import PreheatError
 from model.store.manifest import Fp16Steps
-from model.validation import StrictModel
+from model.validation import StrictModel, explain
 
 
 class BadPolicy(PreheatError):
@@ -41,7 +42,13 @@ class Policy(StrictModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a policy file. Raises BadPolicy."""
-        return read_toml(path, cls, BadPolicy, "a policy")
+        try:
+            return cls.model_validate(tomllib.loads(read_file(path).decode()))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise BadPolicy(f"{path} is not a policy ({error}).") from error
+        except ValidationError as error:
+            problem = explain(error, cls)[0]
+            raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
 
     def select(self, layers: Iterable[str]) -> list[str]:
         """Return the layers that are quantized."""

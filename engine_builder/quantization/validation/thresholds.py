@@ -4,15 +4,16 @@ min_latents_decibels_median = 20.0
 max_true_loss_points = 1.0
 """
 
+import tomllib
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from engine_builder.quantization.toml_file import read_toml
+from engine_builder.files import read_file
 from engine_builder.quantization.validation.report import ValidationReport
 from model.errors import PreheatError
-from model.validation import StrictModel
+from model.validation import StrictModel, explain
 
 Distance = Annotated[float, Field(ge=0, le=1)]
 
@@ -48,7 +49,13 @@ class Thresholds(StrictModel):
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file of thresholds. Raises BadThresholds."""
-        return read_toml(path, cls, BadThresholds, "a file of thresholds")
+        try:
+            return cls.model_validate(tomllib.loads(read_file(path).decode()))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise BadThresholds(f"{path} is not a file of thresholds ({error}).") from error
+        except ValidationError as error:
+            problem = explain(error, cls)[0]
+            raise BadThresholds(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
 
 
 def violations(report: ValidationReport, thresholds: Thresholds) -> list[str]:
