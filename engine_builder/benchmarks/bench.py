@@ -158,8 +158,11 @@ def encode_all(images: Iterable[Pixels], params: GenerationParams) -> None:
 
 def precision_of(loaded: Loaded) -> str:
     """Return the precision in a row: the dtype of the base UNet's output, or the name of an 8-bit precision."""
-    is_quantized = loaded.precision != loaded.precision.unquantized
-    return str(loaded.precision) if is_quantized else loaded.model.engines[UNET].signature.outputs[0].dtype
+    return (
+        str(loaded.precision)
+        if loaded.precision.is_quantized
+        else loaded.model.engines[UNET].signature.outputs[0].dtype
+    )
 
 
 def timed_row(

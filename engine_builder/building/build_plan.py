@@ -149,7 +149,7 @@ class BuildPlan:
             reader,
             plain=self.tensorrt is not None,
         )
-        if precision == precision.unquantized:
+        if not precision.is_quantized:
             return network
         assert self.quantization is not None
         return self.quantization.apply(network)[0]

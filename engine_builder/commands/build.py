@@ -184,7 +184,7 @@ def parse_plan(
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
-    if vae is not None and vae != vae.unquantized:
+    if vae is not None and vae.is_quantized:
         raise typer.BadParameter("fp8 is not supported for the VAE", param_hint="--vae-precision")
     if unet_precision == FP8 and target.device == "cpu":
         raise typer.BadParameter("fp8 needs an NVIDIA GPU, and this machine has none", param_hint="--precision")

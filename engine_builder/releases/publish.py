@@ -80,7 +80,7 @@ def publish(
 def check_fp16_steps(manifest: Manifest) -> None:
     """Raise MissingFp16Engines if the release runs steps in fp16 for which it lacks engines of an 8-bit UNet."""
     steps = manifest.fp16_steps
-    if steps is None or not (steps.first or steps.last):
+    if steps is None or not steps.exist:
         return
     in_fp16 = {(e.component, e.target, e.bucket) for e in manifest.engines if e.precision == FP16}
     for engine in quantized_engines(manifest):

@@ -31,7 +31,7 @@ class EmulatedEngines(PreheatError):
 
 def quantized_engines(manifest: Manifest) -> list[EngineRecord]:
     """Return the engines in an 8-bit precision."""
-    return [engine for engine in manifest.engines if engine.precision != engine.precision.unquantized]
+    return [engine for engine in manifest.engines if engine.precision.is_quantized]
 
 
 def require_validation(store: WritableStore, manifest: Manifest, thresholds: Thresholds, accept: bool) -> Manifest:
@@ -73,7 +73,7 @@ def _mismatches(manifest: Manifest, engines: list[EngineRecord], report: Validat
     allowed = {FP16.name} | {
         engine.precision.name
         for engine in manifest.engines
-        if (engine.component, engine.target) in replaced and engine.precision == engine.precision.unquantized
+        if (engine.component, engine.target) in replaced and not engine.precision.is_quantized
     }
     if report.reference not in allowed:
         names = " or ".join(sorted(allowed, reverse=True))

@@ -111,10 +111,10 @@ def select(
 
 def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision) -> Fp16Steps | None:
     """Return the steps of a UNet of this precision that run in fp16, or None if there are none."""
-    if unet == unet.unquantized:
+    if not unet.is_quantized:
         return None
     steps = manifest.fp16_steps if configured.fp16_steps is None else configured.fp16_steps
-    return steps if steps is not None and (steps.first or steps.last) else None
+    return steps if steps is not None and steps.exist else None
 
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:

@@ -194,7 +194,7 @@ class EngineRecord(_Record):
         Schema 2 added TensorRT-RTX, plans with weights and 8-bit engines.
         """
         plan = self.tensorrt
-        is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None or self.precision.unquantized != self.precision
+        is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None or self.precision.is_quantized
         return 2 if is_new or (plan and (plan.refit == "none" or plan.workspace_bytes is None)) else 1
 
     @property
@@ -324,6 +324,11 @@ class Fp16Steps(_Record):
 
     first: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = 0
     last: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = 0
+
+    @property
+    def exist(self) -> bool:
+        """True if there are such steps."""
+        return bool(self.first or self.last)
 
 
 class ReleaseSignature(_Record):

@@ -36,6 +36,11 @@ class Precision:
         """The precision of everything that is not quantized: FP16 for 8-bit precisions, otherwise this one."""
         return FP16 if self.storage in ("float8_e4m3fn", "int8") else self
 
+    @property
+    def is_quantized(self) -> bool:
+        """True for 8-bit precisions."""
+        return self.unquantized != self
+
     def __str__(self) -> str:
         return self.name
 

@@ -154,6 +154,10 @@ def measure_plan(work: Path, python: Path, component: str) -> tuple[list[float],
 
 
 def measure_engine(model: Path, work: Path, component: str, bucket: Bucket) -> tuple[list[float], dict[str, Any]]:
+    """Return the milliseconds of each run, and facts. The weights are on the GPU before `load_seconds` begin.
+
+    A plan's `load_seconds` include its weights, so the two cannot be compared.
+    """
     network = load_network(Checkpoint(model), component, FP16, "cuda")
     inputs = inputs_of(network, bucket)
     package, constants = ((work / f"{component}.{suffix}").read_bytes() for suffix in ("pt2", "constants.json"))
