@@ -55,6 +55,14 @@ CAPABILITIES: Tests = {
         "tests/test_service.py::test_metrics_count_a_request",
         "tests/builder/test_replicas.py::test_recommends_the_cheapest_sufficient_setting",
     ),
+    "FP8": (
+        "tests/builder/test_calibration.py::test_calibrates_once",
+        "tests/builder/test_quantize.py::test_check_fp8_compares_pictures_and_writes_them",
+        "tests/builder/test_publish_validation.py::test_refuses_fp8_engines_without_a_validation",
+        "tests/builder/test_publish_validation.py::test_lists_every_violated_limit",
+        "tests/builder/test_fp8_build.py::test_deployment_chooses_the_precision",
+        "tests/builder/test_fp8_build.py::test_first_and_last_steps_run_in_fp16",
+    ),
     "TensorRT and ONNX": (
         "tests/builder/test_onnx_export.py::test_toy_in_fp16_equals_eager_pytorch",
         "tests/builder/test_onnx_export.py::test_pipeline_generates_aot_inductors_image",
