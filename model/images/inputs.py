@@ -1,0 +1,184 @@
+"""Images of a request: base64 text -> checked header -> pixels.
+
+`read_image` and `read_mask` check everything that the file's headers state, and decode no pixels. `decode_rgb` and
+`decode_mask` decode them. All four take milliseconds to a second: call them from a worker thread. Pillow releases the
+interpreter lock while it decodes. Each of them raises RequestRefused, which names the field.
+
+    image = read_image(request.image, "image")          # image.width, image.height: after the rotation by EXIF
+    mask = read_mask(request.masks[0].image, "masks.0.image", image)
+    pixels = decode_rgb(image)                           # uint8 [image.height, image.width, 3]
+    repainted = decode_mask(mask)                        # uint8 [image.height, image.width], 255 is repainted
+
+`model.images.fit` resizes the pixels to the requested size.
+"""
+
+import binascii
+import io
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from model.errors import RequestRefused
+from model.images.containers import Container, InvalidFile, read_container
+from model.validation import format_value
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3] of an image, [height, width] of a mask
+
+MAX_FILE_BYTES = 32 * 2**20
+MAX_INPUT_PIXELS = 32_000_000
+MAX_INPUT_SIDE = 16_384  # pixels
+_ACCEPTED = "base64 or a data: URL of a PNG, JPEG or WebP file"
+_DATA_URL = re.compile(r"data:image/(png|jpeg|webp);base64,", re.IGNORECASE | re.ASCII)
+_MAX_PREFIX_CHARACTERS = 64  # of the text before the base64 of a data: URL
+# EXIF orientation -> the operation that turns the stored pixels upright, as in PIL.ImageOps.exif_transpose.
+_TRANSPOSITIONS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_FIRST_ROTATED = 5  # orientations 5 to 8 exchange width and height
+
+
+@dataclass(frozen=True)
+class InputImage:
+    """An image or a mask of a request, with a checked header. `width` and `height` are those of the upright image."""
+
+    field: str
+    width: int
+    height: int
+    container: Container
+
+
+def read_image(data: str, field: str) -> InputImage:
+    """Decode base64 or a `data:` URL, and check the file's headers. No pixel is decoded.
+
+    Raises RequestRefused for text that is not strict base64, a file of more than 32 MiB, another format than PNG, JPEG
+    or WebP, a media type that differs from the file, an animation, a truncated file, more than 32 megapixels, and a
+    side of more than 16,384 pixels.
+    """
+    file, media_type = _decode_base64(data, field)
+    try:
+        container = read_container(file)
+    except InvalidFile as error:
+        raise RequestRefused(field, f"the file {error}. Send {_ACCEPTED}.") from error
+    if media_type not in (None, container.format):
+        raise RequestRefused(
+            field,
+            f"the data: URL states image/{media_type}, but the file is image/{container.format}. Correct the media "
+            "type.",
+        )
+    width, height = container.width, container.height
+    if not width or not height:
+        raise RequestRefused(field, f"the image has {width} x {height} pixels. Send at least 1 x 1.")
+    if width * height > MAX_INPUT_PIXELS or max(width, height) > MAX_INPUT_SIDE:
+        raise RequestRefused(
+            field,
+            f"the image has {width} x {height} pixels. At most {MAX_INPUT_PIXELS // 10**6} megapixels are accepted, "
+            f"and {MAX_INPUT_SIDE} pixels on each side.",
+        )
+    if container.animated:
+        raise RequestRefused(field, "the image is animated. Send a single frame.")
+    if container.orientation >= _FIRST_ROTATED:
+        width, height = height, width
+    return InputImage(field, width, height, container)
+
+
+def read_mask(data: str, field: str, image: InputImage) -> InputImage:
+    """Read a mask of `image`, like `read_image`. Raises RequestRefused also if their sizes differ."""
+    mask = read_image(data, field)
+    if (mask.width, mask.height) != (image.width, image.height):
+        raise RequestRefused(
+            field,
+            f"the mask has {mask.width} x {mask.height} pixels, the image {image.width} x {image.height}. Send a mask "
+            "of the image's size.",
+        )
+    return mask
+
+
+def decode_rgb(image: InputImage) -> Pixels:
+    """Decode to RGB, uint8 [height, width, 3], upright.
+
+    Transparent pixels are blended with white. 16-bit values are divided by 256. Grey, palette and CMYK are converted
+    by Pillow. Colour profiles and gamma are ignored, as by diffusers' `load_image`. Raises RequestRefused for data
+    that cannot be decoded. libjpeg repairs some damage within a JPEG, and this is not detected.
+    """
+    return np.asarray(_decode(image, background="white").convert("RGB"))
+
+
+def decode_mask(mask: InputImage) -> Pixels:
+    """Decode to luma (ITU-R 601), uint8 [height, width], upright.
+
+    Transparent pixels are blended with black, so they are not repainted. Raises RequestRefused like `decode_rgb`.
+    """
+    return np.asarray(_decode(mask, background="black").convert("L"))
+
+
+def _decode_base64(data: str, field: str) -> tuple[bytes, str | None]:
+    """Return the file, and the media subtype if `data` is a `data:` URL."""
+    prefix, media_type = data[:_MAX_PREFIX_CHARACTERS], None
+    if url := _DATA_URL.match(prefix):
+        media_type, data = url[1].lower(), data[url.end() :]
+    elif re.match(r"\w+:", prefix):
+        shown = format_value(prefix.partition(",")[0])
+        raise RequestRefused(field, f"got {shown}. Expected {_ACCEPTED}; other URLs are not fetched.")
+    if not data:
+        raise RequestRefused(field, f"got an empty text. Expected {_ACCEPTED}.")
+    size = len(data) * 3 // 4 - data[-2:].count("=")
+    if size > MAX_FILE_BYTES:
+        raise RequestRefused(
+            field, f"the file has {size / 2**20:.1f} MiB. At most {MAX_FILE_BYTES // 2**20} MiB are accepted."
+        )
+    try:
+        return binascii.a2b_base64(data, strict_mode=True), media_type
+    except ValueError as error:  # binascii.Error, or a character outside ASCII
+        raise RequestRefused(
+            field,
+            f"the text is not base64 ({error}). Expected {_ACCEPTED}, in the standard alphabet, padded, without line "
+            "breaks.",
+        ) from error
+
+
+def _decode(image: InputImage, background: str) -> Image.Image:
+    """Decode an image, upright, in an opaque mode with 8 bits: 1, L, P, RGB or CMYK."""
+    container = image.container
+    try:
+        with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
+            if decoded.size != (container.width, container.height):
+                raise InvalidFile("is damaged: its headers state different sizes")
+            decoded.load()
+            opaque = _flatten(_to_8_bits(decoded), background)
+    except InvalidFile as error:
+        raise RequestRefused(image.field, f"the file {error}.") from error
+    except Exception as error:
+        # Pillow raises many types for damaged data. Its texts may repeat parts of the file, so they are not shown.
+        raise RequestRefused(
+            image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
+        ) from error
+    transposition = _TRANSPOSITIONS.get(container.orientation)
+    return opaque if transposition is None else opaque.transpose(transposition)
+
+
+def _to_8_bits(image: Image.Image) -> Image.Image:
+    if image.mode != "I;16":  # 16 bits and grey; Pillow itself reduces other PNGs of 16 bits, by their high bytes
+        return image
+    levels = np.asarray(image)
+    grey = Image.fromarray((levels >> 8).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _flatten(image: Image.Image, background: str) -> Image.Image:
+    if not image.has_transparency_data:
+        return image
+    with_alpha = image.convert("RGBA")
+    opaque = Image.new("RGB", image.size, background)
+    opaque.paste(with_alpha, mask=with_alpha)
+    return opaque

@@ -1,0 +1,379 @@
+"""Images of requests: base64 -> headers -> pixels. Files are written by Pillow, or by hand where it cannot."""
+
+import base64
+import io
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, ImageOps, PngImagePlugin
+
+from model.errors import RequestRefused
+from model.images.containers import MAX_JPEG_SCANS, MAX_PNG_CHUNKS, Container, read_container
+from model.images.inputs import MAX_FILE_BYTES, InputImage, decode_mask, decode_rgb, read_image, read_mask
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+WIDTH, HEIGHT = 48, 32
+ORIENTATION = 0x0112
+
+
+def picture(mode: str = "RGB", width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
+    """Return a smooth image without any symmetry."""
+    y, x = np.mgrid[:height, :width]
+    levels = np.stack([5 * x % 256, 7 * y % 256, (3 * x + 2 * y) % 256], axis=-1).astype(np.uint8)
+    return Image.fromarray(levels).convert(mode)
+
+
+def write(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format, **options)
+    return file.getvalue()
+
+
+def text(file: bytes) -> str:
+    return base64.b64encode(file).decode()
+
+
+def read(file: bytes) -> InputImage:
+    return read_image(text(file), "image")
+
+
+def pixels(file: bytes) -> np.ndarray[Any, Any]:
+    return decode_rgb(read(file))
+
+
+def refusal(call: Callable[[], object], field: str = "image") -> str:
+    with pytest.raises(RequestRefused) as refused:
+        call()
+    assert refused.value.field == field
+    assert len(str(refused.value)) < 400
+    return str(refused.value)
+
+
+def chunk(kind: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def insert_chunk(png: bytes, kind: bytes, data: bytes, before: bytes = b"IDAT") -> bytes:
+    at = png.index(before) - 4
+    return png[:at] + chunk(kind, data) + png[at:]
+
+
+def with_png_size(png: bytes, width: int, height: int) -> bytes:
+    return png[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + png[24:29]) + png[33:]
+
+
+def with_jpeg_size(jpeg: bytes, width: int, height: int) -> bytes:
+    at = jpeg.index(b"\xff\xc0")
+    return jpeg[: at + 5] + struct.pack(">HH", height, width) + jpeg[at + 9 :]
+
+
+def with_webp_size(webp: bytes, width: int, height: int) -> bytes:
+    extended = (
+        b"VP8X" + struct.pack("<II", 10, 0) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    )
+    body = b"WEBP" + extended + webp[12:]
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+SET_SIZE = {"PNG": with_png_size, "JPEG": with_jpeg_size, "WEBP": with_webp_size}
+
+
+# -- what is accepted -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "prefix", ["", "data:image/{};base64,", "DATA:IMAGE/{};BASE64,"], ids=["plain", "url", "upper"]
+)
+def test_decodes_what_pillow_decodes(format: str, prefix: str) -> None:
+    file = write(picture(), format)
+    image = read_image(prefix.format(format.lower()) + text(file), "image")
+    assert (image.width, image.height) == (WIDTH, HEIGHT)
+    decoded = decode_rgb(image)
+    assert decoded.dtype == np.uint8
+    np.testing.assert_array_equal(decoded, np.asarray(Image.open(io.BytesIO(file)).convert("RGB")))
+
+
+MODES = [("1", "PNG"), ("L", "PNG"), ("L", "JPEG"), ("P", "PNG"), ("CMYK", "JPEG"), ("L", "WEBP")]
+
+
+@pytest.mark.parametrize(("mode", "format"), MODES)
+def test_converts_modes_as_pillow(mode: str, format: str) -> None:
+    file = write(picture(mode), format)
+    expected = Image.open(io.BytesIO(file))
+    np.testing.assert_array_equal(pixels(file), np.asarray(expected.convert("RGB")))
+    np.testing.assert_array_equal(decode_mask(read(file)), np.asarray(expected.convert("L")))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_decodes_progressive_and_lossless_files(format: str) -> None:
+    file = write(picture(), format, progressive=True, lossless=True, compress_level=9)
+    np.testing.assert_array_equal(pixels(file), np.asarray(Image.open(io.BytesIO(file)).convert("RGB")))
+
+
+def test_divides_16_bit_values_by_256() -> None:
+    levels = np.linspace(0, 65535, WIDTH * HEIGHT).astype(np.uint16).reshape(HEIGHT, WIDTH)
+    file = write(Image.fromarray(levels))
+    for decoded in (pixels(file)[..., 1], decode_mask(read(file))):
+        np.testing.assert_array_equal(decoded, levels >> 8)
+
+
+def test_divides_16_bit_colours_by_256() -> None:
+    levels = np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(">u2")
+    rows = b"".join(b"\0" + row.tobytes() for row in levels)
+    header = struct.pack(">IIBBBBB", 6, 4, 16, 2, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND")
+    np.testing.assert_array_equal(pixels(file), levels >> 8)
+
+
+def transparent(mode: str) -> Image.Image:
+    """Return an image that is red, and transparent in its left half."""
+    image = Image.new("RGBA", (4, 2), (255, 0, 0, 255))
+    image.paste((255, 0, 0, 0), (0, 0, 2, 2))
+    return image if mode == "RGBA" else image.convert(mode)
+
+
+@pytest.mark.parametrize(("mode", "format"), [("RGBA", "PNG"), ("RGBA", "WEBP"), ("LA", "PNG")])
+def test_blends_transparent_pixels_with_white(mode: str, format: str) -> None:
+    decoded = pixels(write(transparent(mode), format, lossless=True))
+    assert (decoded[:, :2] == 255).all()
+    assert (decoded[:, 2:] == ((255, 0, 0) if mode == "RGBA" else 76)).all()
+
+
+def test_blends_by_alpha() -> None:
+    assert pixels(write(Image.new("RGBA", (1, 1), (0, 0, 0, 51)))).tolist() == [[[204, 204, 204]]]
+
+
+@pytest.mark.parametrize("grey_levels", [8, 16])
+def test_blends_the_transparent_colour_with_white(grey_levels: int) -> None:
+    levels = np.full((2, 4), 7 << (grey_levels - 8), np.uint16 if grey_levels == 16 else np.uint8)
+    levels[:, 2:] = 90 << (grey_levels - 8)
+    file = write(Image.fromarray(levels))
+    file = insert_chunk(file, b"tRNS", struct.pack(">H", int(levels[0, 0])))
+    assert pixels(file)[0, :, 0].tolist() == [255, 255, 90, 90]
+
+
+def test_does_not_repaint_transparent_pixels_of_a_mask() -> None:
+    mask = Image.new("RGBA", (4, 2), (255, 255, 255, 255))
+    mask.paste((255, 255, 255, 0), (0, 0, 2, 2))
+    assert decode_mask(read(write(mask)))[0].tolist() == [0, 0, 255, 255]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turns_images_upright(format: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    file = write(picture(), format, exif=exif)
+    image = read(file)
+    assert (image.width, image.height) == ((HEIGHT, WIDTH) if orientation >= 5 else (WIDTH, HEIGHT))
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
+    np.testing.assert_array_equal(decode_rgb(image), np.asarray(expected))
+
+
+def test_reads_big_endian_exif_after_the_pixels() -> None:
+    exif = b"MM\0*" + struct.pack(">IHHHIHH", 8, 1, ORIENTATION, 3, 1, 6, 0)
+    image = read(insert_chunk(write(picture()), b"eXIf", exif, before=b"IEND"))
+    assert (image.width, image.height) == (HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("exif", [b"", b"II*\0", b"II*\0\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff", b"nonsense"])
+def test_ignores_damaged_exif(exif: bytes) -> None:
+    image = read(insert_chunk(write(picture()), b"eXIf", exif))
+    assert (image.width, image.height) == (WIDTH, HEIGHT)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pixel_data_has_no_metadata(format: str) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION], exif[0x010E] = 3, "private description"
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    options: dict[str, Any] = {"exif": exif, "icc_profile": profile}
+    if format == "PNG":
+        info = PngImagePlugin.PngInfo()
+        info.add_text("comment", "private text", zip=True)
+        options["pnginfo"] = info
+    if format == "JPEG":
+        options["comment"] = "private text"
+    file = write(picture(), format, **options) + b"trailing"
+    assert b"private description" in file
+    kept = read_container(file).pixel_data
+    assert len(kept) < len(file) - 200 and b"private" not in kept and not kept.endswith(b"trailing")
+    with Image.open(io.BytesIO(kept)) as image:
+        image.load()
+        assert not {"exif", "icc_profile", "comment"} & image.info.keys()
+
+
+def test_accepts_a_jpeg_with_further_images() -> None:
+    """A phone's JPEG (MPO) holds its main image, then others."""
+    file = write(picture(), "MPO", save_all=True, append_images=[picture().rotate(180)])
+    first = write(picture(), "JPEG")
+    np.testing.assert_array_equal(pixels(file), pixels(first))
+
+
+def test_accepts_fill_bytes_before_a_jpeg_marker() -> None:
+    file = write(picture(), "JPEG")
+    at = file.index(b"\xff\xdb")
+    np.testing.assert_array_equal(pixels(file[:at] + b"\xff" * 9 + file[at:]), pixels(file))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("", "got an empty text"),
+        ("data:image/png;base64,", "got an empty text"),
+        ("not base64!", "the text is not base64"),
+        ("é" * 8, "the text is not base64"),
+        ("iVBORw0KGgo", "the text is not base64"),
+        ("iVBO\nRw0K", "without line breaks"),
+        ("iVBORw0KGgo====", "the text is not base64"),
+        ("https://example.com/cat.png", 'got "https://example.com/cat.png"'),
+        ("data:image/gif;base64,R0lGODlh", 'got "data:image/gif;base64"'),
+        ("data:image/png,abc", 'got "data:image/png"'),
+        ("R0lGODlhAQABAAAAACw=", "is not PNG, JPEG or WebP"),
+        (text(b"x"), "is not PNG, JPEG or WebP"),
+    ],
+)
+def test_refuses_text_that_is_no_image(data: str, message: str) -> None:
+    assert message in refusal(lambda: read_image(data, "masks.2.image"), "masks.2.image")
+
+
+def test_refuses_another_media_type_than_the_files() -> None:
+    data = "data:image/jpeg;base64," + text(write(picture()))
+    assert "states image/jpeg, but the file is image/png" in refusal(lambda: read_image(data, "image"))
+
+
+@pytest.mark.parametrize("excess", [0, 1, 2, 3])
+def test_refuses_more_than_32_mib(excess: int) -> None:
+    data = text(bytes(MAX_FILE_BYTES + excess))
+    message = refusal(lambda: read_image(data, "image"))
+    assert ("At most 32 MiB" in message) is (excess > 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("size", [(100_000, 100_000), (20_000, 2), (2, 20_000), (6_000, 6_000)], ids=str)
+def test_refuses_large_sizes_by_their_header(format: str, size: tuple[int, int]) -> None:
+    if format == "JPEG" and max(size) > 65_535:
+        size = (65_535, 65_535)
+    message = refusal(lambda: read(SET_SIZE[format](write(picture(), format), *size)))
+    assert f"{size[0]} x {size[1]} pixels. At most 32 megapixels" in message
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG"])
+@pytest.mark.parametrize("size", [(0, 5), (5, 0)], ids=str)
+def test_refuses_an_image_without_pixels(format: str, size: tuple[int, int]) -> None:
+    assert "Send at least 1 x 1" in refusal(lambda: read(SET_SIZE[format](write(picture(), format), *size)))
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_refuses_animations(format: str) -> None:
+    file = write(picture(), format, save_all=True, append_images=[picture().rotate(180)])
+    assert "animated" in refusal(lambda: read(file))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_refuses_every_truncation(format: str) -> None:
+    """A file that lacks its last bytes is refused by its headers, or when its pixels are decoded."""
+    file = write(picture(), format)
+    for length in range(1, len(file)):
+        assert refusal(lambda length=length: pixels(file[:length]))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_refuses_pixels_that_end_early(format: str) -> None:
+    """The headers state more pixels than the file has. libjpeg fills up a JPEG with grey, and does not report it."""
+    file = SET_SIZE[format](write(picture(), format), 4_000, 4_000)
+    image = read(file)
+    assert "damaged" in refusal(lambda: decode_rgb(image))
+
+
+def test_refuses_damaged_compressed_data() -> None:
+    file = bytearray(write(picture()))
+    file[file.index(b"IDAT") + 20] ^= 0xFF
+    image = read(bytes(file))
+    assert "truncated or damaged" in refusal(lambda: decode_rgb(image))
+
+
+def test_refuses_an_arithmetic_jpeg() -> None:
+    file = write(picture(), "JPEG").replace(b"\xff\xc0", b"\xff\xc9", 1)
+    assert "lossless or arithmetic" in refusal(lambda: read(file))
+
+
+def test_refuses_a_mask_of_another_size() -> None:
+    image = read(write(picture()))
+    data = text(write(picture("L", HEIGHT, WIDTH)))
+    message = refusal(lambda: read_mask(data, "masks.0.image", image), "masks.0.image")
+    assert "the mask has 32 x 48 pixels, the image 48 x 32" in message
+
+
+def test_compares_upright_sizes_of_mask_and_image() -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    image = read(write(picture(), "JPEG", exif=exif))
+    assert read_mask(text(write(picture("L", HEIGHT, WIDTH))), "masks.0.image", image).width == HEIGHT
+
+
+# -- bombs ------------------------------------------------------------------------------------------------------------
+
+
+def container(file: bytes) -> Container:
+    return read(file).container
+
+
+@pytest.mark.parametrize("kind", [b"zTXt", b"iCCP"])
+def test_does_not_expand_compressed_metadata(kind: bytes) -> None:
+    bomb = b"a\0\0" + zlib.compress(bytes(64 * 2**20))
+    file = insert_chunk(write(picture()), kind, bomb)
+    assert len(container(file).pixel_data) < len(file) - len(bomb)
+    np.testing.assert_array_equal(pixels(file), np.asarray(picture()))
+
+
+def test_does_not_read_exif_entries_that_overlap() -> None:
+    """65,535 entries that each refer to the same large value: Pillow copies it for each."""
+    entries = b"".join(struct.pack("<HHII", tag, 7, 10_000, 8) for tag in range(0x200, 0x1000))
+    exif = b"II*\0" + struct.pack("<IH", 8, 0xE00) + entries
+    file = write(picture(), "JPEG")
+    for _ in range(3):
+        file = file[:2] + b"\xff\xe1" + struct.pack(">H", len(exif) + 8) + b"Exif\0\0" + exif + file[2:]
+    assert b"Exif" not in container(file).pixel_data
+    assert pixels(file).shape == (HEIGHT, WIDTH, 3)
+
+
+def test_limits_the_chunks_of_a_png() -> None:
+    file = write(picture())
+    at = file.index(b"IDAT") - 4
+    assert "chunks" in refusal(lambda: read(file[:at] + chunk(b"tEXt") * MAX_PNG_CHUNKS + file[at:]))
+
+
+def test_limits_the_segments_of_a_jpeg() -> None:
+    file = write(picture(), "JPEG")
+    assert "segments" in refusal(lambda: read(file[:2] + b"\xff\xfe\0\x02" * 2_000 + file[2:]))
+
+
+def test_limits_the_scans_of_a_jpeg() -> None:
+    file = write(picture(), "JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    assert "scans" in refusal(lambda: read(file[:-2] + scan * MAX_JPEG_SCANS + file[-2:]))
+    assert pixels(file[:-2] + scan * 3 + file[-2:]).shape
+
+
+def test_limits_the_chunks_of_a_webp() -> None:
+    file = write(picture(), "WEBP")
+    body = file[8:] + b"JUNK\0\0\0\0" * 1_000
+    assert "chunks" in refusal(lambda: read(b"RIFF" + struct.pack("<I", len(body)) + body))
+
+
+def test_reads_a_long_run_of_fill_bytes_once() -> None:
+    """A search that starts again at each byte would take hours."""
+    file = write(picture(), "JPEG")
+    at = file.index(b"\xff\xdb")
+    filler = b"\xff" * 2**24
+    for altered in (file[:at] + filler + file[at:], file[:-2] + filler + b"\0" + file[-2:]):
+        assert container(altered).width == WIDTH
