@@ -1,0 +1,133 @@
+"""Blending generated pixels with the input's, on small images whose result is known."""
+
+import io
+
+import numpy as np
+import pytest
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from model.images.encode import encode
+from model.images.postprocess import Pixels, color_match, composite, dilate, feather, union, upscale
+from tests.support.images import largest_difference
+
+SIZE = 96
+
+
+def noise(seed: int, low: int = 0, high: int = 256) -> Pixels:
+    return np.random.default_rng(seed).integers(low, high, (SIZE, SIZE, 3), np.uint8)
+
+
+def square(begin: int = 36, end: int = 60) -> Pixels:
+    mask = np.zeros((SIZE, SIZE), np.uint8)
+    mask[begin:end, begin:end] = 255
+    return mask
+
+
+# -- feather ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("radius", [1, 4, 7.5])
+def test_blurs_a_mask_as_diffusers(radius: float) -> None:
+    blurred = feather(square(), radius)
+    np.testing.assert_array_equal(blurred, np.asarray(VaeImageProcessor.blur(Image.fromarray(square()), radius)))
+    assert blurred[48, 48] >= 200 and blurred[0, 0] == 0 and 100 < blurred[48, 36] < 200
+
+
+def test_no_feather_changes_nothing() -> None:
+    mask = square()
+    assert feather(mask, 0) is mask
+
+
+# -- composite --------------------------------------------------------------------------------------------------------
+
+
+def test_keeps_the_inputs_pixels_outside_the_mask() -> None:
+    generated, original, mask = noise(0), noise(1), square()
+    mask[0, 0], mask[1, 1] = 1, 254
+    image = composite(generated, original, mask)
+    np.testing.assert_array_equal(image[mask == 0], original[mask == 0])
+    np.testing.assert_array_equal(image[mask == 255], generated[mask == 255])
+    assert (image[36:60, 36:60] != original[36:60, 36:60]).any()
+
+
+def test_blends_by_the_mask() -> None:
+    levels = np.arange(256, dtype=np.uint8)[None].repeat(2, axis=0)
+    generated, original = np.full((2, 256, 3), 200, np.uint8), np.full((2, 256, 3), 40, np.uint8)
+    image = composite(generated, original, levels)
+    expected = np.rint(40 + 160 * levels.astype(float) / 255)
+    np.testing.assert_array_equal(image[..., 0], expected)
+
+
+def test_a_png_keeps_the_inputs_pixels() -> None:
+    original, mask = noise(1), square()
+    image = composite(noise(0), original, mask)
+    read = np.asarray(Image.open(io.BytesIO(encode(image, "png", 95))))
+    np.testing.assert_array_equal(read[mask == 0], original[mask == 0])
+
+
+def test_union_is_the_maximum() -> None:
+    np.testing.assert_array_equal(union([square(0, 10), square(50, 60), square(5, 20)]) > 0,
+                                  (square(0, 10) > 0) | (square(50, 60) > 0) | (square(5, 20) > 0))  # fmt: skip
+
+
+# -- color_match ------------------------------------------------------------------------------------------------------
+
+
+def test_undoes_a_shift_of_the_colours() -> None:
+    """The generated image is the input with other contrast and brightness in each channel."""
+    original = noise(0, 60, 200)
+    shifted = np.clip(np.rint((original - 128.0) * (0.8, 1.0, 1.2) + (120, 140, 128)), 0, 255).astype(np.uint8)
+    assert largest_difference(shifted, original) > 20
+    assert largest_difference(color_match(shifted, original, square()), original) <= 1
+
+
+def test_matches_the_ring_and_not_the_whole_image() -> None:
+    """Pixels far from the mask, and those under it, do not count."""
+    mask = square(44, 52)
+    original = noise(0, 100, 140)
+    generated = original + 30
+    ring = dilate(mask > 0, 32) & (mask == 0)
+    assert 0.1 < ring.mean() < 0.9
+    generated[~ring] = 7
+    matched = color_match(generated.astype(np.uint8), original, mask)
+    assert largest_difference(matched[ring], original[ring]) <= 1
+
+
+def test_limits_the_change_of_contrast() -> None:
+    original, generated = noise(0, 0, 256), noise(0, 126, 131)
+    matched = color_match(generated, original, square())
+    assert np.ptp(matched[..., 0]) <= 2 * np.ptp(generated[..., 0]) + 1
+
+
+def test_shifts_flat_colours() -> None:
+    original, generated = np.full((SIZE, SIZE, 3), 90, np.uint8), np.full((SIZE, SIZE, 3), 100, np.uint8)
+    assert (color_match(generated, original, square()) == 90).all()
+
+
+@pytest.mark.parametrize("mask", [np.full((SIZE, SIZE), 255, np.uint8), np.zeros((SIZE, SIZE), np.uint8)])
+def test_changes_nothing_without_surroundings(mask: Pixels) -> None:
+    generated = noise(0)
+    np.testing.assert_array_equal(color_match(generated, noise(1), mask), generated)
+
+
+@pytest.mark.parametrize("distance", [0, 1, 5, 200])
+def test_dilates_by_a_square(distance: int) -> None:
+    bits = np.zeros((20, 30), np.bool_)
+    bits[3, 4] = bits[19, 29] = True
+    expected = np.zeros_like(bits)
+    for y, x in ((3, 4), (19, 29)):
+        expected[max(0, y - distance) : y + distance + 1, max(0, x - distance) : x + distance + 1] = True
+    np.testing.assert_array_equal(dilate(bits, distance), expected)
+
+
+# -- upscale ----------------------------------------------------------------------------------------------------------
+
+
+def test_doubles_the_size_by_lanczos() -> None:
+    pixels = noise(0)[:40]
+    image = upscale(pixels, 2)
+    assert image.shape == (80, 2 * SIZE, 3)
+    expected = Image.fromarray(pixels).resize((2 * SIZE, 80), Image.Resampling.LANCZOS)
+    np.testing.assert_array_equal(image, np.asarray(expected))
+    assert upscale(pixels, 1) is pixels
