@@ -60,7 +60,7 @@ class InputRange:
     def percentile(self, share: float) -> float:
         """Return an upper bound of the smallest value that at least `share` of the counted values do not exceed."""
         cumulative = self.counts.cumsum(0)
-        rank = torch.searchsorted(cumulative, torch.tensor(share * float(cumulative[-1]), dtype=torch.float64))
+        rank = torch.searchsorted(cumulative, cumulative[-1:].double() * share)
         return min(float(bin_edges()[int(rank) + 1]), self.absolute_maximum)
 
     def clip(self, rule: ScaleRule, share: float = 0.9999) -> float:
