@@ -9,6 +9,7 @@ from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.shapes import bind_shapes
+from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.spec import SDXL, find_component
 from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
 from model.store.store import Store
@@ -42,7 +43,8 @@ def record_real_inputs(
             prompt=_PROMPT, negative_prompt="", width=width, height=height, num_inference_steps=4, seed=0,
             use_refiner=facts.refiner is not None, denoising_frac=0.5,
         )  # fmt: skip
-        generate_eagerly(model, request)
+        [pixels] = generate_eagerly(model, request)
+        encode_pixels(model, to_pixels(torch.from_numpy(pixels).to(device)))
     # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
     return {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
 

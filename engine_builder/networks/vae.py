@@ -1,4 +1,4 @@
-"""SDXL's VAE decoder as one network, with the arithmetic of diffusers' `AutoencoderKL`."""
+"""SDXL's VAE encoder and decoder, each as one network, with the arithmetic of diffusers' `AutoencoderKL`."""
 
 from typing import Any
 
@@ -14,6 +14,29 @@ from engine_builder.networks.blocks import (
     tokens_to_pixels,
     upsample,
 )
+
+
+class VaeEncoderNetwork(nn.Module):
+    """Pixels in [-1, 1], [batch, 3, height, width] -> moments [batch, 2 * channels, height/8, width/8].
+
+    The moments are the mean of the latents' normal distribution and then the logarithm of its variance.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.encoder: Any = vae.encoder
+        self.quant_conv: nn.Module = getattr(vae, "quant_conv", None) or nn.Identity()
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
+        encoder = self.encoder
+        hidden = encoder.conv_in(pixels)
+        for down in encoder.down_blocks:
+            for block in down.resnets:
+                hidden = resnet(block, hidden)
+            for downsampler in down.downsamplers or ():
+                hidden = downsampler.conv(F.pad(hidden, (0, 1, 0, 1)))
+        hidden = _middle(encoder.mid_block, hidden)
+        return (self.quant_conv(encoder.conv_out(F.silu(group_norm(encoder.conv_norm_out, hidden)))),)
 
 
 class VaeDecoderNetwork(nn.Module):
@@ -32,17 +55,21 @@ class VaeDecoderNetwork(nn.Module):
 
     def forward(self, latents: Tensor) -> tuple[Tensor, ...]:
         decoder = self.decoder
-        hidden = decoder.conv_in(self.post_quant_conv(latents))
-        middle = decoder.mid_block
-        hidden = resnet(middle.resnets[0], hidden)
-        for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
-            hidden = resnet(block, _attention(attention, hidden))
+        hidden = _middle(decoder.mid_block, decoder.conv_in(self.post_quant_conv(latents)))
         for up in decoder.up_blocks:
             for block in up.resnets:
                 hidden = resnet(block, hidden)
             for upsampler in up.upsamplers or ():
                 hidden = upsample(upsampler, hidden)
         return (decoder.conv_out(F.silu(group_norm(decoder.conv_norm_out, hidden))),)
+
+
+def _middle(middle: Any, hidden: Tensor) -> Tensor:
+    """Run the middle block, on [batch, channels, height/8, width/8]."""
+    hidden = resnet(middle.resnets[0], hidden)
+    for attention, block in zip(middle.attentions, middle.resnets[1:], strict=True):
+        hidden = resnet(block, _attention(attention, hidden))
+    return hidden
 
 
 def _attention(attention: Any, hidden: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from engine_builder.networks.unet import (
     UnetTextNetwork,
     UnetTimeNetwork,
 )
-from engine_builder.networks.vae import VaeDecoderNetwork
+from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,6 @@ WRAPPERS = {
     "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
+    "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),
     "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
 }

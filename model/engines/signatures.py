@@ -100,6 +100,15 @@ def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
     )
 
 
+def vae_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Pixels in [-1, 1], [batch, 3, height, width] -> mean and log variance of the latents, one after the other."""
+    moments = (widths.latents[0], 2 * widths.latent_channels, *widths.latents[2:])
+    return Signature(
+        inputs=(TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width")),),
+        outputs=(TensorSpec(name="moments", dtype=dtype, shape=moments),),
+    )
+
+
 def vae_decoder_signature(widths: Widths, dtype: Dtype) -> Signature:
     """Latents divided by the scaling factor -> pixels in [-1, 1], [batch, 3, height, width]."""
     return Signature(

@@ -209,7 +209,8 @@ def request_milliseconds(
     step = min((time for time in (one_call, two_calls) if time is not None), default=None)
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the
     # negative prompt. All timesteps fit into one call of unet_time, whose buckets are larger than 2.
-    other_specs = [spec for spec in components_of(["base"]) if spec.name in components and spec.phase != "step"]
+    other_specs = [spec for spec in components_of(["base"]) if spec.phase != "step" and not spec.optional]
+    other_specs = [spec for spec in other_specs if spec.name in components]
     other_times = [median(spec.name, batch=1 if spec.batch_unit == "image" else 2) for spec in other_specs]
     before_and_after = _sum_if_known(other_times)
     return None if step is None or before_and_after is None else before_and_after + _COMPARED_STEPS * step

@@ -85,6 +85,7 @@ def select(
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
+    names += optional_components(manifest, target, wanted)
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if fp16_steps is not None:
@@ -119,7 +120,7 @@ def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """Return the components that serving this release needs. Raises MissingComponent naming those that it lacks."""
-    names = tuple(spec.name for spec in components_of(model_parts(manifest.has_refiner)))
+    names = tuple(spec.name for spec in components_of(model_parts(manifest.has_refiner)) if not spec.optional)
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
     missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
@@ -127,6 +128,12 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
     return names
+
+
+def optional_components(manifest: Manifest, target: str, precision: Precision | None = None) -> tuple[str, ...]:
+    """Return the optional components that the release has engines of for a target. `precision`: of the UNet."""
+    specs = [spec for spec in components_of(model_parts(manifest.has_refiner)) if spec.optional]
+    return tuple(spec.name for spec in specs if servable_engines(manifest, spec.name, target, precision))
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:

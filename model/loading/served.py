@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from model.denoising.sampler_names import check_steps, sampler_name
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
+from model.pipeline.spec import VAE_ENCODER
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
 from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
@@ -83,6 +84,9 @@ class ServedModel:
     sizes: SizeList | SizeRange
     has_refiner: bool
     defaults: Defaults
+    release: str = ""
+    encodes_images: bool = False
+    """True if the release has a VAE encoder, which requests with an image need."""
 
 
 def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> ServedModel:
@@ -108,7 +112,15 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> Serve
             f"loaded. {error}",
             "Build that size (`preheat build`), or add it to the config's buckets.",
         ) from error
-    return ServedModel(settings.native_width, settings.native_height, sizes, manifest.has_refiner, defaults)
+    return ServedModel(
+        settings.native_width,
+        settings.native_height,
+        sizes,
+        manifest.has_refiner,
+        defaults,
+        manifest.name,
+        encodes_images=VAE_ENCODER in selection.engines,
+    )
 
 
 def served_sizes(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from model.cuda.streams import SideStream
+from model.denoising.buffers import SAMPLE
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
@@ -39,13 +40,14 @@ class LoadedModel:
     """Pixels per step from which `efficient_batch` is derived for sizes that the warm-up did not measure."""
     text_stream: SideStream = field(init=False)
     first_text_stream: SideStream = field(init=False)
+    encode_stream: SideStream = field(init=False)
     decode_stream: SideStream = field(init=False)
-    """CUDA streams of text encoding (the first text encoder has its own) and decoding. An engine must always run on
-    the same stream."""
+    """CUDA streams of text encoding (the first text encoder has its own), and of encoding and decoding images. An
+    engine must always run on the same stream."""
 
     def __post_init__(self) -> None:
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
-        self.decode_stream = SideStream(self.device)
+        self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 
     def loop(self, unet: str, height: int, width: int) -> Loop:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""
@@ -55,6 +57,11 @@ class LoadedModel:
             if self.efficient_pixels is not None:
                 loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
         return self.loops[key]
+
+    def has_extra_channels(self, unet: str) -> bool:
+        """True if a UNet takes more channels than latents have: it was trained for inpainting."""
+        [sample] = [spec for spec in self.engines[unet].signature.inputs if spec.name == SAMPLE]
+        return sample.shape[1] != self.settings.latent_channels
 
     def step_networks(self, unet: str) -> StepNetworks:
         """Return the release's engines that run in each step of a UNet."""

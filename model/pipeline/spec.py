@@ -19,7 +19,7 @@ Phase = Literal["prompt", "request", "step", "image"]
 """A component runs once for each prompt, request, denoising step or finished image."""
 BatchUnit = Literal["text", "timestep", "cfg_half", "image"]
 """The unit of a component's batch. Only the last two have a height and a width."""
-Stream = Literal["first_text", "text", "denoising", "decoding"]
+Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 """The CUDA stream that a component runs on. Components of one stream never overlap."""
 
 
@@ -51,6 +51,7 @@ class ComponentSpec:
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
     variants: its further engines.
+    optional: true if releases may lack it. Requests that need it are then refused.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ComponentSpec:
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
     variants: tuple[Variant, ...] = ()
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ UNET_TIME = "unet_time"
 UNET = "unet"
 UNET_UNCONDITIONAL = "unet_unconditional"
 UNET_GUIDED = "unet_guided"
+VAE_ENCODER = "vae_encoder"
 VAE_DECODER = "vae_decoder"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
 REFINER_UNET_TEXT = "refiner_unet_text"
@@ -127,6 +130,10 @@ _COMPONENTS = (
         "text",
     ),
     *_unet_components("base", "", _CFG_VARIANTS),
+    ComponentSpec(
+        VAE_ENCODER, "base", "vae", "VaeEncoderNetwork", signatures.vae_encoder_signature, "request", "image",
+        "encoding", precision_rule="vae", optional=True,
+    ),
     ComponentSpec(
         VAE_DECODER, "base", "vae", "VaeDecoderNetwork", signatures.vae_decoder_signature, "image", "image", "decoding",
         precision_rule="vae",

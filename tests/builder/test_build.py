@@ -59,6 +59,8 @@ from tests.builder.helpers import (
 from tests.conftest import REPOSITORY
 from tests.support.reference import Reference
 
+VAE = ("vae_encoder", "vae_decoder")
+
 
 class BuildStarted(Exception):
     """Raised instead of the first step of a build."""
@@ -518,8 +520,8 @@ def test_vae_of_fp16_model_is_fp32_if_config_has_force_upcast(
 ) -> None:
     edit_json(folder_copy / "vae" / "config.json", force_upcast=force_upcast)
     plan = replace(plan_of(folder_copy, "other"), precision=precision, vae_precision=vae_precision)
-    assert plan.precision_of("vae_decoder") == expected
-    assert {plan.precision_of(name) for name in plan.components if name != "vae_decoder"} == {precision}
+    assert {plan.precision_of(name) for name in VAE} == {expected}
+    assert {plan.precision_of(name) for name in plan.components if name not in VAE} == {precision}
     line = first_line(plan, store_copy, capsys)
     assert remark in line and bool(remark) == ("VAE" in line)
 
@@ -527,9 +529,9 @@ def test_vae_of_fp16_model_is_fp32_if_config_has_force_upcast(
 def test_builds_and_serves_a_vae_of_another_precision(store_copy: WritableStore, toy_plan: BuildPlan) -> None:
     """The new VAE replaces the previous one: a release has one VAE per target."""
     result = build(replace(toy_plan, vae_precision=BF16), store_copy)
-    assert result.compiled == ("vae_decoder",)
-    assert {e.component for e in result.draft.engines if e.precision == BF16} == {"vae_decoder"}
-    assert {w.component for w in result.draft.weights if w.precision == BF16} == {"vae_decoder"}
+    assert result.compiled == VAE
+    assert {e.component for e in result.draft.engines if e.precision == BF16} == {*VAE}
+    assert {w.component for w in result.draft.weights if w.precision == BF16} == {*VAE}
     manifest, _ = publish(store_copy, "toy-sdxl")
     assert manifest.name == "toy-sdxl/2" and len(manifest.engines) == len(toy_plan.components)
 

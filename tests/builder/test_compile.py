@@ -15,6 +15,7 @@ from engine_builder.networks.network import Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.errors import EngineError
+from model.pipeline.spec import find_component
 from model.store.manifest import EngineRecord
 from model.store.precision import FP16, FP32
 from tests.builder.helpers import edit_weights, perturb
@@ -77,7 +78,7 @@ def test_engine_contains_no_tensor_bytes(component: str, toy_store: WritableStor
 
 @pytest.mark.parametrize("component", BASE_COMPONENTS)
 def test_engine_computes_with_the_mapped_weights(component: str, toy_store: WritableStore, folder_copy: Path) -> None:
-    subfolder = {"vae_decoder": "vae", "unet_text": "unet", "unet_time": "unet"}.get(component, component)
+    subfolder = find_component(component)[0].checkpoint_folder
     before = load_network(Checkpoint(folder_copy), component, FP32)
     edit_weights(folder_copy / subfolder, perturb)
     after = load_network(Checkpoint(folder_copy), component, FP32)

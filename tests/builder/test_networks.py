@@ -39,6 +39,7 @@ CLASSES = {
     "unet_text": (UNet2DConditionModel, "unet"),
     "unet_time": (UNet2DConditionModel, "unet"),
     "unet": (UNet2DConditionModel, "unet"),
+    "vae_encoder": (AutoencoderKL, "vae"),
     "vae_decoder": (AutoencoderKL, "vae"),
 }
 
@@ -93,7 +94,7 @@ def test_reads_fp16_weights_if_plain_ones_are_incomplete(component: str, folder_
 
 @pytest.mark.parametrize("subfolder", ["text_encoder", "text_encoder_2", "unet", "vae"])
 def test_tensors_have_the_checkpoints_names(subfolder: str, toy_folder: Path) -> None:
-    """Each tensor of a UNet belongs to one of its three components. Tensors in another form have other names."""
+    """Each tensor of a UNet or VAE belongs to one of its components. Tensors in another form have other names."""
     [file] = (toy_folder / subfolder).glob("*.safetensors")
     with safe_open(file, "pt") as checkpoint:
         names = {name.removeprefix("text_model.") for name in checkpoint.keys()}
@@ -104,12 +105,8 @@ def test_tensors_have_the_checkpoints_names(subfolder: str, toy_folder: Path) ->
         for name in load_network(Checkpoint(toy_folder), component, FP32).tensors()
     ]
     assert len(set(read)) == len(read)
-    # Positions are computed. A VAE's encoder is not served.
-    assert {name for name in read if not name.endswith("position_ids")} == {
-        stored_as(name)
-        for name in names
-        if not name.startswith(("encoder.down", "encoder.mid", "encoder.conv", "quant_conv"))
-    }
+    # Positions are computed.
+    assert {name for name in read if not name.endswith("position_ids")} == {stored_as(name) for name in names}
 
 
 def stored_as(name: str) -> str:
@@ -194,7 +191,7 @@ def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target:
     names = (spec.UNET, spec.UNET_UNCONDITIONAL, spec.UNET_GUIDED)
     assert {*names} <= {*plan.components}
     at = plan.components.index(spec.UNET)
-    assert plan.components[at : at + 4] == (*names, spec.VAE_DECODER)  # variants follow their component
+    assert plan.components[at : at + 4] == (*names, spec.VAE_ENCODER)  # variants follow their component
     networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]
     _, unconditional, guided = networks
     assert plan.buckets_of(unconditional) == [static_bucket(1, 512, 512)]
@@ -422,7 +419,7 @@ def test_key_is_independent_of_provenance_and_weights(
         transformers_version="4.0",
         torch_dtype="float16",
     )
-    if component == "vae_decoder":
+    if component.startswith("vae_"):
         edit_config(subfolder, scaling_factor=0.3)  # applied outside of the engine
     assert key_of(folder_copy, component, target) == key_of(toy_folder, component, target)
 

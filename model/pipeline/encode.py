@@ -1,0 +1,47 @@
+"""Encode pixels to latents."""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.engines.shapes import DTYPES
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.spec import VAE_ENCODER
+
+_LOG_VARIANCE_RANGE = (-30.0, 20.0)  # diffusers' DiagonalGaussianDistribution clamps to it
+
+
+@dataclass(frozen=True, eq=False)
+class LatentDistribution:
+    """The normal distribution of an image's latents, with the VAE's scaling factor applied.
+
+    mean, deviation: float32 [1, channels, height/8, width/8].
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+
+    def sample(self, noise: torch.Tensor) -> torch.Tensor:
+        """Return a sample. `noise`: N(0, 1), of the shape of the mean."""
+        return torch.addcmul(self.mean, self.deviation, noise)
+
+
+def to_pixels(levels: torch.Tensor) -> torch.Tensor:
+    """Convert uint8 [height, width, 3] to float32 [1, 3, height, width] in [-1, 1].
+
+    The arithmetic is that of diffusers' `VaeImageProcessor.preprocess`.
+    """
+    return levels.permute(2, 0, 1)[None].float().div_(255).mul_(2).sub_(1).contiguous()
+
+
+def encode_pixels(model: LoadedModel, pixels: torch.Tensor) -> LatentDistribution:
+    """Encode float32 pixels [1, 3, height, width] in [-1, 1].
+
+    Call it on `model.encode_stream`. The arithmetic is that of diffusers' `AutoencoderKL.encode`.
+    """
+    encoder, scaling = model.engines[VAE_ENCODER], model.settings.vae_scaling_factor
+    dtype = DTYPES[encoder.signature.inputs[0].dtype]
+    moments = encoder.run({"pixels": pixels.to(dtype)}, *pixels.shape[-2:])["moments"]
+    mean, log_variance = moments.float().chunk(2, dim=1)
+    deviation = torch.exp(0.5 * log_variance.clamp(*_LOG_VARIANCE_RANGE))
+    return LatentDistribution(scaling * mean, scaling * deviation)
