@@ -10,7 +10,7 @@ from model.engines.engine import EngineSet
 from model.images.encode import encode_base64
 from model.pipeline.runner import Runner
 from model.pipeline.spec import SDXL, UNET, ComponentSpec
-from model.pipeline.stages import TEXT_TO_IMAGE
+from model.pipeline.stages import STAGES
 from model.pipeline.text_to_image import generate
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
@@ -49,7 +49,7 @@ def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
     if in_graphs:
         unet.bucket = Bucket(rows=Span(min=8, max=8), height=Span(min=64, max=64), width=Span(min=96, max=96))
         model.loops[UNET, 64, 96] = GraphLoop(model.step_networks(UNET), 64, 96, model.device)
-    scheduler = Scheduler(Runner(model, (*TEXT_TO_IMAGE[:2], ShiftStage(), *TEXT_TO_IMAGE[2:])), Limits(), lambda: None)
+    scheduler = Scheduler(Runner(model, (*STAGES[:2], ShiftStage(), *STAGES[2:])), Limits(), lambda: None)
     requests = [PLAIN, replace(PLAIN, prompt="shifted"), replace(PLAIN, guidance_scale=1.0, num_inference_steps=3)]
     jobs = scheduler.call(lambda: [scheduler.submit(params) for params in requests]).result()
     for params, job in zip(requests, jobs, strict=True):

@@ -7,7 +7,7 @@ SDXL pipelines call it. The network is a function that both sides call.
 import inspect
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,15 +15,18 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising.noise_schedule import NoiseSchedule
-from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name
+from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name, skipped_steps
 from model.denoising.samplers import (
     COEFFICIENTS,
+    KNOWN_COEFFICIENTS,
     SamplerSchedule,
     pad_schedules,
     sampler_schedule,
+    skip_steps,
     split_schedule,
 )
 from model.errors import ManifestError, RequestRefused
+from model.validation import MAX_STEPS
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS
 from training.architecture import SCHEDULER as SDXL
 
@@ -59,32 +62,56 @@ def predict_noise(model_input: torch.Tensor, timestep: float) -> torch.Tensor:
     return 0.3 * model_input * tilt + 0.2 * float(np.sin(timestep / 7)) * tilt.flip(-1)
 
 
+class Inpainted(NamedTuple):
+    """The latents and noise of an image that is kept where the mask is 0."""
+
+    image: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+
 def denoise(
-    schedule: SamplerSchedule, latents: torch.Tensor, generator: torch.Generator, padding: int = 0
+    schedule: SamplerSchedule,
+    latents: torch.Tensor,
+    generator: torch.Generator,
+    padding: int = 0,
+    inpainted: Inpainted | None = None,
 ) -> torch.Tensor:
     """Run the steps of the device's loop for one image, in float32, then `padding` further ones."""
     timesteps, coefficients = pad_schedules([schedule], schedule.steps + padding)
     previous, noise = torch.zeros(SHAPE), torch.zeros(SHAPE)
     for i, step in enumerate(torch.from_numpy(coefficients[0])):
-        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef = step
+        c_in, a, b, x_coef, denoised_coef, prev_coef, noise_coef, known_coef, known_noise_coef = step
         eps = predict_noise(c_in * latents, timesteps[0, i])
         denoised = a * latents + b * eps
         if i < schedule.steps and schedule.draws_noise[i]:
             noise = torch.randn(SHAPE, generator=generator)
         latents = x_coef * latents + denoised_coef * denoised + prev_coef * previous + noise_coef * noise
         previous = denoised
+        if inpainted is not None:
+            known = known_coef * inpainted.image + known_noise_coef * inpainted.noise
+            latents = inpainted.mask * latents + (1 - inpainted.mask) * known
     return latents
 
 
 def denoise_with_diffusers(
-    scheduler: Any, timesteps: torch.Tensor, latents: torch.Tensor, generator: torch.Generator
+    scheduler: Any,
+    timesteps: torch.Tensor,
+    latents: torch.Tensor,
+    generator: torch.Generator,
+    inpainted: Inpainted | None = None,
 ) -> torch.Tensor:
-    """Run the loop of both SDXL pipelines, with their `prepare_extra_step_kwargs`."""
+    """Run the loop of the SDXL pipelines, with their `prepare_extra_step_kwargs`."""
     parameters = set(inspect.signature(scheduler.step).parameters)
     extra = {key: value for key, value in (("eta", 0.0), ("generator", generator)) if key in parameters}
-    for t in timesteps:
+    for i, t in enumerate(timesteps):
         eps = predict_noise(scheduler.scale_model_input(latents, t), float(t))
         latents = scheduler.step(eps, t, latents, **extra, return_dict=False)[0]
+        if inpainted is not None:  # StableDiffusionXLInpaintPipeline.__call__, 11
+            known = inpainted.image
+            if i < len(timesteps) - 1:
+                known = scheduler.add_noise(known, inpainted.noise, torch.tensor([timesteps[i + 1]]))
+            latents = (1 - inpainted.mask) * known + inpainted.mask * latents
     return latents
 
 
@@ -156,6 +183,44 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: in
     assert len(refiner) == count == steps - len(base)
     assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected, reference_generator))
     assert torch.equal(generator.get_state(), reference_generator.get_state())
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("strength", [0.05, 0.3, 0.5, 0.9999, 1.0])
+@pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(20, 33)))
+def test_starts_from_an_image_like_diffusers(sampler: str, steps: int, strength: float, spacing: str) -> None:
+    config = SDXL | {"timestep_spacing": spacing}
+    whole = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
+    schedule = skip_steps(whole, skipped_steps(strength, steps))
+    scheduler = diffusers_scheduler(sampler, steps, config)
+    pipeline = SimpleNamespace(scheduler=scheduler)
+    timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, strength, "cpu")
+    assert schedule.timesteps.tolist() == timesteps.tolist()
+    assert schedule.steps == count
+
+    image, noise = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(1))
+    expected_start = scheduler.add_noise(image, noise, timesteps[:1])
+    start = float(schedule.noising[0, 0]) * image + float(schedule.noising[0, 1]) * noise
+    assert_close(start, expected_start)
+    inpainted = Inpainted(image, noise, (torch.arange(5) > 2).float())
+    for kept in (None, inpainted):
+        generator, reference_generator = (torch.Generator().manual_seed(2) for _ in range(2))
+        scheduler = diffusers_scheduler(sampler, steps, config)
+        StableDiffusionXLImg2ImgPipeline.get_timesteps(SimpleNamespace(scheduler=scheduler), steps, strength, "cpu")
+        result = denoise(schedule, start, generator, inpainted=kept)
+        assert_close(result, denoise_with_diffusers(scheduler, timesteps, expected_start, reference_generator, kept))
+        assert torch.equal(generator.get_state(), reference_generator.get_state())
+    assert torch.equal(result[..., :3], image[..., :3])  # the last step keeps the image itself
+
+
+def test_refuses_a_strength_that_leaves_no_step() -> None:
+    for steps in range(1, MAX_STEPS + 1):
+        too_small = (1 - 1e-9) / steps
+        with pytest.raises(RequestRefused, match=f"of {steps} steps leaves no step. Set at least ") as refused:
+            skipped_steps(too_small, steps, "masks.0.strength")
+        assert refused.value.field == "masks.0.strength"
+        accepted = float(str(refused.value).removesuffix(".").rpartition(" ")[2])
+        assert skipped_steps(accepted, steps) == steps - 1
 
 
 @pytest.mark.parametrize("betas", [{}, {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02}])
@@ -260,12 +325,14 @@ def test_pads_schedules_to_one_length() -> None:
     timesteps, coefficients = pad_schedules(tables, 5)
     assert timesteps.dtype == coefficients.dtype == np.float32
     assert timesteps.shape == (2, 5)
-    assert coefficients.shape == (2, 5, len(COEFFICIENTS))
+    assert coefficients.shape == (2, 5, len(COEFFICIENTS + KNOWN_COEFFICIENTS))
     assert timesteps[0].tolist() == [*tables[0].timesteps, 0, 0]
-    assert np.array_equal(coefficients[1], tables[1].coefficients.astype(np.float32))
+    assert np.array_equal(coefficients[1, :, : len(COEFFICIENTS)], tables[1].coefficients.astype(np.float32))
+    assert np.array_equal(coefficients[1, :-1, len(COEFFICIENTS) :], tables[1].noising[1:].astype(np.float32))
+    assert coefficients[1, -1, len(COEFFICIENTS) :].tolist() == [1, 0]
     with pytest.raises(RequestRefused, match="num_inference_steps"):
         pad_schedules(tables, 4)
-    assert [part.shape for part in pad_schedules([], 4)] == [(0, 4), (0, 4, 7)]
+    assert [part.shape for part in pad_schedules([], 4)] == [(0, 4), (0, 4, 9)]
 
 
 def test_schedule_is_made_once() -> None:

@@ -3,7 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from model.engines.graphed import GraphedEngine
 from model.images.pending import PendingImage
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.preview import fit_preview_map
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import generate, run_stages
@@ -48,11 +50,15 @@ def model(streams: Streams, graph_unet: EngineSet) -> LoadedModel:
     return model
 
 
+LEVELS = np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8)
+MASK = Mask(np.repeat(np.uint8([[0, 255]]), 48, axis=1).repeat(64, axis=0), "five", None, strength=0.75)
 MIX = [
     params(1),
     params(2, use_refiner=True, num_images=2, scheduler="DPM++ 2M SDE Karras"),
     params(3, guidance_scale=1.0, num_inference_steps=7),
     params(4, width=64, use_refiner=True, negative_prompt="four"),
+    params(5, image=LEVELS, strength=0.5, num_images=2),
+    params(6, image=LEVELS, masks=(MASK, replace(MASK, strength=1.0)), use_refiner=True, scheduler="Euler a"),
 ]
 
 
@@ -83,22 +89,26 @@ def test_scheduled_images_are_correct_and_free_of_races(
     used[spec.UNET] = used_streams(model.engines[spec.UNET], graph_unet)
     expected = dict.fromkeys(model.engines, {"text"})
     expected |= {spec.UNET: {"main"}, spec.REFINER_UNET: {"main"}}
-    assert used == expected | {spec.TEXT_ENCODER: {"first_text"}, spec.VAE_DECODER: {"decode"}}
+    assert used == expected | {spec.TEXT_ENCODER: {"first_text"}} | {
+        spec.VAE_ENCODER: {"encode"},
+        spec.VAE_DECODER: {"decode"},
+    }
     by_declared_stream: dict[str, set[str]] = {}  # TensorRT's plans of one stream share a workspace
     for name, names in used.items():
         by_declared_stream.setdefault(spec.SDXL[name].stream, set()).update(names)
-    assert len(by_declared_stream) == 4 and all(len(names) == 1 for names in by_declared_stream.values())
+    assert len(by_declared_stream) == 5 and all(len(names) == 1 for names in by_declared_stream.values())
     for request, files in zip(MIX, images, strict=True):
         for data, image in zip(files, generate(linear_model(), [request])[0], strict=True):
             assert largest_difference(pixels(data), image) <= 1
 
 
-def test_text_waits_for_no_step_and_steps_for_no_decoding(model: LoadedModel, streams: Streams) -> None:
+def test_inputs_wait_for_no_step_and_steps_for_no_decoding(model: LoadedModel, streams: Streams) -> None:
     with checked_scheduler(model, streams) as scheduler:
-        results(*[scheduler.submit(request) for request in MIX])
-    main, text, decode = streams.main, streams.side["text"], streams.side["decode"]
-    assert text.count and decode.count and main.count
-    assert not text.seen[main] and not text.seen[decode]
+        results(*[scheduler.submit(request) for request in MIX if not request.masks])
+    main, text, encode, decode = streams.main, streams.side["text"], streams.side["encode"], streams.side["decode"]
+    assert text.count and encode.count and decode.count and main.count
+    for side in (text, encode):
+        assert not side.seen[main] and not side.seen[decode]
     assert not main.seen[decode]
     assert main.seen[text] == text.count and decode.seen[main]
 

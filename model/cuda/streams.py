@@ -7,6 +7,7 @@ then not reused before they are done. On a CPU there are no streams, and work ha
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -56,11 +57,31 @@ class SideStream:
 
     def release_to_current(self, outputs: Iterable[torch.Tensor]) -> None:
         """Let the current stream read `outputs` of this stream. It first waits for all work that is queued here."""
-        if self._stream is None:
+        self.record(outputs).release_to_current()
+
+    def record(self, outputs: Iterable[torch.Tensor]) -> "Outputs":
+        """Record that `outputs` are complete after the work that is queued here so far."""
+        return Outputs(None if self._stream is None else self._stream.record_event(), tuple(outputs))
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """Tensors of a side stream. `event`: the end of the work that makes them; None on a CPU, where it is done."""
+
+    event: torch.cuda.Event | None
+    tensors: tuple[torch.Tensor, ...]
+
+    def ready(self) -> bool:
+        """True if the work is done."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def release_to_current(self) -> None:
+        """Let the current stream read the tensors. It first waits for the work."""
+        if self.event is None:
             return
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._stream)
-        for tensor in outputs:
+        current = torch.cuda.current_stream(self.tensors[0].device)
+        current.wait_event(self.event)
+        for tensor in self.tensors:
             tensor.record_stream(current)
 
 

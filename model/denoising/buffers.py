@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from model.denoising.samplers import COEFFICIENTS
+from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
@@ -63,13 +63,18 @@ def buffer_shapes(
     """
     slots, cond_slots = max(batches), max(*batches, 2 if 1 in batches else 1)
     [sample] = [spec for spec in networks[-1].inputs if spec.name == SAMPLE]
-    latents = BufferShape((slots, *entry_shape(sample, height, width)))
+    [noise] = networks[-1].outputs
+    latents = BufferShape((slots, *entry_shape(noise, height, width)))
     shapes = {
         "latents": latents,
         "previous": latents,
         "noise": latents,
-        "model_input": BufferShape(latents.shape, sample.dtype),
-        "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS) + 1)),  # the guidance scale is last
+        "known": latents,
+        "known_noise": latents,
+        "mask": BufferShape((slots, 1, *latents.shape[2:])),
+        "model_input": BufferShape((slots, *entry_shape(sample, height, width)), sample.dtype),
+        # The guidance scale is last.
+        "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 1)),
         "steps": BufferShape((slots,), "int64"),
         "slot_indices": BufferShape((slots,), "int64"),
         "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room
-from model.denoising.samplers import pad_schedules
-from model.denoising.step import advance, draw_noise, guide
+from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
+from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.shapes import DTYPES
 from model.store.manifest import TensorSpec
 
@@ -18,7 +18,7 @@ from model.store.manifest import TensorSpec
 class _Tensors:
     """The tensors of an active image. `coefficients` are on the host.
 
-    x, previous: float32 [1, channels, height/8, width/8]; coefficients: [steps, 7].
+    x, previous: float32 [1, channels, height/8, width/8]; coefficients: [steps, 9].
     """
 
     x: torch.Tensor
@@ -39,6 +39,7 @@ class EagerLoop:
 
     def add(self, image: ImageState) -> None:
         assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
+        image.wait_for_inputs()
         coefficients = pad_schedules([image.schedule], image.schedule.steps)[1][0]
         previous = torch.zeros_like(image.latents) if image.denoised is None else image.denoised.clone()
         self._tensors[image] = _Tensors(image.latents.clone(), previous, coefficients)
@@ -58,10 +59,15 @@ class EagerLoop:
         x = torch.cat([state.x for state in states])  # float32 [images, channels, height/8, width/8]
         previous = torch.cat([state.previous for state in states])
         of_steps = [state.coefficients[image.step] for image, state in zip(images, states, strict=True)]
-        coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 7]
+        coefficients = torch.from_numpy(np.stack(of_steps)).to(x.device)  # [images, 9]
         c_in, *update = coefficients.T.reshape(-1, len(images), 1, 1, 1)
-        eps = self._predict_noise(c_in * x)
+        update, keep = update[: -len(KNOWN_COEFFICIENTS)], update[-len(KNOWN_COEFFICIENTS) :]
+        eps = self._predict_noise(self._model_input(c_in * x))
         advance(x, previous, eps, draw_noise(images, x), update)
+        for index, image in enumerate(images):
+            if image.known is not None:
+                entry = slice(index, index + 1)
+                keep_known(x[entry], image.known, [coefficient[entry] for coefficient in keep], out=x[entry])
         finished = []
         for image, state, *tensors in zip(images, states, torch.split(x, 1), torch.split(previous, 1), strict=True):
             state.x, state.previous = tensors
@@ -75,6 +81,16 @@ class EagerLoop:
 
     def latents(self, image: ImageState) -> torch.Tensor:
         return self._tensors[image].previous.clone()
+
+    def _model_input(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return the UNet's input of each image: its scaled latents, and its extra channels if the UNet has more."""
+        [sample] = [spec for spec in self._networks.unet.signature.inputs if spec.name == SAMPLE]
+        channels, *sides = entry_shape(sample, self._height, self._width)
+        missing = (1, channels - scaled.shape[1], *sides)
+        if not missing[1]:
+            return scaled
+        extra = [scaled.new_zeros(missing) if i.extra_channels is None else i.extra_channels for i in self.images]
+        return torch.cat([scaled, torch.cat(extra)], dim=1)
 
     def _predict_noise(self, model_input: torch.Tensor) -> torch.Tensor:
         """Return the guided prediction for each image, float32. The UNet's batch has the unconditional halves first."""

@@ -24,9 +24,9 @@ import torch
 from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
 from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, SAMPLE, buffer_shapes
-from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room, unet_batch
+from model.denoising.loop import Conditioning, ImageState, Known, StepNetworks, has_room, unet_batch
 from model.denoising.samplers import pad_schedules
-from model.denoising.step import advance, draw_noise, guide
+from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.engine import Engine, EngineSet
 from model.engines.shapes import DTYPES
 from model.validation import MAX_STEPS
@@ -73,6 +73,7 @@ class GraphLoop:
             self._latents, self._noise, self._model_input = (
                 buffers[name] for name in ("latents", "noise", "model_input")
             )
+            self._known = Known(buffers["known"], buffers["known_noise"], buffers["mask"].fill_(1))
             self._denoised = buffers["previous"]  # the estimates after the last step, which the next step reads
             self._coefficients, self._steps_done = buffers["coefficients"], buffers["steps"]
             self._latent_slot_count = len(self._latents)
@@ -110,6 +111,7 @@ class GraphLoop:
     @torch.inference_mode()
     def add(self, image: ImageState) -> None:
         assert image.step < image.schedule.steps and has_room(self, image.unet_batch)
+        image.wait_for_inputs()
         latent_slot = min(set(range(self._latent_slot_count)) - set(self._image_latent_slot.values()))
         taken = {cond_slot for other in self.images for cond_slot in self._active_cond_slots(other)}
         cond_slots = sorted(set(range(self._cond_slot_count)) - taken)[: image.unet_batch]
@@ -118,7 +120,7 @@ class GraphLoop:
         guidance = np.ones((MAX_STEPS, 1), np.float32)
         if image.uncond is not None:
             guidance[:steps, 0] = image.guidance[:steps]
-        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 8]
+        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 10]
         self._coefficients[latent_slot].copy_(to_device(steps_data, self._device))
         self._steps_done[latent_slot].fill_(image.step)
         self._latents[latent_slot].copy_(image.latents[0])
@@ -126,6 +128,7 @@ class GraphLoop:
             self._denoised[latent_slot].zero_()
         else:
             self._denoised[latent_slot].copy_(image.denoised[0])
+        self._copy_image(latent_slot, image)
         texts = [text for text in (image.uncond, image.cond) if text is not None]
         for cond_slot, text in zip(cond_slots, texts[-image.unet_batch :], strict=True):
             for name, buffer in self._cond_by_slot.items():
@@ -142,6 +145,24 @@ class GraphLoop:
         self._image_latent_slot[image], self._image_cond_slots[image] = latent_slot, cond_slots
         self._last_mapping = None  # an equal mapping may mean other conditioning now
         self.images.append(image)
+
+    def _copy_image(self, latent_slot: int, image: ImageState) -> None:
+        """Copy what an image's steps keep of a known image, and the extra channels of its UNet's input."""
+        known = self._known
+        if image.known is None:
+            # The graph reads these of every image. Whatever an earlier image left could hold NaN.
+            known.latents[latent_slot].zero_()
+            known.noise[latent_slot].zero_()
+            known.mask[latent_slot].fill_(1)
+        else:
+            known.latents[latent_slot].copy_(image.known.latents[0])
+            known.noise[latent_slot].copy_(image.known.noise[0])
+            known.mask[latent_slot].copy_(image.known.mask[0])
+        extra = self._model_input[latent_slot, self._latents.shape[1] :]
+        if image.extra_channels is not None:
+            extra.copy_(image.extra_channels[0])
+        elif len(extra):
+            extra.zero_()
 
     def remove(self, image: ImageState) -> None:
         self.images.remove(image)
@@ -272,9 +293,10 @@ class GraphLoop:
 
         The results of free slots are never read.
         """
-        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 8]
-        c_in, *update, scale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
-        model_input = torch.mul(c_in, self._latents, out=self._model_input)
+        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 10]
+        c_in, *update, known, known_noise, scale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
+        torch.mul(c_in, self._latents, out=self._model_input[:, : self._latents.shape[1]])
+        model_input = self._model_input
         ends = accumulate((engine.bucket.batch.max for engine in engines), initial=0)
         inputs = [self._unet_inputs(slice(begin, end), model_input) for begin, end in pairwise(ends)]
         runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
@@ -284,6 +306,7 @@ class GraphLoop:
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         uncond, cond = eps[self._prediction_entries].float().chunk(2)
         advance(self._latents, self._denoised, guide(uncond, cond, scale), self._noise, update)
+        keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
 
     def _unet_inputs(self, entries: slice, model_input: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model.cuda.streams import Outputs
 from model.denoising.samplers import SamplerSchedule
 from model.engines.engine import EngineSet
 from model.images.pending import PendingImage
@@ -49,20 +50,40 @@ class Conditioning:
     is_zero: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Known:
+    """An image that inpainting keeps outside of a mask.
+
+    latents, noise: float32 [1, channels, height/8, width/8]. mask: float32 [1, 1, height/8, width/8], 1 where the image
+    is repainted, 0 where it is kept.
+    """
+
+    latents: torch.Tensor
+    noise: torch.Tensor
+    mask: torch.Tensor
+
+
 @dataclass(eq=False)
 class ImageState:
     """One image from its request to its pixels: the only lasting record of it.
 
     index: its position among the images of its request.
+    pass_index: the number of finished passes, if the request repaints several masks one after the other.
     generator: CPU generator with the image's seed. Initial latents and then each step's noise are drawn from it, as in
         diffusers.
     stage: the number of the runner's stages that it has begun.
     latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are those it joined with.
     denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
         it in the next step.
+    known: what each step keeps of an image outside of a mask; None: nothing.
+    extra_channels: for a UNet with more input channels than latents, its last channels, [1, channels, height/8,
+        width/8]. None: zeros.
+    inputs: work on another stream that makes the tensors above; None: the current stream may read them.
     schedule, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     guidance: float32 [steps], 1 from the first unguided step on.
     cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
+    result: the result of the last finished pass, if another one follows: uint8 [height, width, 3], and bool [1], true
+        if all results so far were finite.
     pixels: the decoded image, once decoding is queued.
     """
 
@@ -76,7 +97,23 @@ class ImageState:
     uncond: Conditioning | None = None
     step: int = 0
     stage: int = 0
+    pass_index: int = 0
+    known: Known | None = None
+    extra_channels: torch.Tensor | None = None
+    inputs: Outputs | None = None
+    result: Outputs | None = None
     pixels: PendingImage | None = None
+
+    @property
+    def inputs_ready(self) -> bool:
+        """True if a loop that the image joins does not wait for work on another stream."""
+        return self.inputs is None or self.inputs.ready()
+
+    def wait_for_inputs(self) -> None:
+        """Make the current stream wait for the work on another stream that makes the image's tensors."""
+        if self.inputs is not None:
+            self.inputs.release_to_current()
+            self.inputs = None
 
     @property
     def guided(self) -> bool:
@@ -105,7 +142,8 @@ class Loop(Protocol):
     def add(self, image: ImageState) -> None:
         """Add an image with at least one step left, for which the loop has room (`has_room`).
 
-        The loop copies the image's state, and may clear its conditioning.
+        The current stream waits for the image's inputs (`ImageState.wait_for_inputs`). The loop copies the image's
+        state, and may clear its conditioning.
         """
 
     def remove(self, image: ImageState) -> None:

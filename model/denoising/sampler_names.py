@@ -1,5 +1,6 @@
 """The samplers' public names. Imports no numpy: the request's schema needs the names before torch is imported."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,19 @@ def check_steps(steps: int, sampler: str) -> None:
         raise RequestRefused(
             "num_inference_steps", f"{steps} is too many for LCM. Set 1 to {MAX_STEPS_LCM}, or another scheduler."
         )
+
+
+def skipped_steps(strength: float, steps: int, field: str = "strength") -> int:
+    """Return how many of `steps` an image skips at a strength, as in diffusers' image-to-image pipelines.
+
+    Raises RequestRefused, which names `field`, if no step is left.
+    """
+    run = min(int(steps * strength), steps)
+    if run < 1:
+        raise RequestRefused(
+            field, f"{strength:g} of {steps} steps leaves no step. Set at least {math.ceil(1e4 / steps) / 1e4:g}."
+        )
+    return steps - run
 
 
 def configured_sampler(config: Mapping[str, Any]) -> str:

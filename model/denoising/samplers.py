@@ -31,6 +31,8 @@ from model.errors import RequestRefused
 from model.validation import MAX_STEPS, MAX_STEPS_LCM
 
 COEFFICIENTS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
+KNOWN_COEFFICIENTS = ("known", "known_noise")
+"""What remains of an inpainted image outside of its mask after a step: known * image + known_noise * noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,9 @@ class SamplerSchedule:
 
     timesteps: float64 [steps], the UNet's input; each is exact in float32.
     coefficients: float64 [steps, 7], in the order of COEFFICIENTS.
-    init_sigma: the initial latents are init_sigma * N(0, 1).
+    noising: float64 [steps, 2]. Before a step, the latents of a noised image are its first entry * image + its second
+        * N(0, 1). This is `add_noise` of diffusers' schedulers.
+    init_sigma: the initial latents without an image are init_sigma * N(0, 1).
     draws_noise: bool [steps], true if the step draws noise from the generator. It may be true where the noise
         coefficient is 0: that draw is still needed, so that later draws equal those of diffusers.
     """
@@ -47,12 +51,14 @@ class SamplerSchedule:
     sampler: str
     timesteps: Floats
     coefficients: Floats
+    noising: Floats
     init_sigma: float
     draws_noise: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
         assert self.coefficients.shape == (self.steps, len(COEFFICIENTS)) and len(self.draws_noise) == self.steps
-        for array in (self.timesteps, self.coefficients, self.draws_noise):
+        assert self.noising.shape == (self.steps, 2)
+        for array in (self.timesteps, self.coefficients, self.noising, self.draws_noise):
             array.setflags(write=False)
 
     @property
@@ -98,41 +104,57 @@ def split_schedule(
         raise RequestRefused("denoising_frac", f"{denoising_frac} is not 0 to 1.")
     training_steps = noise_schedule.num_train_timesteps
     base_steps = int(np.count_nonzero(schedule.timesteps >= round(training_steps - denoising_frac * training_steps)))
-    coefficients = schedule.coefficients.copy()
-    if 0 < base_steps < schedule.steps:
+    base = replace(
+        schedule,
+        timesteps=schedule.timesteps[:base_steps],
+        coefficients=schedule.coefficients[:base_steps],
+        noising=schedule.noising[:base_steps],
+        draws_noise=schedule.draws_noise[:base_steps],
+    )
+    return base, skip_steps(schedule, base_steps)
+
+
+def skip_steps(schedule: SamplerSchedule, count: int) -> SamplerSchedule:
+    """Return a schedule without its first `count` steps, as diffusers' image-to-image pipelines start.
+
+    Steps keep the sigmas and the noise of the whole schedule. The new first step has no history: its coefficient of the
+    previous denoised estimate is 0, so DPM++ is first order there.
+    """
+    coefficients = schedule.coefficients[count:].copy()
+    if count and len(coefficients):
         # `_dpm` adds a correction to `denoised` and subtracts it from `prev`. The sum of the two has no correction.
         denoised, prev = COEFFICIENTS.index("denoised"), COEFFICIENTS.index("prev")
-        coefficients[base_steps, denoised] += coefficients[base_steps, prev]
-        coefficients[base_steps, prev] = 0.0
-    base, refiner = (
-        replace(
-            schedule,
-            timesteps=schedule.timesteps[part],
-            coefficients=coefficients[part],
-            draws_noise=schedule.draws_noise[part],
-        )
-        for part in (slice(None, base_steps), slice(base_steps, None))
+        coefficients[0, denoised] += coefficients[0, prev]
+        coefficients[0, prev] = 0.0
+    return replace(
+        schedule,
+        timesteps=schedule.timesteps[count:],
+        coefficients=coefficients,
+        noising=schedule.noising[count:],
+        draws_noise=schedule.draws_noise[count:],
     )
-    return base, refiner
 
 
 def pad_schedules(
     schedules: Sequence[SamplerSchedule], max_steps: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return schedules in the device's form: timesteps [images, max_steps], coefficients [images, max_steps, 7].
+    """Return schedules in the device's form: timesteps [images, max_steps], coefficients [images, max_steps, 9].
 
-    A padded step has timestep 0 and is the identity: denoised = x and next x = x, for finite eps and buffers. Raises
-    RequestRefused for a schedule of more than `max_steps`.
+    The coefficients are COEFFICIENTS and then KNOWN_COEFFICIENTS: after a step these noise an image as much as the next
+    step expects, and not at all after the last step. A padded step has timestep 0 and is the identity: denoised = x and
+    next x = x, for finite eps and buffers. Raises RequestRefused for a schedule of more than `max_steps`.
     """
+    names = COEFFICIENTS + KNOWN_COEFFICIENTS
     timesteps = np.zeros((len(schedules), max_steps), dtype=np.float32)
-    coefficients = np.zeros((len(schedules), max_steps, len(COEFFICIENTS)), dtype=np.float32)
-    coefficients[:] = [1.0 if name in ("c_in", "a", "x") else 0.0 for name in COEFFICIENTS]
+    coefficients = np.zeros((len(schedules), max_steps, len(names)), dtype=np.float32)
+    coefficients[:] = [1.0 if name in ("c_in", "a", "x", "known") else 0.0 for name in names]
     for index, schedule in enumerate(schedules):
         steps = schedule.steps
         if steps > max_steps:
             raise RequestRefused("num_inference_steps", f"{steps} is more than the {max_steps} served.")
         timesteps[index, :steps] = schedule.timesteps
-        coefficients[index, :steps] = schedule.coefficients
+        coefficients[index, :steps, : len(COEFFICIENTS)] = schedule.coefficients
+        coefficients[index, : steps - 1, len(COEFFICIENTS) :] = schedule.noising[1:]
     return timesteps, coefficients
 
 
@@ -165,6 +187,11 @@ def _coefficients(steps: int, **columns: Floats | float) -> Floats:
     return result
 
 
+def _noising(alphas: Floats) -> Floats:
+    """Return the shares of signal and noise, float64 [steps, 2], from the signal's shares of the variance [steps]."""
+    return np.stack([np.sqrt(alphas), np.sqrt(1 - alphas)], axis=1)
+
+
 def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """Euler: Karras et al. 2022 (EDM), algorithm 1 without its correction; ancestral: k-diffusion.
 
@@ -188,7 +215,8 @@ def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
         noise=np.sqrt(end**2 - down**2),
     )
     init_sigma = math.hypot(start.max(), 1.0 if schedule.timestep_spacing == "leading" else 0.0)
-    return SamplerSchedule(name, timesteps, coefficients, init_sigma, np.full(steps, ancestral))
+    noising = np.stack([np.ones(steps), start], axis=1)
+    return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, ancestral))
 
 
 def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
@@ -211,7 +239,8 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
         x=noise_ratio,
         denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * noise_ratio,
     )
-    return SamplerSchedule(name, timesteps, coefficients, 1.0, np.zeros(steps, dtype=np.bool_))
+    noising = _noising(alpha)
+    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.zeros(steps, dtype=np.bool_))
 
 
 def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
@@ -247,7 +276,8 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
         prev=-correction,
         noise=end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
     )
-    return SamplerSchedule(name, timesteps, coefficients, 1.0, np.full(steps, sde))
+    noising = np.stack([alpha, alpha * start], axis=1)
+    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.full(steps, sde))
 
 
 def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
@@ -272,4 +302,6 @@ def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
         denoised=np.sqrt(alpha_next),
         noise=np.sqrt(1 - alpha_next),
     )
-    return SamplerSchedule(name, now.astype(np.float64), coefficients, 1.0, np.arange(steps) < steps - 1)
+    return SamplerSchedule(
+        name, now.astype(np.float64), coefficients, _noising(alpha), 1.0, np.arange(steps) < steps - 1
+    )

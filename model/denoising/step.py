@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from model.denoising.loop import ImageState
+from model.denoising.loop import ImageState, Known
 
 
 def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -34,6 +34,17 @@ def advance(
     torch.mul(a, x, out=previous).addcmul_(b, eps)
     mean.addcmul_(x_coef, x).addcmul_(denoised_coef, previous)
     torch.addcmul(mean, noise_coef, noise, out=x)
+
+
+def keep_known(x: torch.Tensor, known: Known, coefficients: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Replace latents outside of a mask by those of the known image, noised as much as the next step expects.
+
+    out = mask * x + (1 - mask) * (coefficients[0] * latents + coefficients[1] * noise), as in diffusers'
+    StableDiffusionXLInpaintPipeline. Where the mask is 1, `out` is exactly x. `x` and `out` are float32 [images,
+    channels, height/8, width/8] and may be the same; the coefficients are `KNOWN_COEFFICIENTS`, each [images, 1, 1, 1].
+    """
+    noised = (coefficients[0] * known.latents).addcmul_(coefficients[1], known.noise)
+    torch.lerp(noised, x, known.mask.expand_as(x), out=out)
 
 
 def draw_noise(images: Sequence[ImageState], like: torch.Tensor) -> torch.Tensor:

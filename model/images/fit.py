@@ -5,16 +5,14 @@ filter. `pad` is its "fill" with a plain margin. Masks are resized in the same w
 afterwards.
 """
 
-from typing import Literal
-
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from model.errors import RequestRefused
+from model.validation import Resize
 
 Pixels = npt.NDArray[np.uint8]
-Resize = Literal["refuse", "stretch", "crop", "pad"]
 
 
 def check_fit(image_size: tuple[int, int], size: tuple[int, int], resize: Resize, field: str = "image") -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from model.images.encode import Pixels, to_levels
+from model.images.encode import Pixels
 
 
 class PendingImage:
@@ -11,9 +11,8 @@ class PendingImage:
     The GPU continues with other images meanwhile.
     """
 
-    def __init__(self, decoded: torch.Tensor) -> None:
-        """`decoded`: float [1, 3, height, width], nominally in [-1, 1]."""
-        levels, finite = to_levels(decoded)
+    def __init__(self, levels: torch.Tensor, finite: torch.Tensor) -> None:
+        """`levels`: uint8 [1, height, width, 3]. `finite`: bool [1], false if they were NaN or infinite."""
         self._levels, self._finite, self._done = levels[0], finite, None
         if levels.is_cuda:
             self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)

@@ -9,6 +9,7 @@ import math
 import time
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from model.denoising.loop import ImageState, Loop
@@ -66,7 +67,7 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
     try:
         for width, height in listed or ((served.native_width, served.native_height),):
             params = _warm_up_params(served, width, height, loaded.model)
-            generate(loaded.model, [params])
+            generate(loaded.model, [_from_image(params) if served.encodes_images else params])
             _find_efficient_batch(loaded.model, replace(params, use_refiner=False), probe)
         if listed is None:
             loop = loaded.model.loop(UNET, served.native_height, served.native_width)
@@ -91,6 +92,11 @@ def _warm_up_params(served: ServedModel, width: int, height: int, model: LoadedM
     steps = {"num_inference_steps": count, "use_refiner": served.has_refiner, "denoising_frac": 0.5}
     values = served.defaults.model_dump() | steps
     return GenerationParams(prompt="warm up", negative_prompt=None, width=width, height=height, seed=0, **values)
+
+
+def _from_image(params: GenerationParams) -> GenerationParams:
+    """Return the request with a black image to start from. All of its steps run."""
+    return replace(params, image=np.zeros((params.height, params.width, 3), np.uint8), strength=1.0)
 
 
 def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:

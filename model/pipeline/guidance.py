@@ -7,13 +7,13 @@ from model.denoising.noise_schedule import Floats
 from model.pipeline.params import GenerationParams
 
 
-def scale_by_step(params: GenerationParams) -> Floats:
-    """Return the requested guidance scale of each step, float64 [num_inference_steps].
+def scale_by_step(params: GenerationParams, steps: int) -> Floats:
+    """Return the requested guidance scale of each of the `steps` that run, float64 [steps].
 
     It may be below 1. After guidance has ended it is 1.
     """
-    guided = round(params.end_cfg_frac * params.num_inference_steps)
-    return np.where(np.arange(params.num_inference_steps) < guided, params.guidance_scale, 1.0)
+    guided = round(params.end_cfg_frac * steps)
+    return np.where(np.arange(steps) < guided, params.guidance_scale, 1.0)
 
 
 def embed_guidance(scales: Floats, width: int) -> torch.Tensor:

@@ -1,13 +1,38 @@
 """The parameters of a generation, all set. The public request (model/api/request.py) resolves to them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from model.validation import SEED_COUNT, ImageFormat
+
+if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
+    from model.images.encode import Pixels
+    from model.images.inputs import Pixels as MaskPixels
+
+Task = Literal["text_to_image", "image_to_image", "inpaint"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A part of the image to repaint, with its own prompts and strength.
+
+    levels: uint8 [height, width], 255 where the image is repainted, 0 where it is kept. Levels between blend the two.
+    """
+
+    levels: "MaskPixels" = field(compare=False, repr=False)
+    prompt: str
+    negative_prompt: str | None
+    strength: float
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """`scheduler` is the sampler's public name; `seed` is that of the first image. Sizes in pixels."""
+    """`scheduler` is the sampler's public name; `seed` is that of the first image. Sizes in pixels.
+
+    image: the image to start from, uint8 [height, width, 3] (RGB); None: noise.
+    strength: the share of the steps that run, if there is an image and no mask.
+    masks: the parts of the image to repaint, one after the other, each on the result of the one before.
+    """
 
     prompt: str
     negative_prompt: str | None
@@ -23,6 +48,30 @@ class GenerationParams:
     num_images: int = 1
     output_format: ImageFormat = "jpeg"
     quality: int = 95
+
+    image: "Pixels | None" = field(default=None, compare=False, repr=False)
+    strength: float = 1.0
+    masks: tuple[Mask, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """The kind of request, as metrics name it."""
+        if self.masks:
+            return "inpaint"
+        return "text_to_image" if self.image is None else "image_to_image"
+
+    def passes(self) -> "tuple[GenerationParams, ...]":
+        """Return the parameters of each pass over all stages: one for each mask, which has the mask's prompts."""
+        return tuple(
+            replace(
+                self,
+                prompt=mask.prompt,
+                negative_prompt=mask.negative_prompt,
+                strength=mask.strength,
+                masks=(mask,),
+            )
+            for mask in self.masks
+        ) or (self,)
 
     @property
     def seeds(self) -> tuple[int, ...]:

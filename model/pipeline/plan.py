@@ -1,7 +1,7 @@
 """Compute everything that follows from a request and its model, once, before the request is queued."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
-from model.denoising.samplers import SamplerSchedule, sampler_schedule, split_schedule
+from model.denoising.sampler_names import skipped_steps
+from model.denoising.samplers import SamplerSchedule, sampler_schedule, skip_steps, split_schedule
 from model.engines.signatures import timestep_cond_width
+from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
@@ -43,16 +45,35 @@ class DenoisePlan:
 
 
 @dataclass(frozen=True, eq=False)
+class Source:
+    """The image that a pass starts from.
+
+    levels: uint8 [height, width, 3] on the host; None: the result of the pass before.
+    mask: what is repainted, float32 [1, 1, height/8, width/8] on the host, 0 to 1; None: everything.
+    from_noise: true if the pass starts from pure noise (strength 1 with a mask, as in diffusers).
+    """
+
+    levels: torch.Tensor | None
+    mask: torch.Tensor | None
+    from_noise: bool
+
+
+@dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """A request, and what follows from it. Stages read it and change only `encoded`.
+    """A request, or one pass of it, and what follows from it. Stages read it and change only the last two fields.
+
+    A request that repaints several masks has several passes over all stages. This plan is the first one, and `later`
+    has the others.
 
     first_loop: the loop that its images join first.
     unet_batch: batch entries of that loop's UNet that the first step of each image takes.
     init_sigma: the initial latents are init_sigma * N(0, 1).
     tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if it is None).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
+    source: the image that the pass starts from; None: noise.
     encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
         fills it for the first image. Each image takes one, so the tensors are freed with the last.
+    encoded_images: the same for the request's image and its masked image, by the name that `share` gets.
     """
 
     params: GenerationParams
@@ -62,31 +83,77 @@ class RequestPlan:
     tokens: Mapping[str, list[list[int]]]
     denoise: Mapping[str, DenoisePlan]
     warnings: list[str]
+    source: Source | None = None
+    later: "tuple[RequestPlan, ...]" = ()
     encoded: dict[str, list[CfgConditioning]] = field(default_factory=dict)
+    encoded_images: dict[str, list[LatentDistribution]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The steps of each image, on all UNets and in this pass and later ones."""
+        return sum(plan.schedule.steps for one in (self, *self.later) for plan in one.denoise.values())
+
+    def of(self, image: ImageState) -> "RequestPlan":
+        """Return the plan of the pass that an image is in."""
+        return (self, *self.later)[image.pass_index]
+
+    def share(self, name: str, encode: Callable[[], LatentDistribution]) -> LatentDistribution:
+        """Return the distribution of an image's latents. `encode` is called once for all images of a first pass.
+
+        In a later pass each image encodes its own result of the pass before.
+        """
+        if self.source is None or self.source.levels is None:
+            return encode()
+        references = self.encoded_images.setdefault(name, [])
+        if not references:
+            references += [encode()] * self.params.num_images
+        return references.pop()
 
     def steps_left(self, image: ImageState) -> int:
-        """Return the remaining steps of an image, on its current UNet and on later ones."""
-        schedules = [plan.schedule for plan in self.denoise.values()]
+        """Return the remaining steps of an image, on its current UNet, on later ones and in later passes."""
+        current = self.of(image)
+        schedules = [plan.schedule for plan in current.denoise.values()]
         later = schedules[schedules.index(image.schedule) + 1 :]
-        return image.schedule.steps - image.step + sum(schedule.steps for schedule in later)
+        own = image.schedule.steps - image.step + sum(schedule.steps for schedule in later)
+        return own + sum(plan.schedule.steps for one in current.later for plan in one.denoise.values())
 
     def images(self) -> list[ImageState]:
         """Make the states of the request's images before their first stage."""
         first = self.denoise[self.first_loop[0]]
         return [
-            ImageState(index, torch.Generator("cpu").manual_seed(seed), first.schedule, first.guidance)
-            for index, seed in enumerate(self.params.seeds)
+            ImageState(index, self.generator(index), first.schedule, first.guidance)
+            for index in range(self.params.num_images)
         ]
+
+    def generator(self, index: int) -> torch.Generator:
+        """Return a new generator with the seed of image `index`. Each pass begins with one."""
+        return torch.Generator("cpu").manual_seed(self.params.seeds[index])
 
 
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
+    levels = None if params.image is None else torch.from_numpy(params.image)
+    plans = [_plan_pass(model, of_pass, None if number else levels) for number, of_pass in enumerate(params.passes())]
+    warnings = [text for plan in plans for text in plan.warnings]
+    later: tuple[RequestPlan, ...] = ()
+    for plan in reversed(plans):
+        first = replace(plan, later=later)
+        later = (first, *later)
+    return replace(first, params=params, warnings=list(dict.fromkeys(warnings)))
+
+
+def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None) -> RequestPlan:
+    """Plan one pass. `levels`: see `Source`."""
     whole_schedule = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
-    schedules = [(BASE, whole_schedule)]
+    source, run_schedule = None, whole_schedule
+    if params.image is not None:
+        source = _source(model, params, levels)
+        run_schedule = skip_steps(whole_schedule, skipped_steps(params.strength, params.num_inference_steps))
+    schedules = [(BASE, run_schedule)]
     if params.use_refiner:
-        base, refiner = split_schedule(whole_schedule, model.noise_schedules["base"], params.denoising_frac)
+        base, refiner = split_schedule(run_schedule, model.noise_schedules["base"], params.denoising_frac)
         schedules = [(BASE, base), (REFINER, refiner)]
-    scales, start = scale_by_step(params), 0
+    scales, start = scale_by_step(params, run_schedule.steps), 0
     denoise: dict[str, DenoisePlan] = {}
     for denoiser, schedule in schedules:
         end = start + schedule.steps
@@ -106,7 +173,18 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
         tokens=tokens,
         denoise=denoise,
         warnings=_warnings(model, params, schedules[-1][1], dropped_tokens),
+        source=source,
     )
+
+
+def _source(model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None) -> Source:
+    if not params.masks:
+        return Source(levels, None, from_noise=False)
+    [mask] = params.masks
+    scale = model.settings.vae_scale_factor
+    # The nearest pixel of each latent, as in diffusers' `prepare_mask_latents`.
+    repainted = torch.from_numpy(mask.levels)[None, None, ::scale, ::scale] / 255
+    return Source(levels, repainted, from_noise=params.strength == 1)
 
 
 def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:

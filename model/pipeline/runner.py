@@ -1,4 +1,7 @@
-"""Plan requests, and advance images through their stages. The scheduler, or an offline call, decides when."""
+"""Plan requests, and advance images through their stages. The scheduler, or an offline call, decides when.
+
+An image passes all stages once, or once for each mask of its request.
+"""
 
 from collections.abc import Sequence
 
@@ -8,13 +11,13 @@ from model.denoising.loop import ImageState
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.plan import RequestPlan, plan_request
-from model.pipeline.stages import TEXT_TO_IMAGE, Stage
+from model.pipeline.stages import STAGES, Stage
 
 
 class Runner:
     """Runs a pipeline on one model. Holds no state of images: that is in `ImageState`."""
 
-    def __init__(self, model: LoadedModel, stages: Sequence[Stage] = TEXT_TO_IMAGE) -> None:
+    def __init__(self, model: LoadedModel, stages: Sequence[Stage] = STAGES) -> None:
         self.model = model
         self.stages = stages
 
@@ -32,8 +35,11 @@ class Runner:
         while image.stage < len(self.stages):
             stage = self.stages[image.stage]
             image.stage += 1
-            if (loop := stage.run(self.model, plan, image)) is not None:
+            if (loop := stage.run(self.model, plan.of(image), image)) is not None:
                 return loop
+            if image.stage == len(self.stages) and image.pass_index < len(plan.later):
+                image.pass_index += 1
+                image.stage, image.generator = 0, plan.generator(image.index)
         return None
 
     def current_timing(self, image: ImageState) -> str:

@@ -1,18 +1,18 @@
-"""The stages of text to image: encode the prompts, prepare latents, denoise and decode, for one image at a time.
+"""The stages of the pipeline: encode the prompts, prepare latents, denoise and decode, for one image at a time.
 
-Every image passes all stages in the order of TEXT_TO_IMAGE. The stages of a UNet do nothing for a request that has no
-steps on this UNet. To add a stage, implement `Stage` and pass a longer tuple of stages to `Runner`.
+Every image passes all stages in the order of STAGES, once for each pass of its request. The stages of a UNet do nothing
+for a request that has no steps on this UNet. To add a stage, implement `Stage` and pass a longer tuple of stages to
+`Runner`.
 """
 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
-from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning, ImageState
+from model.images.encode import to_levels
 from model.images.pending import PendingImage
 from model.pipeline.decode import decode_latents
+from model.pipeline.image_to_image import draw_latents, keep_base_result, prepare_from_image
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.plan import RequestPlan
 from model.pipeline.prompt import encode_prompt
@@ -32,7 +32,8 @@ class Stage(Protocol):
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> LoopKey | None:
         """Queue the stage's work for an image on the device, without waiting for it.
 
-        Work is queued on the current stream, except that decoding has a stream of its own. A stage with denoising
+        Work is queued on the current stream, except that encoding and decoding an image have streams of their own. A
+        stage with denoising
         steps only prepares the image, and returns the key of the loop that runs them. Other stages return None.
         """
 
@@ -64,16 +65,16 @@ def _copy_inputs(conditioning: Conditioning) -> Conditioning:
 
 @dataclass(frozen=True)
 class PrepareLatents:
-    """Draw an image's initial noise."""
+    """Draw an image's initial noise. If there is an input image, encode it and add noise to it."""
 
     timing: str = "text"
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
-        settings, params = model.settings, plan.params
-        scale = settings.vae_scale_factor
-        shape = (1, settings.latent_channels, params.height // scale, params.width // scale)
-        latents = torch.randn(shape, generator=image.generator) * plan.init_sigma
-        image.latents = to_device(latents, model.device)
+        image.known = image.extra_channels = None
+        if plan.source is None:
+            image.latents = plan.init_sigma * draw_latents(model, plan, image)
+        else:
+            prepare_from_image(model, plan, plan.source, image)
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,29 @@ class Denoise:
         if (denoise_plan := plan.denoise.get(unet)) is None:
             return None
         image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
+        if plan.source is not None and unet != plan.first_loop[0]:
+            keep_base_result(model, plan, plan.source, image)
         return unet, plan.params.height, plan.params.width
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode an image and copy it to the host, while other images are denoised."""
+    """Decode an image, while other images are denoised, and copy it to the host unless another pass continues it."""
 
     timing: str = "decode"
 
     def run(self, model: LoadedModel, plan: RequestPlan, image: ImageState) -> None:
         with model.decode_stream.run_after(image.latents):
-            image.pixels = PendingImage(decode_latents(model, image.latents))
+            levels, finite = to_levels(decode_latents(model, image.latents))
+            if image.result is not None:
+                finite &= image.result.tensors[1]
+            if plan.later:
+                image.result = model.decode_stream.record([levels[0], finite])
+            else:
+                image.pixels = PendingImage(levels, finite)
 
 
-TEXT_TO_IMAGE: tuple[Stage, ...] = (
+STAGES: tuple[Stage, ...] = (
     EncodePrompt(BASE, timing="text"),
     PrepareLatents(),
     Denoise(BASE, timing="denoise"),

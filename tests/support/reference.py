@@ -9,49 +9,72 @@ import diffusers
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 
 from model.pipeline.params import GenerationParams
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS
+
+TEXT_TO_IMAGE = diffusers.StableDiffusionXLPipeline
+IMAGE_TO_IMAGE = diffusers.StableDiffusionXLImg2ImgPipeline
+INPAINT = diffusers.StableDiffusionXLInpaintPipeline
 
 
 class Reference:
     """The pipelines of a model folder and of its refiner's, if it has one."""
 
     def __init__(self, folder: Path) -> None:
-        self._base = _pipeline(diffusers.StableDiffusionXLPipeline, folder)
-        refiner = folder / "refiner"
-        self._refiner = _pipeline(diffusers.StableDiffusionXLImg2ImgPipeline, refiner) if refiner.is_dir() else None
-        self._scheduler_config = dict(self._base.scheduler.config)
+        base = _pipeline(TEXT_TO_IMAGE, folder)
+        self._base = {TEXT_TO_IMAGE: base} | {kind: _same(kind, base) for kind in (IMAGE_TO_IMAGE, INPAINT)}
+        self._refiner = {}
+        if (folder / "refiner").is_dir():
+            refiner = _pipeline(IMAGE_TO_IMAGE, folder / "refiner")
+            self._refiner = {IMAGE_TO_IMAGE: refiner, INPAINT: _same(INPAINT, refiner)}
+        self._scheduler_config = dict(base.scheduler.config)
 
     def generate(self, params: GenerationParams) -> npt.NDArray[np.uint8]:
         """Return the first image of a request, [height, width, 3].
 
-        Base and refiner run as diffusers documents for the ensemble of experts: denoising_end, denoising_start.
+        Base and refiner run as diffusers documents for the ensemble of experts: denoising_end, denoising_start. Several
+        masks are several calls, each with the 8-bit result of the one before.
         """
         # diffusers creates NumPy arrays in a way that NumPy has deprecated.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return self._generate(params)
+            image = params.image
+            for of_pass in params.passes():
+                image = self._generate(of_pass, image)
+            assert image is not None
+            return image
 
-    def _generate(self, params: GenerationParams) -> npt.NDArray[np.uint8]:
-        steps = params.num_inference_steps
-        guided = round(params.end_cfg_frac * steps)
+    def _generate(self, params: GenerationParams, image: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
         shared = {
             "prompt": params.prompt,
             "negative_prompt": params.negative_prompt,
-            "num_inference_steps": steps,
+            "num_inference_steps": params.num_inference_steps,
             "generator": torch.Generator("cpu").manual_seed(params.seed),
         }
-        base = {**shared, "width": params.width, "height": params.height, **_guidance(params, guided, steps)}
-        self._base.scheduler = self._scheduler(params.scheduler)
+        size = {"width": params.width, "height": params.height}
+        inputs: dict[str, Any] = size
+        kind, refining_kind, mask = TEXT_TO_IMAGE, IMAGE_TO_IMAGE, {}
+        steps = params.num_inference_steps
+        if image is not None:
+            kind, inputs = IMAGE_TO_IMAGE, {"image": Image.fromarray(image), "strength": params.strength}
+            steps = int(steps * params.strength)
+        if params.masks:
+            kind = refining_kind = INPAINT
+            mask = {"mask_image": Image.fromarray(params.masks[0].levels), **size}
+        guided = round(params.end_cfg_frac * steps)
+        pipeline = self._base[kind]
+        pipeline.scheduler = self._scheduler(params.scheduler)
+        base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, pipeline)}
         if not params.use_refiner:
-            return _pixels(self._base(**base, output_type="np").images)
-        assert self._refiner is not None
-        self._refiner.scheduler = self._scheduler(params.scheduler)
+            return _pixels(pipeline(**base, output_type="np").images)
+        refining = self._refiner[refining_kind]
+        refining.scheduler = self._scheduler(params.scheduler)
         frac = params.denoising_frac
-        latents = self._base(**base, denoising_end=frac, output_type="latent").images
-        done = self._base.num_timesteps
-        refiner = {**shared, **_guidance(params, guided - done, steps - done)}
-        return _pixels(self._refiner(**refiner, image=latents, denoising_start=frac, output_type="np").images)
+        latents = pipeline(**base, denoising_end=frac, output_type="latent").images
+        done = pipeline.num_timesteps
+        refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining)}
+        return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
 
     def _scheduler(self, sampler: str) -> Any:
         scheduler, settings = DIFFUSERS_SCHEDULERS[sampler]
@@ -65,7 +88,16 @@ def _pipeline(kind: Any, folder: Path) -> Any:
     return pipeline
 
 
-def _guidance(params: GenerationParams, guided: int, steps: int) -> dict[str, Any]:
+def _same(kind: Any, pipeline: Any) -> Any:
+    """Return another pipeline of the same networks and settings."""
+    names = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
+    settings = {name: pipeline.config[name] for name in names if name in pipeline.config}
+    made = kind(**pipeline.components, add_watermarker=False, **settings if kind is not TEXT_TO_IMAGE else {})
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def _guidance(params: GenerationParams, guided: int, steps: int, pipeline: Any) -> dict[str, Any]:
     """Return the arguments for guidance in the first `guided` of a pipeline's steps."""
     if guided <= 0:
         return {"guidance_scale": 1.0}
@@ -74,7 +106,12 @@ def _guidance(params: GenerationParams, guided: int, steps: int) -> dict[str, An
     return {
         "guidance_scale": params.guidance_scale,
         "callback_on_step_end": _end_guidance_after(guided),
-        "callback_on_step_end_tensor_inputs": ["prompt_embeds", "add_text_embeds", "add_time_ids"],
+        "callback_on_step_end_tensor_inputs": [
+            "prompt_embeds",
+            "add_text_embeds",
+            "add_time_ids",
+            *(["mask"] if isinstance(pipeline, INPAINT) else []),
+        ],
     }
 
 

@@ -7,6 +7,7 @@ written yet, or that the allocator may have reused meanwhile.
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ class Stream:
         self.count = 0
         self.seen: dict[Stream, int] = defaultdict(int)
         self.waits = True
-        """False: calls of `wait_stream` are ignored, as if the code lacked them."""
+        """False: calls of `wait_stream` and `wait_event` are ignored, as if the code lacked them."""
         self.records = True
         """False: calls of `Tensor.record_stream` are ignored."""
 
@@ -40,6 +41,25 @@ class Stream:
         if self.waits:
             for stream, count in [*other.seen.items(), (other, other.count)]:
                 self.seen[stream] = max(self.seen[stream], count)
+
+    def record_event(self) -> "StreamEvent":
+        return StreamEvent([*self.seen.items(), (self, self.count)])
+
+    def wait_event(self, event: "StreamEvent") -> None:
+        if self.waits:
+            for stream, count in event.seen:
+                self.seen[stream] = max(self.seen[stream], count)
+
+
+@dataclass
+class StreamEvent:
+    """The operations that have finished when an event of a stream is reached."""
+
+    seen: list[tuple[Stream, int]]
+    finished: bool = True
+
+    def query(self) -> bool:
+        return self.finished
 
 
 class Streams:
@@ -63,7 +83,7 @@ class Streams:
 
     def add_side_streams(self, model: LoadedModel) -> None:
         """Give a model on the CPU the side streams that it would have on a GPU."""
-        for name in ("text", "first_text", "decode"):
+        for name in ("text", "first_text", "encode", "decode"):
             setattr(model, f"{name}_stream", SideStream(torch.device("cuda")))
             self.side[name] = self._new
             self._new.name = name
