@@ -4,10 +4,12 @@ Steps per second: rate(preheat_steps_total). Images per second: rate(preheat_ima
 """
 
 from functools import partial
+from typing import get_args
 
 import torch
 from prometheus_client import Counter, Gauge, Histogram
 
+from model.pipeline.params import Task
 from model.pipeline.spec import unets
 
 # Upper bounds of the histograms.
@@ -43,9 +45,9 @@ STAGE_SECONDS = Histogram(
     buckets=_SECONDS_BOUNDS,
 )
 REQUEST_SECONDS = Histogram(
-    "preheat_request_seconds", "Time from arrival to the finished images.", buckets=_SECONDS_BOUNDS
+    "preheat_request_seconds", "Time from arrival to the finished images, by task.", ["task"], buckets=_SECONDS_BOUNDS
 )
-IMAGES = Counter("preheat_images_total", "Finished images.")
+IMAGES = Counter("preheat_images_total", "Finished images, by task: text_to_image, image_to_image, inpaint.", ["task"])
 HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, else 0.")
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
@@ -56,6 +58,9 @@ for _kind in ("refused", "overloaded", "unavailable", "deadline", "broken_image"
     ERRORS.labels(_kind)
 for _state in ("queued", "running"):
     CANCELLATIONS.labels(_state)
+for _task in get_args(Task):
+    IMAGES.labels(_task)
+    REQUEST_SECONDS.labels(_task)
 for _unet in unets():
     ACTIVE.labels(_unet.name)
     STEPS.labels(_unet.name)

@@ -16,6 +16,8 @@ MAX_GUIDANCE = 30
 MAX_PROMPT_CHARACTERS = 4000
 MAX_STEPS_LCM = 50
 MAX_IMAGES = 8  # of one request
+MAX_MASKS = 8  # of one request
+MAX_FEATHER = 256  # pixels
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
 _MAX_PROBLEMS = 20  # of one input; a body of a thousand unknown fields does not get a thousand lines
@@ -25,6 +27,7 @@ _REFUSED = "refused"  # pydantic error type of `refusal`
 Schema = Mapping[str, Any]
 
 ImageFormat = Literal["png", "jpeg", "webp"]
+Resize = Literal["refuse", "stretch", "crop", "pad"]
 Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 Guidance = Annotated[float, Field(ge=0, le=MAX_GUIDANCE)]
@@ -119,6 +122,8 @@ def _accepted(schema: Schema, root: Schema) -> str:
             return f"{'an integer' if kind == 'integer' else 'a number'}{_bounds(schema)}"
         case "boolean":
             return "true or false"
+        case "array" if "maxItems" in schema:
+            return f"a list of {schema.get('minItems', 0)} to {schema['maxItems']} entries"
         case "array":
             return "a list"
         case "object":

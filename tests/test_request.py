@@ -22,7 +22,8 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, "
+    "prompt, negative_prompt, image, strength, masks, resize, width, height, num_inference_steps, guidance_scale, "
+    "end_cfg_frac, scheduler, "
     "use_refiner, denoising_frac, seed, num_images, output_format, quality, stream, preview_every"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
@@ -72,16 +73,21 @@ def test_accepts_a_prompt_alone() -> None:
         "quality": 95,
         "stream": False,
         "preview_every": 5,
+        "resize": "refuse",
     }
 
 
 LOWEST = {
-    "prompt": "a", "negative_prompt": "", "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
+    "prompt": "a", "negative_prompt": "", "image": "", "strength": 0,
+    "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
+    "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
     "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0, "num_images": 1,
     "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
 }  # fmt: skip
 HIGHEST = {
-    "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "width": 4096, "height": 4096, "num_inference_steps": 100,
+    "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
+        {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
+    ], "resize": "pad", "width": 4096, "height": 4096, "num_inference_steps": 100,
     "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64, "use_refiner": True, "denoising_frac": 1.0,
     "seed": 2**32 - 1, "num_images": 8, "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
 }  # fmt: skip
@@ -297,7 +303,8 @@ def test_keeps_given_values_also_zero_and_false() -> None:
         quality=1,
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
-    assert dataclasses.asdict(resolve(GenerationRequest(**given), served)) == given
+    resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))
+    assert resolved == given | {"image": None, "strength": 1.0, "masks": ()}
 
 
 def test_empty_seed_is_random_in_all_bits() -> None:

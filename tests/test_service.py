@@ -249,7 +249,7 @@ def test_metrics_count_a_request(client: httpx.Client) -> None:
     def increase(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert increase("preheat_images_total") == 2
+    assert increase('preheat_images_total{task="text_to_image"}') == 2
     assert increase('preheat_requests_total{status="200"}') == 1
     assert increase('preheat_errors_total{kind="refused"}') == 1
     assert 2 <= increase(STEPS) <= 4

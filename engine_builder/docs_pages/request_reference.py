@@ -5,11 +5,11 @@ python -m engine_builder.docs_pages.request_reference
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult
+from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult, MaskRequest
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
 
@@ -95,9 +95,9 @@ same status codes as without a stream. After status 200 these lines follow.
 | `done` | `status`, `time`, `timings`, `warnings`, `engine` | last, if all images are finished |
 | `error` | `status`, `kind`, `error` | last, instead of `done` |
 
-`steps` counts the steps of all images, of the base and of the refiner. A preview follows every `preview_every` steps of
-an image. It has one pixel for each latent, from a linear map that the warm-up fits to the release's decoder. A `step`
-line with a preview is sent once the preview is encoded, so it may follow later steps.
+`steps` counts the steps of all images, of the base and of the refiner, for each mask. A preview follows every
+`preview_every` steps of an image. It has one pixel for each latent, from a linear map that the warm-up fits to the
+release's decoder. A `step` line with a preview is sent once the preview is encoded, so it may follow later steps.
 
     {"event": "accepted", "request_id": "...", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}
@@ -157,11 +157,7 @@ disconnects, its request is removed before the next step, waiting or running.
 def page() -> str:
     """Return the text of docs/requests.md."""
     schema = GenerationRequest.model_json_schema()
-    parts = [_HEAD, "| field | type | default | meaning |\n|---|---|---|---|\n"]
-    for name, field in schema["properties"].items():
-        default = "required" if name in schema["required"] else _default(field)
-        meaning, _, stated = str(field["description"]).partition(" Default: ")
-        parts.append(f"| `{name}` | {_type(field)} | {stated.rstrip('.') or default} | {meaning} |\n")
+    parts = [_HEAD, *_fields(schema), "\nOne entry of `masks`:\n\n", *_fields(schema["$defs"][MaskRequest.__name__])]
     parts.append(_AFTER_FIELDS)
     parts += [f"| {name} | {', '.join(_classes(name)) or '-'} |\n" for name in SAMPLERS]
     parts.append(_RESPONSE_HEAD)
@@ -175,6 +171,15 @@ def page() -> str:
     return "".join([*parts, _TAIL])
 
 
+def _fields(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table of a model's fields."""
+    yield "| field | type | default | meaning |\n|---|---|---|---|\n"
+    for name, field in schema["properties"].items():
+        default = "required" if name in schema["required"] else _default(field)
+        meaning, _, stated = str(field["description"]).partition(" Default: ")
+        yield f"| `{name}` | {_type(field)} | {stated.rstrip('.') or default} | {meaning} |\n"
+
+
 def _type(field: Mapping[str, Any]) -> str:
     """Return a field's type and range in words. Null is left out, because every optional field accepts it."""
     choices = [choice for choice in field.get("anyOf", [field]) if choice.get("type") != "null"]
@@ -183,6 +188,8 @@ def _type(field: Mapping[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in choice["enum"])
     if "maxLength" in choice:
         return f"string, {choice.get('minLength', 0)} to {choice['maxLength']:,} characters"
+    if choice["type"] == "array":
+        return f"list of {choice['minItems']} to {choice['maxItems']} objects"
     bounds = f", {choice['minimum']} to {choice['maximum']}" if "minimum" in choice else ""
     return f"{choice['type']}{bounds}"
 

@@ -10,12 +10,14 @@ from typing import Annotated, Any, Literal, Self, TypedDict
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from model.denoising.sampler_names import SAMPLERS, check_steps, sampler_name
+from model.denoising.sampler_names import SAMPLERS, check_steps, sampler_name, skipped_steps
 from model.errors import RequestRefused
 from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
+    MAX_FEATHER,
     MAX_IMAGES,
+    MAX_MASKS,
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
     MAX_STEPS_LCM,
@@ -23,6 +25,7 @@ from model.validation import (
     Fraction,
     Guidance,
     ImageFormat,
+    Resize,
     SamplerName,
     Seed,
     Side,
@@ -32,6 +35,8 @@ from model.validation import (
     format_value,
     refusal,
 )  # fmt: skip
+
+DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines
 
 
 def _refuse_nul(text: str) -> str:
@@ -47,12 +52,32 @@ def _refuse_blank(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_refuse_nul)]
+Prompt = Annotated[Text, Field(min_length=1), AfterValidator(_refuse_blank)]
+
+
+class MaskRequest(StrictModel):
+    """A part of the image to repaint."""
+
+    image: str = Field(
+        description="The mask, like the request's `image` and of the same size. White is repainted, black is kept. "
+        "Levels from 128 on count as white."
+    )
+    prompt: Prompt | None = Field(None, description="What to paint there. Default: the request's prompt.")
+    negative_prompt: Text | None = Field(None, description="What to avoid there. Default: the request's.")
+    strength: Fraction | None = Field(
+        None, description="Like the request's `strength`, for this mask. Default: the request's, else 0.9999."
+    )
+    feather: Annotated[float, Field(ge=0, le=MAX_FEATHER)] = Field(
+        0,
+        description="Standard deviation of a Gaussian that blurs the mask's edge, in pixels of the result: 0 to "
+        f"{MAX_FEATHER}. The result is blended with the image there.",
+    )
 
 
 class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
-    prompt: Annotated[Text, Field(min_length=1), AfterValidator(_refuse_blank)] = Field(
+    prompt: Prompt = Field(
         description="Description of the image: 1 to 4000 characters, not only whitespace. The text encoders read 77 "
         "tokens, about 60 words; a longer prompt is truncated, and the response warns of it.",
         examples=["an astronaut in a jungle, cold color palette, muted colors, detailed, 8k"],
@@ -60,13 +85,35 @@ class GenerationRequest(StrictModel):
     negative_prompt: Text | None = Field(
         None, description="Description of what to avoid: up to 4000 characters. No effect without guidance."
     )
+    image: str | None = Field(
+        None,
+        description="The image to start from: base64 or a `data:` URL of a PNG, JPEG or WebP file, at most 32 MiB and "
+        "32 megapixels. It is encoded to latents, and noise is added to them.",
+    )
+    strength: Fraction | None = Field(
+        None,
+        description="With `image`, the share of the steps that run: 0 to 1. The larger, the less of the image remains. "
+        "A value that leaves no step is refused. Default: 0.3, and 0.9999 with `masks`.",
+    )
+    masks: Annotated[list[MaskRequest], Field(min_length=1, max_length=MAX_MASKS)] | None = Field(
+        None,
+        description=f"With `image`, the parts of it to repaint: 1 to {MAX_MASKS}. They are repainted in this order, "
+        "each on the result of the one before, like as many requests with one mask each.",
+    )
+    resize: Resize = Field(
+        "refuse",
+        description="How an `image` of another size than `width` x `height` is resized, with its masks: not at all, "
+        "stretched, cropped around its centre, or padded with its outermost pixels.",
+    )
     width: Side | None = Field(
         None,
         description="Width in pixels. Width and height together must be a size this deployment serves; "
-        "a refusal lists them. Default: the release's native width, commonly 1024.",
+        "a refusal lists them. Default: the width of `image`, else the release's native width, commonly 1024.",
     )
     height: Side | None = Field(
-        None, description="Height in pixels; see `width`. Default: the release's native height, commonly 1024."
+        None,
+        description="Height in pixels; see `width`. Default: the height of `image`, else the release's native height, "
+        "commonly 1024.",
     )
     num_inference_steps: Steps | None = Field(
         None,
@@ -135,22 +182,55 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
-def resolve(request: GenerationRequest, served: ServedModel) -> GenerationParams:
+_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize"}
+
+
+def resolve(
+    request: GenerationRequest, served: ServedModel, image_size: tuple[int, int] | None = None
+) -> GenerationParams:
     """Fill in empty fields and check the request against what is served.
 
-    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, or a refiner that
-    the release lacks.
+    `image_size`: width and height of the input image, the default size. The returned parameters have no image and no
+    masks: see `model.api.images`.
+
+    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, a refiner or a VAE
+    encoder that the release lacks, a strength that leaves no step, or a field that needs another one.
     """
+    width, height = image_size or (served.native_width, served.native_height)
     values = served.defaults.model_dump()
-    values |= {"negative_prompt": None, "width": served.native_width, "height": served.native_height}
+    values |= {"negative_prompt": None, "width": width, "height": height}
     values |= {"seed": secrets.randbelow(SEED_COUNT)}
-    values |= request.model_dump(exclude_none=True, exclude={"stream", "preview_every"})
+    values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
     values["scheduler"] = sampler_name(values["scheduler"])
     check_steps(values["num_inference_steps"], values["scheduler"])
     served.sizes.check(values["width"], values["height"])
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
+    _check_image_fields(request, served)
+    steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
+    for number, mask in enumerate(request.masks or ()):
+        default = DEFAULT_INPAINT_STRENGTH
+        if mask.strength is not None:
+            skipped_steps(mask.strength, steps, f"masks.{number}.strength")
+    if request.image is not None:
+        values["strength"] = default if request.strength is None else request.strength
+        if not request.masks or any(mask.strength is None for mask in request.masks):
+            skipped_steps(values["strength"], steps)
     return GenerationParams(**values)
+
+
+def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None:
+    """Raise RequestRefused for a field that needs `image`, or if the release cannot encode images."""
+    if request.image is None:
+        for name in ("strength", "masks", "resize"):
+            if name in request.model_fields_set and getattr(request, name) is not None:
+                raise RequestRefused(name, "needs `image`, which is missing. Send the image, or leave this field out.")
+    elif not served.encodes_images:
+        raise RequestRefused(
+            "image",
+            f"release {served.release} has no VAE encoder. Build the model again with this version (`preheat build`), "
+            "which adds it, and publish a new release (`preheat publish`).",
+        )
 
 
 class ImageResult(TypedDict):

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from model import metrics
+from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
 from model.cold_start import ColdStart
 from model.errors import BrokenImage, Cancelled, DeadlineExceeded, Overloaded, PreheatError, RequestRefused, Unavailable
@@ -29,6 +30,7 @@ from model.scheduling.scheduler import Scheduler
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
+MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 100 to 200 MB
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
@@ -61,6 +63,7 @@ class Service:
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
+        self._decoders = asyncio.Semaphore(MAX_DECODERS)
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
@@ -74,7 +77,7 @@ class Service:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            context.params = resolve(request, self._loaded.served)
+            context.params = await self._resolve(request)
             preview_every = request.preview_every if request.stream else 0
             job = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
         except PreheatError as error:
@@ -94,6 +97,13 @@ class Service:
         # Writing megabytes of base64 would block the event loop.
         content = await asyncio.to_thread(json.dumps, body)
         return Response(content, media_type="application/json", headers=headers)
+
+    async def _resolve(self, request: GenerationRequest) -> GenerationParams:
+        """Return the request's parameters. Images are decoded in a worker thread, a few requests at once."""
+        if request.image is None:
+            return resolve(request, self._loaded.served)
+        async with self._decoders:
+            return await asyncio.to_thread(resolve_with_images, request, self._loaded.served)
 
     def _watch_client(self, job: Job, http: Request) -> None:
         """Cancel the request when its client leaves or its deadline passes."""
@@ -154,7 +164,7 @@ class Service:
             if stage != "queue":  # QUEUE_WAIT measures it
                 metrics.STAGE_SECONDS.labels(stage).observe(milliseconds / 1000)
         seconds = time.perf_counter() - context.began
-        metrics.REQUEST_SECONDS.observe(seconds)
+        metrics.REQUEST_SECONDS.labels(context.params.task).observe(seconds)
         return GenerationResponse(
             status="success",
             data=images[0]["data"],
@@ -188,6 +198,7 @@ class Service:
         entry |= {"stream": context.stream, "seconds": round(time.perf_counter() - context.began, 4)} | entries
         if (params := context.params) is not None:
             entry |= {
+                "task": params.task,
                 "width": params.width,
                 "height": params.height,
                 "steps": params.num_inference_steps,

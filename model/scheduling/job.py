@@ -66,8 +66,8 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """Steps of all images, base and refiner."""
-        return self.params.num_inference_steps * self.params.num_images
+        """Steps of all images, on all UNets and in all passes."""
+        return self.plan.steps * self.params.num_images
 
     @property
     def joined_count(self) -> int:

@@ -16,8 +16,11 @@ THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 
 class OutputWorkers:
     """Any thread may call `submit_image` and `submit_preview`, which return at once."""
 
-    def __init__(self, on_image: Callable[[], None], on_failure: Callable[[Job, Exception], None]) -> None:
-        """`on_image` is called after each image, `on_failure` with a job and its error. Both run on these threads."""
+    def __init__(self, on_image: Callable[[Job], None], on_failure: Callable[[Job, Exception], None]) -> None:
+        """`on_image` is called with its job after each image, `on_failure` with a job and its error.
+
+        Both run on these threads.
+        """
         self._on_image = on_image
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
@@ -43,7 +46,7 @@ class OutputWorkers:
                 raise broken_image([index], job.params.num_images)
             data = encode_base64(pixels, job.params.output_format, job.params.quality)
             job.emit(ImageEvent(index, data))
-            self._on_image()
+            self._on_image(job)
             job.add_encoded_image(index, data)
         except Exception as error:
             self._on_failure(job, error)

@@ -207,10 +207,16 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Add images to loops: first those between two loops, which are half done, then those of the queue in order of
-        arrival."""
+        arrival.
+
+        A loop waits for the encoding of an image that joins. So an image joins once it is encoded, or if nothing else
+        runs.
+        """
         for key, waiting in self._waiting_for_loop.items():
             loop = self.model.loop(*key)
             while waiting and has_room(loop, waiting[0][1].unet_batch):
+                if self._running and not waiting[0][1].inputs_ready:
+                    break
                 job, image = waiting.popleft()
                 try:
                     self._start_image(key, job, image)
@@ -249,6 +255,8 @@ class Scheduler:
             self._leave_queue(1)
             if loop is None:
                 self._workers.submit_image(job, image)
+            elif self._running and not image.inputs_ready:
+                self._wait_for_loop(loop, job, image)
             else:
                 self._start_image(loop, job, image)
 
@@ -256,11 +264,13 @@ class Scheduler:
         """True if the first loop of this job can admit one more image of it.
 
         Admission is limited by `efficient_batch`, with two exceptions. Further images of an admitted job may join,
-        because it is answered when all are done. So may images of short jobs. Images that have moved to a further loop
-        count as running.
+        because it is answered when all are done. So may images of short jobs. Images that have moved to a further loop,
+        or that wait to join this one, count as running.
         """
         loop, needed = self.model.loop(*key), job.plan.unet_batch
+        joining = [(image, owner) for owner, image in self._waiting_for_loop.get(key, ())]
         running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
+        running |= joining
         batch = unet_batch(list(running))
         same_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
         waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
@@ -269,8 +279,11 @@ class Scheduler:
         admitted = (
             job.joined_count > 0
             or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)
-            or shortens_mean_latency(job.params.num_inference_steps, job_batch, len(running), batch, steps_left)
+            or shortens_mean_latency(job.plan.steps, job_batch, len(running), batch, steps_left)
         )
+        if joining:
+            taken = unet_batch([*loop.images, *(image for image, _ in joining)])
+            return admitted and taken + needed <= loop.capacity
         return admitted and has_room(loop, needed)
 
     def _start_image(self, key: LoopKey, job: Job, image: ImageState) -> None:
@@ -287,6 +300,9 @@ class Scheduler:
     def _step(self, key: LoopKey) -> None:
         component, loop = key[0], self.model.loop(*key)
         images = list(loop.images)
+        if not images:  # all of its images are still being encoded
+            self._active_loops.rotate(-1)
+            return
         began = time.perf_counter()
         try:
             finished = loop.step()
@@ -327,6 +343,9 @@ class Scheduler:
         if key is None:
             self._workers.submit_image(job, image)
             return
+        self._wait_for_loop(key, job, image)
+
+    def _wait_for_loop(self, key: LoopKey, job: Job, image: ImageState) -> None:
         self._waiting_for_loop.setdefault(key, deque()).append((job, image))
         if key not in self._active_loops:
             self._active_loops.append(key)
@@ -386,8 +405,8 @@ class Scheduler:
 
     # -- callbacks of the output workers ------------------------------------------------------------------------------
 
-    def _count_image(self) -> None:
-        metrics.IMAGES.inc()
+    def _count_image(self, job: Job) -> None:
+        metrics.IMAGES.labels(job.params.task).inc()
         now, last = time.monotonic(), self._last_image
         self._last_image = now
         if last is not None and self._queued_images:

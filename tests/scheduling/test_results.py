@@ -67,10 +67,13 @@ def test_counts_images_and_steps(scheduler: Scheduler) -> None:
         assert value is not None, name
         return value
 
-    images, steps = sample("preheat_images_total"), sample("preheat_steps_total", component="unet")
+    images, steps = (
+        sample("preheat_images_total", task="text_to_image"),
+        sample("preheat_steps_total", component="unet"),
+    )
     results(scheduler.submit(params(1, num_images=2)))
     settle(scheduler)
-    assert sample("preheat_images_total") == images + 2
+    assert sample("preheat_images_total", task="text_to_image") == images + 2
     assert sample("preheat_steps_total", component="unet") >= steps + 4
     assert sample("preheat_queue_images") == 0
     assert sample("preheat_active_images", component="unet") == 0

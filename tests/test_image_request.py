@@ -1,0 +1,146 @@
+"""Requests with images and masks: their fields, their resolution to pixels, and what is refused."""
+
+import base64
+import io
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pydantic
+import pytest
+from PIL import Image
+
+from model.api.images import resolve_with_images
+from model.api.request import GenerationRequest, resolve
+from model.errors import RequestRefused
+from model.images.postprocess import feather
+from model.loading.served import Defaults, ServedModel, SizeList
+from model.pipeline.params import GenerationParams
+
+SIZES = SizeList(((128, 128), (192, 128)))
+SERVED = ServedModel(128, 128, SIZES, has_refiner=True, defaults=Defaults(), release="toy/1", encodes_images=True)
+Pixels = npt.NDArray[np.uint8]
+
+
+def file_of(pixels: Pixels) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def noise(width: int, height: int) -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def half(width: int, height: int, level: int = 255) -> Pixels:
+    """Return a mask whose right half has this level."""
+    mask = np.zeros((height, width), np.uint8)
+    mask[:, width // 2 :] = level
+    return mask
+
+
+def resolved(served: ServedModel = SERVED, **fields: Any) -> GenerationParams:
+    request = GenerationRequest(**{"prompt": "a cat", "image": file_of(noise(128, 128))} | fields)
+    return resolve_with_images(request, served)
+
+
+def test_image_alone_gets_the_defaults_of_diffusers() -> None:
+    params = resolved()
+    assert params.image is not None
+    assert np.array_equal(params.image, noise(128, 128))
+    assert (params.width, params.height, params.strength, params.masks, params.task) == (
+        128, 128, 0.3, (), "image_to_image",
+    )  # fmt: skip
+    assert resolve(GenerationRequest(prompt="a cat"), SERVED).task == "text_to_image"
+
+
+def test_masks_inherit_the_settings_of_the_request() -> None:
+    masks = [
+        {"image": file_of(half(128, 128))},
+        {"image": file_of(half(128, 128, 127)), "prompt": "a dog", "negative_prompt": "", "strength": 0.5},
+        {"image": file_of(half(128, 128, 128)), "feather": 4},
+    ]
+    first, second, third = resolved(masks=masks, negative_prompt="blue").masks
+    assert (first.prompt, first.negative_prompt, first.strength) == ("a cat", "blue", 0.9999)
+    assert (second.prompt, second.negative_prompt, second.strength) == ("a dog", "", 0.5)
+    assert np.array_equal(first.levels, half(128, 128)) and not second.levels.any()
+    assert np.array_equal(third.levels, feather(half(128, 128), 4))
+    assert resolved(masks=masks).task == "inpaint"
+    assert [mask.strength for mask in resolved(masks=masks, strength=0.8).masks] == [0.8, 0.5, 0.8]
+
+
+def test_size_defaults_to_that_of_the_image() -> None:
+    params = resolved(image=file_of(noise(192, 128)))
+    assert (params.width, params.height) == (192, 128)
+    with pytest.raises(RequestRefused, match=r"width: 64x128 is not a size served here; .* 128x128, 192x128"):
+        resolved(image=file_of(noise(64, 128)))
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
+def test_resizes_image_and_masks_alike(resize: str) -> None:
+    image = np.repeat(half(96, 96)[..., None], 3, axis=2)
+    masks = [{"image": file_of(half(96, 96))}]
+    params = resolved(image=file_of(image), masks=masks, width=192, height=128, resize=resize)
+    assert params.image is not None
+    assert params.image.shape == (128, 192, 3) and params.masks[0].levels.shape == (128, 192)
+    assert np.array_equal(params.image[..., 0] >= 128, params.masks[0].levels == 255)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"width": 192}, "image", "the image has 128 x 128 pixels, but 192 x 128 are requested"),
+        ({"strength": 0.03}, "strength", "0.03 of 30 steps leaves no step. Set at least 0.0334."),
+        ({"num_inference_steps": 2}, "strength", "0.3 of 2 steps leaves no step. Set at least 0.5."),
+        ({"masks": [{"image": file_of(half(128, 64))}]}, "masks.0.image", "the mask has 128 x 64 pixels"),
+        (
+            {"masks": [{"image": file_of(half(128, 128))}, {"image": file_of(half(128, 128)), "strength": 0.0}]},
+            "masks.1.strength",
+            "0 of 30 steps leaves no step",
+        ),
+        ({"masks": [{"image": "@"}]}, "masks.0.image", "the text is not base64"),
+    ],
+)
+def test_refuses_what_does_not_fit_together(fields: dict[str, Any], field: str, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message) as refused:
+        resolved(**fields)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "fields", [{"strength": 0.5}, {"masks": [{"image": "AAAA"}]}, {"resize": "crop"}, {"resize": "refuse"}]
+)
+def test_refuses_fields_that_need_an_image(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefused, match="needs `image`, which is missing") as refused:
+        resolve(GenerationRequest(prompt="a cat", **fields), SERVED)
+    assert refused.value.field == next(iter(fields))
+
+
+def test_refuses_an_image_without_a_vae_encoder() -> None:
+    with pytest.raises(RequestRefused, match="release toy/1 has no VAE encoder. Build the model again") as refused:
+        resolved(replace(SERVED, encodes_images=False))
+    assert refused.value.field == "image"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"masks": []}, "masks: got a list, expected a list of 1 to 8 entries"),
+        ({"masks": [{"image": "AAAA"}] * 9}, "masks: got a list, expected a list of 1 to 8 entries"),
+        ({"masks": [{}]}, r"masks\.0\.image: is required: a string"),
+        ({"masks": [{"image": "AAAA", "feather": -1}]}, r"masks\.0\.feather: got -1, expected a number from 0 to 256"),
+        ({"masks": [{"image": "AAAA", "prompt": " "}]}, r"masks\.0\.prompt: got \" \", nothing but whitespace"),
+        ({"masks": [{"image": "AAAA", "colour": 1}]}, r"masks\.0\.colour: is not a known field; the fields are image"),
+        ({"strength": 1.5}, "strength: got 1.5, expected a number from 0 to 1"),
+        ({"resize": "zoom"}, 'resize: got "zoom", expected one of "refuse"'),
+        ({"image": 3}, "image: got 3, expected a string"),
+    ],
+)
+def test_refuses_wrong_values(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(pydantic.ValidationError) as refused:
+        GenerationRequest(prompt="a cat", **fields)
+    [problem] = refused.value.errors()
+    text = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    assert re.search(message, text), text
