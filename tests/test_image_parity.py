@@ -1,19 +1,23 @@
-"""Image to image and inpainting are those of diffusers' pipelines: at most 2 of 255 apart."""
+"""Image to image and inpainting over HTTP are those of diffusers' pipelines: at most 2 of 255 apart."""
 
 import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
+from engine_builder.local_server.server import Server
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams, Mask
 from tests.conftest import MODEL_FOLDER
-from tests.support.images import largest_difference
+from tests.support.images import file_of, largest_difference, pixels
+from tests.support.predictions import http_client, predict
 from tests.support.reference import Reference
 from tests.test_pipeline_parity import TOLERANCE, generate_images, params_of
 
@@ -37,6 +41,12 @@ def reference() -> Reference:
 
 
 @pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with http_client(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
 def photo(loaded: Loaded) -> Pixels:
     """An image of the model itself, with a noisy corner."""
     [image] = generate_images(loaded, params_of(loaded, num_inference_steps=8))
@@ -51,6 +61,24 @@ def box(left: int, top: int, right: int, bottom: int, **settings: object) -> Mas
     levels[top:bottom, left:right] = 255
     defaults: dict[str, object] = {"prompt": "a large green triangle", "negative_prompt": None, "strength": 0.9999}
     return Mask(levels, **defaults | settings)  # type: ignore[arg-type]
+
+
+def request_of(params: GenerationParams) -> dict[str, Any]:
+    """Return the JSON of a request that resolves to these parameters, for a PNG."""
+    assert params.image is not None
+    fields = (
+        "prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "end_cfg_frac", "scheduler",
+        "use_refiner", "denoising_frac", "seed", "num_images", "strength",
+    )  # fmt: skip
+    own = ("prompt", "negative_prompt", "strength")
+    masks = [{"image": file_of(mask.levels)} | {name: getattr(mask, name) for name in own} for mask in params.masks]
+    request = {name: getattr(params, name) for name in fields}
+    return request | {"image": file_of(params.image), "masks": masks or None, "output_format": "png"}
+
+
+def generate_over_http(client: httpx.Client, params: GenerationParams) -> Pixels:
+    """Return the first image of a request to the server."""
+    return pixels(predict(client, **request_of(params))["data"])
 
 
 def random_settings(number: int, loaded: Loaded, photo: Pixels) -> GenerationParams:
@@ -77,30 +105,37 @@ def random_settings(number: int, loaded: Loaded, photo: Pixels) -> GenerationPar
 
 
 @pytest.mark.parametrize("number", range(CASES))
-def test_image_to_image_is_that_of_diffusers(number: int, loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+def test_image_to_image_is_that_of_diffusers(
+    number: int, client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+) -> None:
     params = random_settings(number, loaded, photo)
     params = replace(params, denoising_frac=max(params.denoising_frac, 1.1 - params.strength))  # the base has a step
-    [image] = generate_images(loaded, params)
+    image = generate_over_http(client, params)
     assert largest_difference(image, reference.generate(params)) <= TOLERANCE
     assert largest_difference(image, photo) > TOLERANCE
 
 
 @pytest.mark.parametrize("number", range(CASES))
-def test_inpainting_is_that_of_diffusers(number: int, loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+def test_inpainting_is_that_of_diffusers(
+    number: int, client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+) -> None:
     params = random_settings(100 + number, loaded, photo)
     strength = (params.strength, 0.9999, 1.0)[number % 3]
     choose = random.Random(number)
     left, top = choose.randrange(60), choose.randrange(60)
-    mask = box(left, top, left + choose.randrange(20, 60), top + choose.randrange(20, 60), strength=strength)
+    right, bottom = left + choose.randrange(20, 60), top + choose.randrange(20, 60)
+    mask = box(left, top, right, bottom, strength=strength, negative_prompt=params.negative_prompt)
     params = replace(params, masks=(mask,), denoising_frac=max(params.denoising_frac, 1.1 - strength))
-    [image] = generate_images(loaded, params)
+    image = generate_over_http(client, params)
     assert largest_difference(image, reference.generate(params)) <= TOLERANCE
     inside = mask.levels > 0
     assert largest_difference(image[inside], photo[inside]) > TOLERANCE
 
 
 @pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M"])
-def test_three_masks_are_three_chained_calls(sampler: str, loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+def test_three_masks_are_three_chained_calls(
+    sampler: str, client: httpx.Client, loaded: Loaded, photo: Pixels, reference: Reference
+) -> None:
     """The second overlaps the first. Each has its own settings."""
     masks = (
         box(0, 0, 60, 60),
@@ -108,7 +143,7 @@ def test_three_masks_are_three_chained_calls(sampler: str, loaded: Loaded, photo
         box(64, 0, 128, 64, strength=1.0),
     )
     params = replace(params_of(loaded, scheduler=sampler, num_inference_steps=10), image=photo, masks=masks)
-    [image] = generate_images(loaded, params)
+    image = generate_over_http(client, params)
     assert largest_difference(image, reference.generate(params)) <= TOLERANCE
     first_result = photo
     for mask in masks:  # requests of one mask each

@@ -1,7 +1,5 @@
 """Requests with images and masks: their fields, their resolution to pixels, and what is refused."""
 
-import base64
-import io
 import re
 from dataclasses import replace
 from typing import Any
@@ -10,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import pydantic
 import pytest
-from PIL import Image
 
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, resolve
@@ -18,16 +15,11 @@ from model.errors import RequestRefused
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline.params import GenerationParams
+from tests.support.images import file_of
 
 SIZES = SizeList(((128, 128), (192, 128)))
 SERVED = ServedModel(128, 128, SIZES, has_refiner=True, defaults=Defaults(), release="toy/1", encodes_images=True)
 Pixels = npt.NDArray[np.uint8]
-
-
-def file_of(pixels: Pixels) -> str:
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def noise(width: int, height: int) -> Pixels:

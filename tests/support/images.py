@@ -22,6 +22,13 @@ def pixels(data: str) -> Pixels:
     return np.asarray(open_image(data))
 
 
+def file_of(levels: Pixels) -> str:
+    """base64 of a PNG of uint8 [height, width, 3] or [height, width]."""
+    file = io.BytesIO()
+    Image.fromarray(levels).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def largest_difference(one: Pixels, other: Pixels) -> int:
     """The largest difference of two images in one channel of one pixel, of 255."""
     return int(np.abs(one.astype(int) - other.astype(int)).max())
