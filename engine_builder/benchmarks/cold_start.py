@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from model.store.options import StoreOptions
 from model.store.s3 import split_url
 from model.store.s3_client import connect
 
+PART_PREFIX = "warm_up_"  # of the parts of the phase warm_up
 _CONCURRENT_PHASES = ("stream",)  # left out of the sum of the phases, because they overlap with other phases
 _READ_CONNECTIONS = 16  # of `measure_read_seconds`
 _TIMEOUT_SECONDS = 600.0
@@ -47,6 +48,21 @@ class MeasuredStart:
     """The parts of the first request, in order."""
     fetched_bytes: int
     """The size of the cache folder after the first request."""
+    part_seconds: dict[str, float] = field(default_factory=dict)
+    """Phases that overlap with others, and the parts of phases."""
+    repeated_milliseconds: tuple[tuple[float, ...], ...] = ()
+    """The times of each kind of request in the server, in the order of the requests of this kind."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests of a start. `kinds`: the first one is timed from the start of the process, as the first image.
+
+    After the first image, each kind is sent until it was sent `repeats` times, one after the other.
+    """
+
+    kinds: tuple[dict[str, Any], ...]
+    repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,25 +71,41 @@ class NamedStore:
 
     name: str
     url: str
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables of the server's process, such as the endpoint of the bucket."""
 
 
-def measure_start(
-    layout: Layout, store: NamedStore, release: str, request: dict[str, Any], work_folder: Path
-) -> MeasuredStart:
-    """Start a server, send one request to the server, and stop the server. Raises ServerFailed or CallFailed.
+@dataclass(frozen=True)
+class StartCase:
+    """A server image and a store to start it from. `name` identifies it in a report."""
+
+    name: str
+    layout: Layout
+    store: NamedStore
+
+
+def measure_start(case: StartCase, release: str, requests: Requests, work_folder: Path) -> MeasuredStart:
+    """Start a server, send requests to it, and stop it. Raises ServerFailed or CallFailed.
 
     `work_folder`: the folder of the server's cache, which is deleted afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="cache-", dir=work_folder, ignore_cleanup_errors=True) as cache:
-        environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
+        environment = {"PREHEAT_STORE": case.store.url, "PREHEAT_RELEASE": release, "PREHEAT_CACHE_DIR": cache}
         began = time.perf_counter()
-        with Server(layout, environment=environment) as server:
+        with Server(case.layout, environment=environment | dict(case.store.environment)) as server:
             server.wait_ready(_TIMEOUT_SECONDS)
             ready_seconds = time.perf_counter() - began
-            response = generate(server.url, request, _TIMEOUT_SECONDS)
+            response = generate(server.url, requests.kinds[0], _TIMEOUT_SECONDS)
             server_phases = cold_start_phases(server.url)
+            repeated = []
+            for number, request in enumerate(requests.kinds):
+                times = [float(response["time"])] if number == 0 else []
+                while len(times) < requests.repeats:
+                    times.append(float(generate(server.url, request, _TIMEOUT_SECONDS)["time"]))
+                repeated.append(tuple(round(1000 * seconds, 2) for seconds in times))
         fetched_bytes = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
-        return combine_measurements(server_phases, response, ready_seconds, fetched_bytes)
+        start = combine_measurements(server_phases, response, ready_seconds, fetched_bytes)
+        return replace(start, repeated_milliseconds=tuple(repeated))
 
 
 def combine_measurements(
@@ -82,42 +114,46 @@ def combine_measurements(
     """Return a start whose phases add up to the time of the first image.
 
     `server_phases`: the seconds of each phase from the server's metrics, with "first_image". The phase "first request"
-    is added from `response`, and "other" as the rest: HTTP, Truss, and the time until the request arrived.
+    is added from `response`, and "other" as the rest: HTTP, Truss, and the time until the request arrived. Phases that
+    overlap with others, and parts of a phase, are left out.
     """
     first_image_seconds = server_phases["first_image"]
-    excluded = (*_CONCURRENT_PHASES, "first_image")
-    phases = {name: seconds for name, seconds in server_phases.items() if name not in excluded}
+    parts = {
+        name: seconds
+        for name, seconds in server_phases.items()
+        if name in _CONCURRENT_PHASES or name.startswith(PART_PREFIX)
+    }
+    phases = {name: seconds for name, seconds in server_phases.items() if name not in {*parts, "first_image"}}
     phases["first request"] = float(response["time"])
     phases["other"] = max(0.0, first_image_seconds - sum(phases.values()))
-    return MeasuredStart(first_image_seconds, phases, ready_seconds, response["timings"], fetched_bytes)
+    return MeasuredStart(first_image_seconds, phases, ready_seconds, response["timings"], fetched_bytes, parts)
 
 
-MeasureStart = Callable[[Layout, NamedStore, str, dict[str, Any], Path], MeasuredStart]
+MeasureStart = Callable[[StartCase, str, Requests, Path], MeasuredStart]
 """A function with the arguments and the result of `measure_start`."""
 
 
 def bench_cold_starts(
-    layout: Layout,
-    stores: Sequence[NamedStore],
+    cases: Sequence[StartCase],
     release: str,
-    request: dict[str, Any],
+    requests: Requests,
     runs: int,
     work_folder: Path,
-    report: Callable[[NamedStore, int, MeasuredStart], None],
+    report: Callable[[StartCase, int, MeasuredStart], None],
     measure: MeasureStart = measure_start,
 ) -> list[list[MeasuredStart]]:
-    """Start `runs` times from each store, after one start that is not counted. Returns the counted starts by store.
+    """Start each case `runs` times, after one start that is not counted. Returns the counted starts by case.
 
-    The stores alternate, so that other work on the machine affects all stores equally. `report` is called after each
-    start with the store, the start's number and the result. The start that is not counted has number 0.
+    The cases alternate, so that other work on the machine affects all of them equally. `report` is called after each
+    start with the case, the start's number and the result. The start that is not counted has number 0.
     """
-    counted_starts: list[list[MeasuredStart]] = [[] for _ in stores]
+    counted_starts: list[list[MeasuredStart]] = [[] for _ in cases]
     for number in range(runs + 1):
-        for store, starts_from_store in zip(stores, counted_starts, strict=True):
-            start = measure(layout, store, release, request, work_folder)
-            report(store, number, start)
+        for case, starts_of_case in zip(cases, counted_starts, strict=True):
+            start = measure(case, release, requests, work_folder)
+            report(case, number, start)
             if number > 0:
-                starts_from_store.append(start)
+                starts_of_case.append(start)
     return counted_starts
 
 

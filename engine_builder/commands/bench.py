@@ -131,6 +131,8 @@ def cold_start(
     from engine_builder.benchmarks.cold_start import (
         MeasuredStart,
         NamedStore,
+        Requests,
+        StartCase,
         bench_cold_starts,
         cold_start_row,
         measure_read_seconds,
@@ -158,15 +160,16 @@ def cold_start(
             metadata = {**metadata, "preheat": {**metadata["preheat"], "buckets": entries}}
             layout = with_metadata(layout, metadata)
 
-        def report(origin: NamedStore, number: int, start: MeasuredStart) -> None:
+        def report(case: StartCase, number: int, start: MeasuredStart) -> None:
             counted = f"run {number} of {runs}" if number else "not counted"
             console.print(
-                f"{origin.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s "
+                f"{case.name}: ready {start.ready_seconds:.2f} s, first image {start.first_image_seconds:.2f} s "
                 f"({counted})"
             )
 
         def measure(*origins: NamedStore) -> list[Row]:
-            measured = bench_cold_starts(layout, origins, release, request, runs, work, report)
+            cases = [StartCase(origin.name, layout, origin) for origin in origins]
+            measured = bench_cold_starts(cases, release, Requests((request,)), runs, work, report)
             return [
                 cold_start_row(origin, release, starts, precision, steps)
                 for origin, starts in zip(origins, measured, strict=True)

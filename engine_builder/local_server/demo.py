@@ -51,5 +51,5 @@ def cold_start_phases(url: str) -> dict[str, float]:
         text = httpx.get(f"{url}/metrics/", trust_env=False, timeout=10).text
     except httpx.TransportError as error:
         raise CallFailed(f"{url}/metrics/ cannot be read: {error}.") from error
-    matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
+    matches = re.findall(r'^preheat_cold_start_seconds\{phase="([a-z0-9_]+)"\} ([0-9.e+-]+)$', text, re.MULTILINE)
     return {phase: float(seconds) for phase, seconds in matches}

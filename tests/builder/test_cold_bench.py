@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from engine_builder.benchmarks import cold_start as cold_bench
 from engine_builder.benchmarks.cold_start import (
     MeasuredStart,
     NamedStore,
+    Requests,
+    StartCase,
     cold_start_row,
     combine_measurements,
     measure_read_seconds,
@@ -36,29 +39,30 @@ REQUEST = {"prompt": "a red circle", "seed": 1, "num_inference_steps": 1}
 
 
 def test_phases_and_request_add_up_to_the_first_image() -> None:
-    measured = {"import": 1.0, "stream": 9.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0}
+    parts = {"stream": 9.0, "warm_up_unet_2": 0.125}
+    measured = {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first_image": 4.0} | parts
     start = combine_measurements(measured, {"time": 2.0, "timings": {"denoise": 1900.0}}, 1.8, 7)
     phases = {"import": 1.0, "weights": 0.5, "warm_up": 0.25, "first request": 2.0, "other": 0.25}
-    assert start == MeasuredStart(4.0, phases, 1.8, {"denoise": 1900.0}, 7)
+    assert start == MeasuredStart(4.0, phases, 1.8, {"denoise": 1900.0}, 7, parts)
 
 
 def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
-    local, bucket = NamedStore("local", "a"), NamedStore("bucket", "b")
-    started: list[NamedStore] = []
+    layout = Layout(tmp_path, tmp_path, tmp_path, {})
+    local, bucket = (StartCase(name, layout, NamedStore(name, name)) for name in ("local", "bucket"))
+    started: list[StartCase] = []
 
-    def measure(layout: Layout, store: NamedStore, *_: object) -> MeasuredStart:
-        started.append(store)
+    def measure(case: StartCase, *_: object) -> MeasuredStart:
+        started.append(case)
         return MeasuredStart(float(len(started)), {}, 0.0, {}, 0)
 
     reported: list[tuple[str, int]] = []
     measured = cold_bench.bench_cold_starts(
-        Layout(tmp_path, tmp_path, tmp_path, {}),
         [local, bucket],
         "toy/1",
-        REQUEST,
+        Requests((REQUEST,)),
         2,
         tmp_path,
-        lambda store, number, _: reported.append((store.name, number)),
+        lambda case, number, _: reported.append((case.name, number)),
         measure,
     )
     assert started == [local, bucket] * 3
@@ -67,7 +71,9 @@ def test_alternates_stores_and_drops_the_first_starts(tmp_path: Path) -> None:
 
 
 def test_starts_a_real_server(layout: Layout, store: Store, release: str, tmp_path: Path) -> None:
-    start = measure_start(layout, NamedStore("local", store.url), release, REQUEST, tmp_path)
+    case = StartCase("local", layout, NamedStore("local", store.url))
+    start = measure_start(case, release, Requests((REQUEST, REQUEST | {"seed": 2}), repeats=2), tmp_path)
+    assert [len(times) for times in start.repeated_milliseconds] == [2, 2]
     assert start.fetched_bytes == 0, "a local store needs no cache"
     assert not list(tmp_path.iterdir()), "the cache folder remains"
     assert {
@@ -98,10 +104,10 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, Any
     recorded: list[tuple[int, dict[str, Any], dict[str, Any]]] = []
 
     def record(
-        layout: Layout, stores: object, release: str, request: dict[str, Any], runs: int, *_: object
+        cases: Sequence[StartCase], release: str, requests: Requests, runs: int, *_: object
     ) -> list[list[MeasuredStart]]:
-        config = yaml.safe_load((layout.app / "config.yaml").read_text())
-        recorded.append((runs, request, config["model_metadata"]["preheat"]))
+        config = yaml.safe_load((cases[0].layout.app / "config.yaml").read_text())
+        recorded.append((runs, requests.kinds[0], config["model_metadata"]["preheat"]))
         return [[MeasuredStart(4.0, {"import": 1.0}, 3.0, {"denoise": 900.0}, 0)] * runs]
 
     monkeypatch.setattr(cold_bench, "bench_cold_starts", record)
