@@ -73,15 +73,18 @@ class Model:
         import PIL.Image  # noqa: F401
         import tokenizers  # noqa: F401
 
+        preload_torch.import_torch()
+
         from model import metrics
         from model.api.service import Service
         from model.loading.load import load_release
         from model.loading.runtimes import find_targets, runtime_cache_folder
-        from model.loading.warmup import efficient_by_size, warm_up
+        from model.loading.warmup import batch_measurement, warm_up
         from model.pipeline.runner import Runner
         from model.scheduling.scheduler import Scheduler
 
         settings = self._settings
+        gc.freeze()  # modules are permanent, and the collection below takes 0.14 s with them
         self._cold_start.record("import", seconds_since_process_start())
         store, release = self._prefetch.store(), settings.required("release")
         targets = find_targets(settings.runtime)
@@ -98,9 +101,8 @@ class Model:
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
         try:
-            with self._cold_start.phase("warm_up"):
-                # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
-                scheduler.preview_map = scheduler.call(lambda: warm_up(loaded)).result()
+            # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
+            scheduler.preview_map = scheduler.call(lambda: warm_up(loaded, cold_start=self._cold_start)).result()
         except BaseException:
             scheduler.close()
             raise
@@ -109,6 +111,7 @@ class Model:
         # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
         gc.collect()
         gc.freeze()
+        scheduler.when_idle(batch_measurement(loaded))
         self._prefetch.close()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, settings.log_prompts)
@@ -120,7 +123,6 @@ class Model:
                     "target": loaded.target,
                     "weight_bytes": loaded.weight_bytes,
                     "gpu_bytes": metrics.gpu_memory(loaded.model.device),
-                    "efficient": efficient_by_size(loaded.model),
                     "seconds": self._cold_start.phases,
                 }
             )

@@ -397,7 +397,7 @@ class RecordingQueue(StepQueue):
         self.captured: list[tuple[Callable[[], None], bool]] = []
         self.replays = 0
 
-    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], workspace: bool, name: str) -> Callable[[], None]:
         self.captured.append((work, workspace))
 
         def replay() -> None:
@@ -442,7 +442,7 @@ class LateQueue(StepQueue, TorchDispatchMode):
     def steps_in_flight(self) -> int:
         return len(self.uploads) - 1 - self.steps_done
 
-    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None], workspace: bool, name: str) -> Callable[[], None]:
         return lambda: None
 
     def mark(self) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from model.denoising.mixed_loop import MixedLoop
 from model.engines.engine import EngineSet
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeRange
-from model.loading.warmup import warm_up
+from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
@@ -190,12 +190,14 @@ def test_keeps_conditioning_only_while_an_image_may_move(model: LoadedModel) -> 
 
 
 def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
-    """The fp16 UNet has smaller batches. The warm-up measures batches that both have, on the inner UNet."""
+    """The fp16 UNet has smaller batches. A later measurement finds batches that both have, on the inner UNet."""
     inner, outer = bucketed(model, 2, 4, 8, width=64), bucketed(model, 2, 4, width=64)
     model.engines[spec.UNET] = inner
     model.fp16_unets, model.fp16_steps = {spec.UNET: outer}, Fp16Steps(first=1, last=1)
     served = ServedModel(64, 64, SizeRange(64, 512, 8), has_refiner=True, defaults=Defaults())
-    warm_up(Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0))
+    loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
+    warm_up(loaded)
+    list(batch_measurement(loaded))
     loop = model.loop(spec.UNET, 64, 64)
     assert isinstance(loop, MixedLoop) and loop.capacity == 4
     smaller, larger, unused = stubs(inner)

@@ -250,7 +250,8 @@ def test_branches_fork_from_the_current_stream_and_join_it(streams: Streams, mon
 def test_graphed_engine_copies_inputs_and_outputs() -> None:
     captured: list[Callable[[], None]] = []
 
-    def capture(work: Callable[[], None]) -> Callable[[], None]:
+    def capture(work: Callable[[], None], name: str) -> Callable[[], None]:
+        assert name.startswith("unet_text_")
         captured.append(work)
         return work
 

@@ -1,4 +1,4 @@
-"""The warm-up runs every size, measures efficient batches, and reports a lack of memory."""
+"""The warm-up runs every size and reports a lack of memory. A later measurement finds efficient batches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.cold_start import ColdStart, warm_up_part
+from model.cuda.probe import DeviceProbe
 from model.engines.engine import EngineSet
 from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange
-from model.loading.warmup import DeviceProbe, efficient_by_size, warm_up
+from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.store.manifest import Bucket, Span
@@ -78,6 +80,17 @@ class FakeProbe(DeviceProbe):
         return calls
 
 
+def efficient_by_size(loaded: Loaded, probe: DeviceProbe) -> dict[str, int]:
+    """Warm up and measure. Return the most efficient batch of each size."""
+    with torch.inference_mode():
+        warm_up(loaded, probe)
+        probe.now()  # forget the calls of the warm-up
+        probe.now()
+        list(batch_measurement(loaded, probe))
+    bases = {key: loop for key, loop in loaded.model.loops.items() if key[0] == spec.UNET}
+    return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
+
+
 def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     with torch.inference_mode():
         preview_map = warm_up(loaded)
@@ -87,6 +100,17 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert all(not loop.images for loop in loaded.model.loops.values())
     widths = {inputs["latents"].shape[-1] for inputs in stub(loaded.model, spec.VAE_DECODER).seen}
     assert widths == {64 // 8, 96 // 8}
+
+
+def test_records_its_parts(loaded: Loaded) -> None:
+    cold_start = ColdStart()
+    with torch.inference_mode():
+        warm_up(loaded, cold_start=cold_start)
+    parts = {"image_64x64", "image_96x64", "texts", "preview"}
+    assert cold_start.phases.keys() == {"warm_up", *(f"warm_up_{part}" for part in parts)}
+    with warm_up_part("later"):
+        pass
+    assert "warm_up_later" not in cold_start.phases, "the warm-up is over"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +125,7 @@ def test_measures_the_efficient_batch_of_each_listed_size(
     seconds: dict[int, float], efficient: int, tried: tuple[int, ...], loaded: Loaded
 ) -> None:
     probe = FakeProbe(loaded.model, seconds)
-    with torch.inference_mode():
-        warm_up(loaded, probe)
-    assert efficient_by_size(loaded.model) == {"64x64": efficient, "96x64": efficient}
+    assert efficient_by_size(loaded, probe) == {"64x64": efficient, "96x64": efficient}
     assert probe.measured == [(width, batch) for width in (64, 96) for batch in tried]  # once each on a CPU
     assert loaded.model.efficient_pixels is None
 
@@ -112,18 +134,14 @@ def test_measures_unguided_images_if_the_release_has_no_guidance(loaded: Loaded)
     """Each takes one batch entry, so eight of them fill the largest bucket."""
     probe = FakeProbe(loaded.model, {2: 0.080, 4: 0.140, 8: 0.290})
     served = replace(loaded.served, defaults=loaded.served.defaults.model_copy(update={"guidance_scale": 1.0}))
-    with torch.inference_mode():
-        warm_up(replace(loaded, served=served), probe)
-    assert efficient_by_size(loaded.model) == {"64x64": 4, "96x64": 4}
+    assert efficient_by_size(replace(loaded, served=served), probe) == {"64x64": 4, "96x64": 4}
     assert [batch for width, batch in probe.measured if width == 64] == [2, 4, 8]
 
 
 def test_rising_clocks_do_not_raise_the_efficient_batch(loaded: Loaded) -> None:
     """A step of two images takes 1.91 times as long as a step of one. The first steps run at low clocks."""
     probe = FakeProbe(loaded.model, {2: 0.0287, 4: 0.0549}, slow_start=(1.4, 1.2, 1.05), clocks_rise=True)
-    with torch.inference_mode():
-        warm_up(loaded, probe)
-    assert efficient_by_size(loaded.model) == {"64x64": 2, "96x64": 2}
+    assert efficient_by_size(loaded, probe) == {"64x64": 2, "96x64": 2}
 
 
 def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
@@ -132,9 +150,7 @@ def test_single_bucket_is_not_measured(loaded: Loaded) -> None:
         engines = loaded.model.engines[name].engines
         loaded.model.engines[name] = EngineSet([engine for engine in engines if engine.bucket.batch.max == 8])
     probe = FakeProbe(loaded.model, {8: 0.1})
-    with torch.inference_mode():
-        warm_up(loaded, probe)
-    assert efficient_by_size(loaded.model) == {"64x64": 8, "96x64": 8} and not probe.measured
+    assert efficient_by_size(loaded, probe) == {"64x64": 8, "96x64": 8} and not probe.measured
 
 
 def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) -> None:
@@ -143,11 +159,9 @@ def test_all_sizes_of_a_dynamic_engine_share_efficient_pixels(loaded: Loaded) ->
         side = Span(min=16, max=1024, multiple=8)
         stub(model, name).bucket = Bucket(batch=Span(min=1, max=16), height=side, width=side)
     served = replace(loaded.served, sizes=SizeRange(64, 1024, 8))
-    with torch.inference_mode():
-        warm_up(
-            replace(loaded, model=model, served=served), FakeProbe(model, {2: 0.080, 4: 0.140, 8: 0.240, 16: 0.480})
-        )
-    assert efficient_by_size(model) == {"64x64": 8}
+    model.loop(spec.UNET, 64, 128)  # made before the measurement
+    probe = FakeProbe(model, {2: 0.080, 4: 0.140, 8: 0.240, 16: 0.480})
+    assert efficient_by_size(replace(loaded, model=model, served=served), probe) == {"64x64": 8, "128x64": 4}
     for (height, width), batch in {(64, 128): 4, (128, 128): 2, (1024, 1024): 1, (32, 64): 16, (16, 16): 16}.items():
         assert model.loop(spec.UNET, height, width).efficient_batch == batch
 

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from model.cold_start import warm_up_part
+
 Result = TypeVar("Result")
 
 _WARM_UPS = 2  # kernels are loaded at their first call, which a capture does not allow
@@ -37,12 +39,13 @@ def _capture_context(replay_stream: torch.cuda.Stream) -> tuple[Any, torch.cuda.
     return torch.cuda.graph_pool_handle(), stream
 
 
-def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], None]:
+def capture(work: Callable[[], None], workspace: bool = True, name: str = "graph") -> Callable[[], None]:
     """Capture `work`, and return a function that replays it. Call that on the stream that is current now.
 
     `work` runs three times. `workspace`: true if cuBLAS may use a workspace. Small products are then faster, because
     they can be split. Large products then distribute their tiles by a counter in the workspace, which is cleared before
-    each product. Without a workspace they need no counter, because the tiles are assigned in advance.
+    each product. Without a workspace they need no counter, because the tiles are assigned in advance. `name`: of the
+    parts of the warm-up that are timed.
     """
     replay_stream = torch.cuda.current_stream()
     pool, stream = _capture_context(replay_stream)
@@ -50,14 +53,17 @@ def capture(work: Callable[[], None], workspace: bool = True) -> Callable[[], No
     with nullcontext() if workspace else _no_workspace(), _fresh_workspaces():
         stream.wait_stream(replay_stream)
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                work()
+            for number in range(_WARM_UPS):
+                with warm_up_part(f"{name}_run_{number + 1}"):
+                    work()
         replay_stream.wait_stream(stream)
-        torch.cuda.synchronize()
+        with warm_up_part(f"{name}_wait"):
+            torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()
-        # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            work()
+        with warm_up_part(f"{name}_capture"):
+            # Other threads encode images and answer requests meanwhile, so only this thread's calls are restricted.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                work()
 
     def replay() -> None:
         assert torch.cuda.current_stream() == replay_stream, "a graph is replayed on another stream"
@@ -117,9 +123,9 @@ class StepQueue:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
 
-    def capture(self, work: Callable[[], None], workspace: bool) -> Callable[[], None]:
-        """Return a function that queues `work`. `workspace`: see the module's `capture`."""
-        return capture(work, workspace) if self._on_gpu else work
+    def capture(self, work: Callable[[], None], workspace: bool, name: str) -> Callable[[], None]:
+        """Return a function that queues `work`. `workspace`, `name`: see the module's `capture`."""
+        return capture(work, workspace, name) if self._on_gpu else work
 
     def run_concurrently(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run tasks that may overlap on the device."""

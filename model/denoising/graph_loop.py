@@ -286,7 +286,9 @@ class GraphLoop:
         """Capture a step whose batch is divided between `engines`, and return its replay."""
         batch = sum(engine.bucket.batch.max for engine in engines)
         is_large = batch * self._height * self._width >= _LARGE_STEP_PIXELS
-        return self._queue.capture(partial(self._step, engines), workspace=len(engines) == 1 and not is_large)
+        name = f"{'_and_'.join(f'{e.component}_{e.bucket.batch.max}' for e in engines)}_{self._width}x{self._height}"
+        workspace = len(engines) == 1 and not is_large
+        return self._queue.capture(partial(self._step, engines), workspace, name)
 
     def _step(self, engines: Sequence[Engine]) -> None:
         """Run one step of each latent slot at the slot's own counter. `engines` divide the batch, in order.

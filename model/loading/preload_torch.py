@@ -4,15 +4,45 @@
 wait some 0.3 s for its context. No Python code could run meanwhile; `ctypes` releases the interpreter lock. This
 changes nothing for torch: the files are its own, loaded as it loads them, and a process has one primary context for a
 device (CUDA driver API). Errors are left to torch, which reports them.
+
+`import_torch` leaves out a module of torch that a server never uses, and that takes a third of the import.
 """
 
 import ctypes
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+
+# Registers operators for tensors without data (the device "meta"), and imports torch's decompositions for them. Only
+# tracing and compilation need them.
+_UNUSED_MODULE = "torch._meta_registrations"
+
+
+def import_torch() -> None:
+    """Import torch without operators on the meta device. If torch is imported already, this does nothing.
+
+    Code that needs them afterwards can import `torch._meta_registrations`.
+    """
+    if "torch" in sys.modules:
+        return
+    # torch would otherwise search the metadata of all installed packages for further backends, and a server has none.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    placeholder = sys.modules.setdefault(_UNUSED_MODULE, ModuleType(_UNUSED_MODULE))
+    try:
+        import torch
+    finally:
+        if sys.modules.get(_UNUSED_MODULE) is placeholder:
+            del sys.modules[_UNUSED_MODULE]
+    if set_metaclass := getattr(torch._C, "_set_generator_metaclass", None):
+        # From torch 2.13 on, torch._prims.rng_prims, which the module above imports, completes the class Generator.
+        from torch._opaque_base import OpaqueBaseMeta
+
+        set_metaclass(OpaqueBaseMeta)
 
 
 def start() -> list[threading.Thread]:

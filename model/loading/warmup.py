@@ -1,19 +1,17 @@
 """Run everything once before the replica is ready, so that no request waits for lazy loading or finds memory full.
 
 The warm-up makes every loop that requests can need, with the graphs of all of its buckets. It generates and decodes an
-image of every size, and encodes text in every batch size. The peak memory of serving has then been allocated once. The
-warm-up also measures the most efficient batch of each size.
+image of every size, and encodes text in every batch size. The peak memory of serving has then been allocated once.
 """
 
-import math
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from model.denoising.loop import ImageState, Loop
-from model.engines.engine import EngineSet
+from model.cold_start import ColdStart, warm_up_part
+from model.cuda.probe import DeviceProbe
 from model.errors import EngineError, OutOfDeviceMemory
 from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
@@ -23,57 +21,36 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.prompt import encode_prompt
-from model.pipeline.runner import Runner
-from model.pipeline.spec import BASE, REFINER, UNET
+from model.pipeline.spec import BASE, REFINER
 from model.pipeline.text_to_image import generate
-from model.scheduling.admission import efficient_images
+from model.scheduling.efficiency import measure_efficient_batches
 
-_NOISE_RATIO = 0.98  # a step counts as faster if its time is below this share of the fastest so far
 _STEPS = 2  # of the image; with a refiner, one of them is its own
 _MAX_STEPS = 40  # of it, if the first and last steps run in fp16
 
 
-class DeviceProbe:
-    """Measures the device: its time, and how often its memory did not suffice."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_gpu = device.type == "cuda"
-        self.clocks_rise = self._on_gpu
-        """True if steps may become faster under load. False for a CPU, whose steps are too long to repeat."""
-
-    def now(self) -> float:
-        """Wait until all queued work is done, and return the seconds of a clock."""
-        if self._on_gpu:
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def refused_allocations(self) -> int:
-        """Return how often PyTorch could not allocate memory. An engine's code reports that as a plain RuntimeError."""
-        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0)) if self._on_gpu else 0
-
-
-def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
+def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdStart | None = None) -> PreviewMap:
     """Warm up every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
-    `probe` defaults to one of the model's device. Raises OutOfDeviceMemory if the configured buckets do not fit into
-    the GPU's memory, and EngineError if the release's engines do not fit together.
+    `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts. Raises
+    OutOfDeviceMemory if the configured buckets do not fit into the GPU's memory, and EngineError if the release's
+    engines do not fit together.
     """
     check_interfaces(loaded.model.engines)
     served = loaded.served
     probe = probe or DeviceProbe(loaded.model.device)
     refusals = probe.refused_allocations()
-    listed = served.sizes.sizes if isinstance(served.sizes, SizeList) else None
     try:
-        for width, height in listed or ((served.native_width, served.native_height),):
-            params = _warm_up_params(served, width, height, loaded.model)
-            generate(loaded.model, [_from_image(params) if served.encodes_images else params])
-            _find_efficient_batch(loaded.model, replace(params, use_refiner=False), probe)
-        if listed is None:
-            loop = loaded.model.loop(UNET, served.native_height, served.native_width)
-            loaded.model.efficient_pixels = loop.efficient_batch * served.native_height * served.native_width
-        _encode_every_text(loaded.model, params)
-        return fit_preview_map(loaded.model, served.native_height, served.native_width)
+        cold_start = cold_start or ColdStart()
+        with cold_start.phase("warm_up"), cold_start.timing_parts():
+            for width, height in _sizes(served):
+                params = _warm_up_params(served, width, height, loaded.model)
+                with warm_up_part(f"image_{width}x{height}"):
+                    generate(loaded.model, [_from_image(params) if served.encodes_images else params])
+            with warm_up_part("texts"):
+                _encode_every_text(loaded.model, params)
+            with warm_up_part("preview"):
+                return fit_preview_map(loaded.model, *_preview_size(served))
     except EngineError as error:
         # No request has run yet, so the release is wrong. Its remedy differs from that of a wrong call.
         raise EngineError(f"The engines of {loaded.release} do not fit together. {error.args[0]}") from error
@@ -83,6 +60,32 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None) -> PreviewMap:
                 f"{loaded.release} does not fit into this GPU's memory with every configured bucket running."
             ) from error
         raise
+
+
+def batch_measurement(loaded: Loaded, probe: DeviceProbe | None = None) -> Iterator[None]:
+    """Return the work of `model.scheduling.efficiency.measure_efficient_batches` for the sizes that were warmed up."""
+    served = loaded.served
+    images = [_warm_up_params(served, width, height, loaded.model) for width, height in _sizes(served)]
+    images = [replace(params, use_refiner=False) for params in images]
+    return measure_efficient_batches(loaded.model, images, not isinstance(served.sizes, SizeList), probe)
+
+
+def _sizes(served: ServedModel) -> tuple[tuple[int, int], ...]:
+    """Return the listed sizes, or the native one, as (width, height)."""
+    return served.sizes.sizes if isinstance(served.sizes, SizeList) else ((served.native_width, served.native_height),)
+
+
+def _preview_size(served: ServedModel) -> tuple[int, int]:
+    """Return the height and width at which the map for previews is fitted: half of the native ones if they are served.
+
+    The fit has five unknowns for each color, and thousands of pixels at either size. Decoding takes most of its time.
+    """
+    if isinstance(served.sizes, SizeList):
+        return served.native_height, served.native_width
+    multiple, least = served.sizes.multiple, served.sizes.min_side
+    halves = (side // 2 // multiple * multiple for side in (served.native_height, served.native_width))
+    height, width = (max(least, half) for half in halves)
+    return height, width
 
 
 def _warm_up_params(served: ServedModel, width: int, height: int, model: LoadedModel) -> GenerationParams:
@@ -107,58 +110,3 @@ def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:
         for denoiser in (BASE, REFINER):
             if denoiser.unet in plan.denoise:
                 encode_prompt(model, plan, denoiser)
-
-
-def efficient_by_size(model: LoadedModel) -> dict[str, int]:
-    """Return WIDTHxHEIGHT -> most efficient UNet batch, for the base's loops made so far."""
-    bases = {key: loop for key, loop in model.loops.items() if key[0] == UNET}
-    return {f"{width}x{height}": loop.efficient_batch for (_, height, width), loop in bases.items()}
-
-
-def _find_efficient_batch(model: LoadedModel, params: GenerationParams, probe: DeviceProbe) -> None:
-    """Measure the base's loop of this size with copies of one image. The refiner's loop has no such limit.
-
-    If the first and last steps run in fp16, a step between them is measured: most steps of a request are.
-    """
-    height, width = params.height, params.width
-    loop = model.loop(UNET, height, width)
-    runner = Runner(model)
-    outer = model.fp16_steps
-    plan = runner.plan(replace(params, num_inference_steps=min(outer.first + outer.last + _STEPS, _MAX_STEPS)))
-    batches = _batches(model.engines[UNET], height, width, loop.capacity)
-    counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
-    if len(counts) <= 1:
-        return  # a smaller batch would take as long
-    [image] = plan.images()
-    runner.advance(plan, image)
-    image.step = outer.first if outer.first + outer.last < image.schedule.steps else 0
-    seconds = ((images, _step_seconds(probe, loop, image, images)) for images in counts)
-    loop.efficient_batch = plan.unet_batch * efficient_images(seconds)
-
-
-def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
-    """Return the batch sizes of static buckets, or 1, 2, 4 and so on for a dynamic engine."""
-    if unet.is_static(height, width):
-        return [e.bucket.batch.max for e in unet.serving(height, width) if e.bucket.batch.max <= capacity]
-    return [2**power for power in range(capacity.bit_length())]
-
-
-def _step_seconds(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
-    """Return the seconds of a step of `count` copies of `image`. If clocks rise, repeat it until it is no faster."""
-    fastest = math.inf
-    while (seconds := _one_step(probe, loop, image, count)) < _NOISE_RATIO * fastest and probe.clocks_rise:
-        fastest = seconds
-    return min(fastest, seconds)
-
-
-def _one_step(probe: DeviceProbe, loop: Loop, image: ImageState, count: int) -> float:
-    """Return the seconds of one step of `count` copies of `image`."""
-    for _ in range(count):
-        loop.add(replace(image, latents=image.latents.clone(), generator=torch.Generator().manual_seed(0)))
-    began = probe.now()
-    try:
-        loop.step()
-        return probe.now() - began
-    finally:
-        for added in list(loop.images):
-            loop.remove(added)

@@ -37,7 +37,7 @@ class LoadedModel:
     components: Components = field(default_factory=lambda: SDXL)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
-    """Pixels per step from which `efficient_batch` is derived for sizes that the warm-up did not measure."""
+    """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""
     text_stream: SideStream = field(init=False)
     first_text_stream: SideStream = field(init=False)
     encode_stream: SideStream = field(init=False)
@@ -54,14 +54,23 @@ class LoadedModel:
         key = (unet, height, width)
         if key not in self.loops:
             loop = self.loops[key] = make_loop(self, unet, height, width)
-            if self.efficient_pixels is not None:
-                loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
+            self._limit_batch(loop, height, width)
         return self.loops[key]
 
     def has_extra_channels(self, unet: str) -> bool:
         """True if a UNet takes more channels than latents have: it was trained for inpainting."""
         [sample] = [spec for spec in self.engines[unet].signature.inputs if spec.name == SAMPLE]
         return sample.shape[1] != self.settings.latent_channels
+
+    def set_efficient_pixels(self, pixels: int) -> None:
+        """Derive `efficient_batch` of all sizes, also of loops that are made later, from the pixels of a step."""
+        self.efficient_pixels = pixels
+        for (_, height, width), loop in self.loops.items():
+            self._limit_batch(loop, height, width)
+
+    def _limit_batch(self, loop: Loop, height: int, width: int) -> None:
+        if self.efficient_pixels is not None:
+            loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
 
     def step_networks(self, unet: str) -> StepNetworks:
         """Return the release's engines that run in each step of a UNet."""

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,6 +37,7 @@ from model.settings import Limits
 logger = logging.getLogger("preheat")
 
 _CPU_NICENESS = 5
+IDLE_SECONDS = 1.0  # without work, after which the work of `when_idle` begins; a first request often follows readiness
 
 
 class _Running(NamedTuple):
@@ -55,7 +56,7 @@ class _Call:
 
 
 class Scheduler:
-    """Other threads may call `submit`, `call`, `cancel`, `healthy`, `retry_after` and `close`."""
+    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `retry_after` and `close`."""
 
     def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
         """Start the thread. `on_device_failure` is called once, when this process can no longer use the device."""
@@ -65,7 +66,8 @@ class Scheduler:
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
         self._unets = [spec.name for spec in unets(self.model.components)]
-        self._wakeup = threading.Condition()  # guards the next five attributes
+        self._wakeup = threading.Condition()  # guards the next six attributes
+        self._idle_work: Iterator[None] | None = None
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
         self._queued_images = 0
@@ -119,6 +121,15 @@ class Scheduler:
             self._inbox.append(call)
             self._wakeup.notify()
         return call.result
+
+    def when_idle(self, work: Iterator[None]) -> None:
+        """Advance `work` on the scheduler's thread after `IDLE_SECONDS` without other work, until it ends.
+
+        A request that arrives meanwhile waits until `work` yields. An error ends the work and is logged.
+        """
+        with self._wakeup:
+            self._idle_work = work
+            self._wakeup.notify()
 
     def cancel(self, job: Job, error: PreheatError) -> None:
         """Answer a request with `error` now, and free its resources before the next step. Does nothing if it was
@@ -183,11 +194,18 @@ class Scheduler:
                     self._fail(self._unfinished_jobs(), error)
 
     def _drain_inbox(self) -> None:
-        """Queue new jobs and run calls. Wait for them if there is nothing else to do."""
+        """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
         with self._wakeup:
+            began: float | None = None  # by time.monotonic(), of being idle
             while not (self._inbox or self._cancelled or self._active_loops or self._waiting or self._closed):
+                began = time.monotonic() if began is None else began
                 self._last_progress = None
-                self._wakeup.wait()
+                if self._idle_work is None:
+                    self._wakeup.wait()
+                elif (pause := began + IDLE_SECONDS - time.monotonic()) > 0:
+                    self._wakeup.wait(pause)
+                else:
+                    self._advance_idle_work(self._idle_work)
             inbox, self._inbox = self._inbox, deque()
         self._last_progress = time.monotonic()
         for item in inbox:
@@ -198,6 +216,20 @@ class Scheduler:
                 item.result.set_result(item.work())
             except BaseException as error:
                 item.result.set_exception(error)
+
+    def _advance_idle_work(self, work: Iterator[None]) -> None:
+        """Run one part of the work of `when_idle`. Called with the lock, which is released meanwhile."""
+        self._last_progress = time.monotonic()
+        self._wakeup.release()
+        try:
+            next(work)
+        except StopIteration:
+            self._idle_work = None
+        except Exception as error:
+            self._idle_work = None
+            self._fail(set(), error)
+        finally:
+            self._wakeup.acquire()
 
     def _drop_cancelled(self) -> None:
         with self._wakeup:

@@ -85,3 +85,22 @@ def test_creates_the_gpu_context(tmp_path: Path, built_for: str, fails: int, cal
     """
     modules, _ = imports_of(script, tmp_path, calls)
     assert "torch" not in modules
+
+
+def test_imports_torch_without_operators_for_meta_tensors() -> None:
+    """A third of torch's import. The server's own use of torch works, and so does a later import of the module."""
+    script = """
+        from model.loading import preload_torch
+
+        preload_torch.import_torch()
+        import torch
+        assert not any(name.startswith("torch._decomp") for name in sys.modules), "they are imported all the same"
+        noise = torch.randn(2, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(torch.cat([noise, noise]).chunk(2)[1], noise)
+
+        import torch._meta_registrations
+        product = torch.zeros(2, 3, device="meta") @ torch.zeros(3, 4, device="meta")
+        assert product.shape == (2, 4) and torch.Generator().manual_seed(1).initial_seed() == 1
+    """
+    modules, _ = imports_of(script)
+    assert "torch._decomp" in modules

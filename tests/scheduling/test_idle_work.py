@@ -1,0 +1,77 @@
+"""Work for idle times: it starts after a pause, makes way for requests, and its errors harm no request."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from model.scheduling import scheduler as scheduling
+from model.scheduling.scheduler import Scheduler
+from tests.support.scheduling import Gate, params, results
+from tests.support.waiting import TIMEOUT_SECONDS, eventually
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "IDLE_SECONDS", 0.01)
+
+
+def test_runs_until_it_ends(scheduler: Scheduler) -> None:
+    done: list[int] = []
+
+    def work() -> Iterator[None]:
+        for part in range(3):
+            done.append(part)
+            yield
+
+    scheduler.when_idle(work())
+    eventually(lambda: done == [0, 1, 2], "the work ends")
+
+
+def test_requests_run_between_two_parts(gate: Gate, scheduler: Scheduler) -> None:
+    begun, resumed, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> Iterator[None]:
+        begun.set()
+        resumed.wait(TIMEOUT_SECONDS)
+        yield
+        assert gate.steps, "the request waited for the second part"
+        ended.set()
+
+    scheduler.when_idle(work())
+    assert begun.wait(TIMEOUT_SECONDS)
+    job = scheduler.submit(params(1))
+    resumed.set()
+    gate.open()
+    results(job)
+    assert ended.wait(TIMEOUT_SECONDS)
+
+
+def test_never_runs_while_images_run(gate: Gate, scheduler: Scheduler) -> None:
+    began = threading.Event()
+
+    def work() -> Iterator[None]:
+        began.set()
+        yield
+
+    job = scheduler.submit(params(1))
+    gate.run(1)
+    scheduler.when_idle(work())
+    assert not began.wait(0.1)
+    gate.open()
+    results(job)
+    assert began.wait(TIMEOUT_SECONDS)
+
+
+def test_error_ends_only_the_work(
+    gate: Gate, scheduler: Scheduler, device_failures: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> Iterator[None]:
+        yield
+        raise RuntimeError("out of memory")
+
+    gate.open()
+    scheduler.when_idle(work())
+    eventually(lambda: "A step of the scheduler failed." in caplog.text, "the error is logged")
+    results(scheduler.submit(params(1)))
+    assert scheduler.healthy() and not device_failures
