@@ -97,6 +97,12 @@ class RequestRefused(PreheatError):
         self.field = field
 
 
+class BodyTooLarge(PreheatError):
+    """The body of a request has too many bytes. Answered with status 413."""
+
+    remedy = "Send smaller images: at most 32 MiB for each file, and 64 MiB for the whole body."
+
+
 class BrokenImage(PreheatError):
     """An image holds NaN or infinite values. Answered with status 500, never with a black image."""
 

@@ -19,7 +19,8 @@ _IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests without an image: refused, overloaded, unavailable, deadline, broken_image, failed, cancelled.",
+    "Requests without an image: refused, too_large, overloaded, unavailable, deadline, broken_image, failed, "
+    "cancelled.",
     ["kind"],
 )
 CANCELLATIONS = Counter(
@@ -54,7 +55,7 @@ GPU_MEMORY = Gauge(
 )
 
 # All labels exist from the start, so that a rate includes the first event.
-for _kind in ("refused", "overloaded", "unavailable", "deadline", "broken_image", "failed", "cancelled"):
+for _kind in ("refused", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "failed", "cancelled"):
     ERRORS.labels(_kind)
 for _state in ("queued", "running"):
     CANCELLATIONS.labels(_state)

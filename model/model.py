@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from model.api.body_limit import find_application, limit_bodies
 from model.api.request import GenerationRequest
 from model.cold_start import ColdStart, seconds_since_process_start
 from model.errors import ConfigError
@@ -46,6 +47,7 @@ class Model:
         self._cold_start = ColdStart()
         secrets: Mapping[str, str] = kwargs.get("secrets") or {}
         self._prefetch = Prefetch(self._settings, secrets)
+        self._application = find_application()  # now, because the imports of the load add many objects to search
         self._scheduler: Scheduler | None = None
         self._service: Service | None = None
         self._failed = False
@@ -115,6 +117,8 @@ class Model:
         self._prefetch.close()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, settings.log_prompts)
+        if self._application is not None:
+            limit_bodies(self._application, self._service.refuse)
         logger.info(
             json.dumps(
                 {

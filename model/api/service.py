@@ -21,7 +21,16 @@ from model import metrics
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
 from model.cold_start import ColdStart
-from model.errors import BrokenImage, Cancelled, DeadlineExceeded, Overloaded, PreheatError, RequestRefused, Unavailable
+from model.errors import (
+    BodyTooLarge,
+    BrokenImage,
+    Cancelled,
+    DeadlineExceeded,
+    Overloaded,
+    PreheatError,
+    RequestRefused,
+    Unavailable,
+)
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams
 from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
@@ -35,6 +44,7 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
     RequestRefused: (400, "refused"),
+    BodyTooLarge: (413, "too_large"),
     Overloaded: (429, "overloaded"),
     Cancelled: (499, "cancelled"),
     BrokenImage: (500, "broken_image"),
@@ -104,6 +114,11 @@ class Service:
             return resolve(request, self._loaded.served)
         async with self._decoders:
             return await asyncio.to_thread(resolve_with_images, request, self._loaded.served)
+
+    def refuse(self, headers: Mapping[str, str], error: PreheatError) -> JSONResponse:
+        """Return the answer to a request that is refused by its headers, before it is parsed."""
+        context = RequestContext(_request_id(headers), time.perf_counter(), stream=False, prompt="")
+        return self._error_response(context, error)
 
     def _watch_client(self, job: Job, http: Request) -> None:
         """Cancel the request when its client leaves or its deadline passes."""

@@ -1,0 +1,200 @@
+"""The limit of request bodies, as ASGI middleware and on the real server."""
+
+import asyncio
+import gc
+import json
+import re
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from engine_builder.local_server.server import Server
+from model.api.body_limit import MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, find_application, limit_bodies
+from model.errors import BodyTooLarge, PreheatError
+from tests.support.predictions import PREDICT_PATH, PROMPT, http_client
+
+LIMIT, TOTAL = 3 * 2**20, 5 * 2**20
+
+
+def refuse(headers: Mapping[str, str], error: PreheatError) -> Response:
+    status = 413 if isinstance(error, BodyTooLarge) else 429
+    return JSONResponse({"error": str(error), "id": headers.get("X-Request-Id")}, status)
+
+
+class Echo:
+    """An application that answers with the size of the body, once `answer` is set.
+
+    `parts` counts the messages that were read, `read` the whole bodies.
+    """
+
+    def __init__(self) -> None:
+        self.parts = self.read = 0
+        self.answer = asyncio.Event()
+        self.answer.set()
+        self.application = Starlette(routes=[Route("/", self.endpoint, methods=["POST"])])
+        self.limited = BodyLimit(self.application, refuse, LIMIT, TOTAL)
+
+    async def endpoint(self, request: Request) -> Response:
+        size = 0
+        async for part in request.stream():
+            self.parts += 1
+            size += len(part)
+        self.read += 1
+        await self.answer.wait()
+        return PlainTextResponse(str(size))
+
+    async def post(self, content: bytes | AsyncIterator[bytes], **headers: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=self.limited)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post("/", content=content, headers=headers)
+
+
+async def chunks(size: int, chunk: int = 2**16) -> AsyncIterator[bytes]:
+    for _ in range(size // chunk):
+        yield bytes(chunk)
+
+
+def test_passes_bodies_up_to_the_limit() -> None:
+    async def run() -> None:
+        echo = Echo()
+        for content in (b"", b"x", bytes(LIMIT), chunks(LIMIT)):
+            answer = await echo.post(content)
+            assert answer.status_code == 200
+        assert answer.text == str(LIMIT)
+
+    asyncio.run(run())
+
+
+def test_refuses_by_content_length_before_reading() -> None:
+    async def run() -> None:
+        echo = Echo()
+        answer = await echo.post(bytes(LIMIT + 1), **{"X-Request-Id": "abc"})
+        assert answer.status_code == 413 and answer.json()["id"] == "abc" and "3 MiB" in answer.json()["error"]
+        assert echo.parts == 0
+
+    asyncio.run(run())
+
+
+def test_refuses_a_chunked_body_at_the_limit() -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 2**16
+            yield bytes(2**16)
+
+    async def run() -> None:
+        echo = Echo()
+        answer = await echo.post(endless())
+        assert answer.status_code == 413
+        assert sent <= LIMIT + 2 * 2**16
+
+    asyncio.run(run())
+
+
+def test_limits_the_bodies_of_all_requests() -> None:
+    async def run() -> None:
+        echo = Echo()
+        echo.answer.clear()
+        held = [asyncio.create_task(echo.post(bytes(size))) for size in (LIMIT, TOTAL - LIMIT)]
+        while echo.read < 2:
+            await asyncio.sleep(0)
+        answer = await echo.post(bytes(SMALL_BODY_BYTES + 1))
+        assert answer.status_code == 429 and "Repeat the request" in answer.json()["error"]
+        small = asyncio.create_task(echo.post(bytes(SMALL_BODY_BYTES)))
+        echo.answer.set()
+        assert [(await task).status_code for task in (*held, small)] == [200, 200, 200]
+        assert (await echo.post(bytes(LIMIT))).status_code == 200, "the memory was not given back"
+
+    asyncio.run(run())
+
+
+def test_gives_back_the_memory_of_refused_bodies() -> None:
+    async def run() -> None:
+        echo = Echo()
+        for _ in range(5):
+            assert (await echo.post(chunks(2 * LIMIT))).status_code == 413
+        assert (await echo.post(bytes(LIMIT))).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_limits_a_running_application() -> None:
+    async def run() -> None:
+        echo = Echo()
+        transport = httpx.ASGITransport(app=echo.application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.post("/", content=b"x")).status_code == 200  # this makes the middleware stack
+            limit_bodies(echo.application, refuse)
+            assert (await client.post("/", content=b"x")).status_code == 200
+            answer = await client.post("/", content=bytes(MAX_BODY_BYTES + 1))
+            assert answer.status_code == 413
+
+    asyncio.run(run())
+
+
+def test_finds_the_application_of_this_process() -> None:
+    application = FastAPI()
+    assert isinstance(found := find_application(), Starlette)
+    assert found is application or gc.is_tracked(found)  # other tests may have left theirs
+
+
+# -- the real server --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with http_client(server) as client:
+        yield client
+
+
+def body(size: int) -> bytes:
+    """Return a request of `size` bytes with an unknown field."""
+    head, tail = b'{"prompt": "x", "padding": "', b'"}'
+    return head + b"x" * (size - len(head) - len(tail)) + tail
+
+
+def in_chunks(content: bytes) -> Callable[[], Iterator[bytes]]:
+    return lambda: (content[start : start + 2**20] for start in range(0, len(content), 2**20))
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
+def test_server_refuses_a_body_of_65_mib(client: httpx.Client, chunked: bool) -> None:
+    content = body(65 * 2**20)
+    answer = client.post(
+        PREDICT_PATH, content=in_chunks(content)() if chunked else content, headers={"X-Request-Id": "large-1"}
+    )
+    assert answer.status_code == 413
+    assert answer.json()["kind"] == "too_large" and "64 MiB" in answer.json()["error"]
+    assert answer.headers["X-Request-Id"] == "large-1"
+    assert re.search(r'^preheat_errors_total\{kind="too_large"\} [1-9]', client.get("/metrics/").text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
+def test_server_parses_a_body_of_64_mib(client: httpx.Client, chunked: bool) -> None:
+    content = body(MAX_BODY_BYTES)
+    answer = client.post(PREDICT_PATH, content=in_chunks(content)() if chunked else content)
+    assert answer.status_code == 400 and "padding" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("length", ["68157441", "9" * 20, "9" * 4400, "-1", "1e9", "0x10", "६"])
+def test_server_answers_a_stated_length_without_a_body(server: Server, length: str) -> None:
+    request = f"POST {PREDICT_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(request)
+        status = connection.recv(4096).split(b" ", 2)[1]
+    assert status in ((b"413",) if re.fullmatch(r"[1-9][0-9]{6,19}", length) else (b"400", b"413"))
+
+
+def test_server_answers_after_a_refused_body_on_the_same_connection(client: httpx.Client) -> None:
+    assert client.post(PREDICT_PATH, content=body(65 * 2**20)).status_code == 413
+    answer = client.post(PREDICT_PATH, content=json.dumps({"prompt": PROMPT, "width": 1}))
+    assert answer.status_code == 400
