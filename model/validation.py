@@ -18,6 +18,7 @@ MAX_STEPS_LCM = 50
 MAX_IMAGES = 8  # of one request
 MAX_MASKS = 8  # of one request
 MAX_FEATHER = 256  # pixels
+MAX_UPSCALE = 2
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
 _MAX_PROBLEMS = 20  # of one input; a body of a thousand unknown fields does not get a thousand lines

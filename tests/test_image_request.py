@@ -110,6 +110,15 @@ def test_refuses_fields_that_need_an_image(fields: dict[str, Any]) -> None:
     assert refused.value.field == next(iter(fields))
 
 
+@pytest.mark.parametrize("field", ["composite", "color_match"])
+def test_refuses_fields_that_need_masks(field: str) -> None:
+    for fields in ({}, {"image": file_of(noise(128, 128))}):
+        with pytest.raises(RequestRefused, match="true needs `masks`, which are missing") as refused:
+            resolve(GenerationRequest(prompt="a cat", **fields, **{field: True}), SERVED)
+        assert refused.value.field == field
+        resolve(GenerationRequest(prompt="a cat", **fields, **{field: False}), SERVED)
+
+
 def test_refuses_an_image_without_a_vae_encoder() -> None:
     with pytest.raises(RequestRefused, match="release toy/1 has no VAE encoder. Build the model again") as refused:
         resolved(replace(SERVED, encodes_images=False))

@@ -1,6 +1,8 @@
 """Blending generated pixels with the input's, on small images whose result is known."""
 
 import io
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +11,10 @@ from PIL import Image
 
 from model.images.encode import encode
 from model.images.postprocess import Pixels, color_match, composite, dilate, feather, union, upscale
+from model.pipeline.finish import finish
+from model.pipeline.params import GenerationParams, Mask
 from tests.support.images import largest_difference
+from tests.support.linear_networks import PLAIN
 
 SIZE = 96
 
@@ -119,6 +124,36 @@ def test_dilates_by_a_square(distance: int) -> None:
     for y, x in ((3, 4), (19, 29)):
         expected[max(0, y - distance) : y + distance + 1, max(0, x - distance) : x + distance + 1] = True
     np.testing.assert_array_equal(dilate(bits, distance), expected)
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def params(**changes: Any) -> GenerationParams:
+    masks = tuple(Mask(square(*sides), "a", None, 1.0) for sides in ((10, 20), (50, 60)))
+    return replace(PLAIN, width=SIZE, height=SIZE, image=noise(1, 100, 140), masks=masks, **changes)
+
+
+def test_finishes_nothing_by_default() -> None:
+    generated = noise(0)
+    assert finish(generated, PLAIN) is generated
+    assert finish(generated, params()) is generated
+
+
+def test_composites_all_masks() -> None:
+    generated, asked = noise(0), params(composite=True)
+    image, mask = finish(generated, asked), union([square(10, 20), square(50, 60)])
+    np.testing.assert_array_equal(image[mask == 0], asked.image[mask == 0])  # type: ignore[index]
+    np.testing.assert_array_equal(image[mask == 255], generated[mask == 255])
+
+
+def test_matches_colours_before_it_composites_and_enlarges() -> None:
+    asked = params(composite=True, color_match=True, upscale=2)
+    assert asked.image is not None
+    image = finish(asked.image + 20, asked)
+    assert image.shape == (2 * SIZE, 2 * SIZE, 3)
+    assert largest_difference(image, upscale(asked.image, 2)) <= 2
+    assert largest_difference(finish(asked.image + 20, params(composite=True, upscale=2)), image) > 15
 
 
 # -- upscale ----------------------------------------------------------------------------------------------------------

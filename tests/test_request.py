@@ -22,9 +22,10 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, width, height, num_inference_steps, guidance_scale, "
+    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, width, "
+    "height, num_inference_steps, guidance_scale, "
     "end_cfg_frac, scheduler, "
-    "use_refiner, denoising_frac, seed, num_images, output_format, quality, stream, preview_every"
+    "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -74,22 +75,26 @@ def test_accepts_a_prompt_alone() -> None:
         "stream": False,
         "preview_every": 5,
         "resize": "refuse",
+        "composite": False,
+        "color_match": False,
+        "upscale": 1,
     }
 
 
 LOWEST = {
     "prompt": "a", "negative_prompt": "", "image": "", "strength": 0,
     "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
-    "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
+    "composite": False, "color_match": False, "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
     "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0, "num_images": 1,
-    "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
+    "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
 }  # fmt: skip
 HIGHEST = {
     "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
         {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
-    ], "resize": "pad", "width": 4096, "height": 4096, "num_inference_steps": 100,
-    "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64, "use_refiner": True, "denoising_frac": 1.0,
-    "seed": 2**32 - 1, "num_images": 8, "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
+    ], "resize": "pad", "composite": True, "color_match": True, "width": 4096, "height": 4096,
+    "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
+    "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
+    "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
 }  # fmt: skip
 
 
@@ -301,6 +306,9 @@ def test_keeps_given_values_also_zero_and_false() -> None:
         num_images=2,
         output_format="png",
         quality=1,
+        composite=False,
+        color_match=False,
+        upscale=1,
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
     resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))

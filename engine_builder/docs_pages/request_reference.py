@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
 from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult, MaskRequest
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
+from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
+from model.images.postprocess import RING_WIDTH
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _HEAD = """\
@@ -63,6 +66,33 @@ like `"use_refiner": true, "end_cfg_frac": 0.4`.
 A negative prompt that is null and one that is "" differ as in diffusers: for null, SDXL takes zeros instead of an
 encoded text. A model with an embedded guidance scale, such as LCM-SDXL, reads no negative prompt. The answer then has a
 warning.
+
+## Input images
+
+`image` and the image of a mask are base64 in the standard alphabet, padded and without line breaks (`base64 -w0 FILE`),
+or a `data:` URL of it. Other URLs are not fetched. PNG, JPEG and WebP are accepted, recognised by their first bytes.
+Another media type in the URL is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on a
+side, animations, and truncated or damaged files. Headers are checked before pixels are decoded.
+
+- The rotation that EXIF states is applied. The size that counts is the rotated one.
+- Transparent pixels are blended with white, as most viewers show them. diffusers' `load_image` removes the
+  transparency, which shows the colours that were hidden. In a mask they are blended with black, so they are kept.
+- 16-bit values are divided by 256. Palettes, grey and CMYK are converted to RGB by Pillow, colours of a mask to luma.
+- Colour profiles, gamma and all other metadata are ignored, as by diffusers.
+- libjpeg fills the missing part of some damaged JPEGs with grey. This is not detected.
+
+`resize` uses a Lanczos filter, for masks too. `stretch` and `crop` are the modes `default` and `crop` of diffusers'
+`VaeImageProcessor`. `pad` centres the image and repeats its outermost pixels, and those of the masks.
+
+`feather` blurs a mask by diffusers' `VaeImageProcessor.blur` after it was made binary. Pillow approximates the Gaussian
+by three box filters.
+
+With `composite` a pixel becomes `input + (result - input) * mask / 255`, with the largest level of all masks.
+
+With `color_match` each channel of the result becomes `(v - m) * S / s + M`. `m` and `s` are its mean and standard
+deviation in a ring around the masks, `M` and `S` those of the input image. The ring has the pixels where all masks are
+0, at most @RING@ pixels from one where they are not. Both pictures show the same content there. `S / s` is limited to
+0.5 to 2. This is the transfer of Reinhard et al., "Color Transfer between Images" (2001), in RGB and within the ring.
 
 ## Samplers
 
@@ -127,11 +157,17 @@ _JSON_TYPES = {
 # Each kind of refusal: when it is sent, and the caller's remedy. STATUS has the codes.
 _REFUSALS = {
     "refused": (
-        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner",
+        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner; or an "
+        "image or a mask cannot be used",
         "change the named field",
     ),
+    "too_large": (
+        f"the body has more than {MAX_BODY_BYTES // 2**20} MiB. It is not parsed",
+        "send smaller images",
+    ),
     "overloaded": (
-        "`limits.max_queue` images are waiting. The header `Retry-After` has seconds",
+        "`limits.max_queue` images are waiting, or the bodies of all requests in flight exceed "
+        f"{MAX_TOTAL_BODY_BYTES // 2**20} MiB. The header `Retry-After` has seconds",
         "repeat it after that time",
     ),
     "cancelled": ("the client disconnected. Only the log and the metrics show it", ""),
@@ -158,7 +194,13 @@ def page() -> str:
     """Return the text of docs/requests.md."""
     schema = GenerationRequest.model_json_schema()
     parts = [_HEAD, *_fields(schema), "\nOne entry of `masks`:\n\n", *_fields(schema["$defs"][MaskRequest.__name__])]
-    parts.append(_AFTER_FIELDS)
+    limits = {
+        "FILE_MIB": MAX_FILE_BYTES // 2**20,
+        "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
+        "SIDE": f"{MAX_INPUT_SIDE:,}",
+        "RING": RING_WIDTH,
+    }
+    parts.append(re.sub("@([A-Z_]+)@", lambda found: str(limits[found[1]]), _AFTER_FIELDS))
     parts += [f"| {name} | {', '.join(_classes(name)) or '-'} |\n" for name in SAMPLERS]
     parts.append(_RESPONSE_HEAD)
     parts += [_record(GenerationResponse), "\nOne entry of `images`:\n\n", _record(ImageResult)]

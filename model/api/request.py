@@ -21,6 +21,7 @@ from model.validation import (
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
     MAX_STEPS_LCM,
+    MAX_UPSCALE,
     SEED_COUNT,
     Fraction,
     Guidance,
@@ -105,6 +106,16 @@ class GenerationRequest(StrictModel):
         description="How an `image` of another size than `width` x `height` is resized, with its masks: not at all, "
         "stretched, cropped around its centre, or padded with its outermost pixels.",
     )
+    composite: bool = Field(
+        False,
+        description="With `masks`, true: pixels where all masks are black are those of `image`, exactly if the format "
+        "is png. At a feathered edge the two are blended.",
+    )
+    color_match: bool = Field(
+        False,
+        description="With `masks`, true: the colours of the result are shifted so that the surroundings of the masks "
+        "have the mean and contrast that they have in `image`.",
+    )
     width: Side | None = Field(
         None,
         description="Width in pixels. Width and height together must be a size this deployment serves; "
@@ -151,6 +162,12 @@ class GenerationRequest(StrictModel):
         "Image i of a request, counted from 0, has seed + i. Default: random, and returned.",
     )
     num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"Number of images of the prompt: 1 to {MAX_IMAGES}.")
+    upscale: int = Field(
+        1,
+        ge=1,
+        le=MAX_UPSCALE,
+        description="2: the finished images are enlarged to twice their width and height by a Lanczos filter.",
+    )
     output_format: ImageFormat = Field("jpeg", description="File format of the images.")
     quality: int = Field(
         95, ge=1, le=100, description="Quality of jpeg and webp, 1 to 100; png is lossless and ignores it."
@@ -203,7 +220,16 @@ def resolve(
     values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
     values["scheduler"] = sampler_name(values["scheduler"])
     check_steps(values["num_inference_steps"], values["scheduler"])
-    served.sizes.check(values["width"], values["height"])
+    try:
+        served.sizes.check(values["width"], values["height"])
+    except RequestRefused as error:
+        if image_size is None or request.width or request.height:
+            raise
+        raise RequestRefused(
+            "image",
+            f"{width} x {height} pixels, the image's size, are requested, because `width` and `height` are missing. "
+            f"{error} Or set `width`, `height` and `resize`.",
+        ) from error
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
     _check_image_fields(request, served)
@@ -225,7 +251,10 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None
         for name in ("strength", "masks", "resize"):
             if name in request.model_fields_set and getattr(request, name) is not None:
                 raise RequestRefused(name, "needs `image`, which is missing. Send the image, or leave this field out.")
-    elif not served.encodes_images:
+    for name in ("composite", "color_match"):
+        if getattr(request, name) and not request.masks:
+            raise RequestRefused(name, "true needs `masks`, which are missing. Send the masks, or set false.")
+    if request.image is not None and not served.encodes_images:
         raise RequestRefused(
             "image",
             f"release {served.release} has no VAE encoder. Build the model again with this version (`preheat build`), "

@@ -112,6 +112,7 @@ class Service:
         """Return the request's parameters. Images are decoded in a worker thread, a few requests at once."""
         if request.image is None:
             return resolve(request, self._loaded.served)
+        self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         async with self._decoders:
             return await asyncio.to_thread(resolve_with_images, request, self._loaded.served)
 
@@ -240,8 +241,8 @@ def _image(params: GenerationParams, index: int, data: str) -> ImageResult:
         "data": data,
         "seed": params.seeds[index],
         "format": params.output_format,
-        "width": params.width,
-        "height": params.height,
+        "width": params.width * params.upscale,
+        "height": params.height * params.upscale,
     }
 
 

@@ -32,6 +32,7 @@ class GenerationParams:
     image: the image to start from, uint8 [height, width, 3] (RGB); None: noise.
     strength: the share of the steps that run, if there is an image and no mask.
     masks: the parts of the image to repaint, one after the other, each on the result of the one before.
+    composite, color_match, upscale: see `model.pipeline.finish`.
     """
 
     prompt: str
@@ -52,6 +53,9 @@ class GenerationParams:
     image: "Pixels | None" = field(default=None, compare=False, repr=False)
     strength: float = 1.0
     masks: tuple[Mask, ...] = ()
+    composite: bool = False
+    color_match: bool = False
+    upscale: int = 1
 
     @property
     def task(self) -> Task:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from model.denoising.loop import ImageState
 from model.images.encode import broken_image, encode_base64
 from model.images.pending import PendingImage
+from model.pipeline.finish import finish
 from model.pipeline.preview import Preview
 from model.scheduling.job import ImageEvent, Job, StepEvent
 
@@ -44,7 +45,7 @@ class OutputWorkers:
             job.end_stage("decode")
             if pixels is None:
                 raise broken_image([index], job.params.num_images)
-            data = encode_base64(pixels, job.params.output_format, job.params.quality)
+            data = encode_base64(finish(pixels, job.params), job.params.output_format, job.params.quality)
             job.emit(ImageEvent(index, data))
             self._on_image(job)
             job.add_encoded_image(index, data)

@@ -100,7 +100,7 @@ class Scheduler:
         """
         count = params.num_images
         with self._wakeup:
-            self._check_acceptable(count)
+            self.check_acceptable(count)
             self._queued_images += count
         try:
             job = Job(self.runner.plan(params), listener, preview_every)
@@ -164,8 +164,8 @@ class Scheduler:
             job.fail(Unavailable(self._failure))
             self._free(job)
 
-    def _check_acceptable(self, count: int) -> None:
-        """Raise Unavailable after a failure, Overloaded if the queue has no room for so many images."""
+    def check_acceptable(self, count: int) -> None:
+        """Raise Unavailable after a failure, Overloaded if the queue has no room for `count` images."""
         if self._failure is not None:
             raise Unavailable(self._failure)
         if self._queued_images + count > self.limits.max_queue:
