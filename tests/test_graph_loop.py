@@ -15,11 +15,12 @@ from model.cuda.graphs import StepQueue
 from model.denoising.buffers import buffer_shapes
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
-from model.denoising.loop import ImageState, Loop, StepNetworks, has_room, unet_batch
+from model.denoising.loop import ImageState, Known, Loop, StepNetworks, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS
 from model.engines.engine import EngineSet
 from model.pipeline import loaded_model, spec
 from model.pipeline.loaded_model import LoadedModel, make_loop
+from model.pipeline.params import Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Bucket, Span
@@ -134,6 +135,9 @@ def run_mix(loop: Loop, model: LoadedModel, mix: list[tuple[dict[str, object], i
     return [image.latents for image in images]
 
 
+LEVELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+MASK = Mask(np.random.default_rng(1).integers(0, 256, (HEIGHT, WIDTH), np.uint8), "one", None, strength=1.0)
+INPUTS: list[dict[str, object]] = [{}, {"image": LEVELS}, {"image": LEVELS, "masks": (MASK,)}]
 requests = st.fixed_dictionaries(
     {
         "prompt": st.sampled_from(["one", "two words", "sixsix and more"]),
@@ -144,7 +148,7 @@ requests = st.fixed_dictionaries(
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
         "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
     }
-)
+).flatmap(lambda request: st.sampled_from([request | inputs for inputs in INPUTS]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -161,6 +165,48 @@ def test_any_mix_equals_the_eager_loop(mix: list[tuple[dict[str, object], int]],
         results = run_mix(graph_loop(bucketed(model, *batches, **variant)), model, mix)  # type: ignore[arg-type]
         for latents, alone in zip(results, expected, strict=True):
             torch.testing.assert_close(latents, alone, rtol=1e-4, atol=1e-4)
+
+
+def eager_loop(unet: EngineSet) -> EagerLoop:
+    return EagerLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH)
+
+
+@pytest.mark.parametrize("make_loop", [graph_loop, eager_loop])
+def test_each_step_keeps_the_image_outside_of_the_mask(
+    make_loop: Callable[[EngineSet], Loop], model: LoadedModel
+) -> None:
+    right_half = np.zeros((HEIGHT, WIDTH), np.uint8)
+    right_half[:, WIDTH // 2 :] = 255
+    loop = make_loop(bucketed(model, 2))
+    for steps in (1, PLAIN.num_inference_steps):
+        image = make_image(model, image=LEVELS, masks=(replace(MASK, levels=right_half),))
+        assert image.known is not None
+        loop.add(image)
+        for _ in range(steps):
+            loop.step()
+        expected = image.known.latents
+        if loop.images:  # noised as much as the next step expects
+            loop.take(image)
+            signal, noise = image.schedule.noising[1].tolist()
+            expected = signal * image.known.latents + noise * image.known.noise
+        left, right = image.latents.chunk(2, dim=-1)
+        torch.testing.assert_close(left, expected.chunk(2, dim=-1)[0])
+        assert not torch.isclose(right, expected.chunk(2, dim=-1)[1]).any()
+
+
+@pytest.mark.parametrize("make_loop", [graph_loop, eager_loop])
+def test_an_earlier_image_leaves_nothing(make_loop: Callable[[EngineSet], Loop], model: LoadedModel) -> None:
+    loop, results = make_loop(bucketed(model, 2)), []
+    for _ in range(2):
+        plain = make_image(model)
+        denoise(loop, [plain])
+        results.append(plain.latents)
+        poisoned = make_image(model, image=LEVELS, masks=(MASK,))
+        nan = torch.full_like(poisoned.latents, torch.nan)
+        poisoned.known = Known(nan, nan, nan[:, :1])
+        loop.add(poisoned)
+        loop.remove(poisoned)
+    assert torch.equal(*results)
 
 
 def test_both_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> None:

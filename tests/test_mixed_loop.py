@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.denoising.eager_loop import EagerLoop
-from model.denoising.loop import ImageState, Loop, StepNetworks
+from model.denoising.loop import ImageState, Loop
 from model.denoising.mixed_loop import MixedLoop
 from model.engines.engine import EngineSet
 from model.loading.load import Loaded
@@ -25,13 +24,9 @@ from model.settings import Limits
 from model.store.manifest import Fp16Steps
 from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 from tests.support.scheduling import results
-from tests.test_graph_loop import bucketed, eager_latents, graph_loop, make_image, requests, run_mix, stubs
+from tests.test_graph_loop import bucketed, eager_latents, eager_loop, graph_loop, make_image, requests, run_mix, stubs
 
 HEIGHT, WIDTH = 64, 96
-
-
-def eager_loop(unet: EngineSet) -> EagerLoop:
-    return EagerLoop(StepNetworks(unet, ["time_embeds"]), HEIGHT, WIDTH)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ Change = Callable[[Entries], object]
 
 UNET = BASE_COMPONENTS.index("unet")
 """The position of the UNet among a release's engines and weights."""
+VAE_ENCODER = BASE_COMPONENTS.index("vae_encoder")
 REBUILD = "`preheat build`, `preheat publish`"
 
 
@@ -60,3 +61,12 @@ def make_static(entries: Entries, *sizes: tuple[int, int], component: str) -> No
         engine["bucket"]["height"] = {"min": height, "max": height, "multiple": 1}
         engine["bucket"]["width"] = {"min": width, "max": width, "multiple": 1}
         entries["engines"].append(engine)
+
+
+def without_component(name: str) -> Change:
+    def change(entries: Entries) -> None:
+        del entries["architectures"][name]
+        for kind in ("engines", "weights"):
+            entries[kind] = [record for record in entries[kind] if record["component"] != name]
+
+    return change

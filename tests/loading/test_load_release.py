@@ -16,7 +16,16 @@ from model.loading.select import choose_engines, select
 from model.loading.served import SizeList, SizeRange
 from model.settings import ServedBucket
 from model.store.manifest import Bucket, Span, TensorRTPlan
-from tests.loading.helpers import UNET, Entries, load, make_static
+from tests.loading.helpers import (
+    UNET,
+    VAE_ENCODER,
+    Change,
+    Entries,
+    change_manifest,
+    load,
+    make_static,
+    without_component,
+)
 from tests.support import releases
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
 from tests.support.linear_networks import Stub
@@ -59,6 +68,18 @@ def test_refiner_shares_equal_weights(store: WritableLocalStore) -> None:
     assert shared.model.engines.keys() == {*BASE_COMPONENTS, *REFINER_COMPONENTS}
     count = len(separate.model.engines)
     assert shared.weight_bytes == separate.weight_bytes * (count - 1) // count
+
+
+def test_loads_a_release_without_a_vae_encoder(store: WritableLocalStore, entries: Entries) -> None:
+    """Releases that were built before image to image have none."""
+    releases.write_manifest(store.root, entries)
+    whole = load(store)
+    assert whole.served.encodes_images and "vae_encoder" in whole.model.engines
+    of_other_target: Change = lambda e: e["engines"][VAE_ENCODER].update(target="cpu-other-torch1.0")  # noqa: E731
+    for change in (without_component("vae_encoder"), of_other_target):
+        change_manifest(store, entries, change)
+        loaded = load(store)
+        assert not loaded.served.encodes_images and "vae_encoder" not in loaded.model.engines
 
 
 def test_runs_engines_of_a_lower_cpu_level(valid_store: WritableLocalStore) -> None:

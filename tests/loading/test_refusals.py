@@ -9,7 +9,16 @@ from engine_builder.stores.local import WritableLocalStore
 from model.errors import CorruptBlob, EngineError, ManifestError, MissingComponent, NoEngineForTarget
 from model.loading.target import Target
 from model.settings import ServedBucket
-from tests.loading.helpers import REBUILD, UNET, Change, Entries, change_manifest, make_static, refusal
+from tests.loading.helpers import (
+    REBUILD,
+    UNET,
+    Change,
+    Entries,
+    change_manifest,
+    make_static,
+    refusal,
+    without_component,
+)
 from tests.support import releases
 from tests.support.components import REFINER_COMPONENTS
 from tests.support.releases import cpu_target
@@ -45,15 +54,6 @@ def test_no_engine(store: WritableLocalStore, entries: Entries, change: Change, 
     change_manifest(store, entries, change)
     refused = refusal(NoEngineForTarget, store)
     assert message in refused and "`preheat build`" in refused
-
-
-def without_component(name: str) -> Change:
-    def change(entries: Entries) -> None:
-        del entries["architectures"][name]
-        for kind in ("engines", "weights"):
-            entries[kind] = [record for record in entries[kind] if record["component"] != name]
-
-    return change
 
 
 LAYOUT = "no fp32 weights of unet in layout plain"
