@@ -209,6 +209,37 @@ def test_an_earlier_image_leaves_nothing(make_loop: Callable[[EngineSet], Loop],
     assert torch.equal(*results)
 
 
+class InpaintStub(Stub):
+    """A UNet that takes further channels after the latents, and does not use them."""
+
+    def outputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return super().outputs({**inputs, "sample": inputs["sample"][:, :4]})
+
+
+@pytest.mark.parametrize("make_loop", [graph_loop, eager_loop])
+def test_unet_gets_the_extra_channels_of_each_image(make_loop: Callable[[EngineSet], Loop], model: LoadedModel) -> None:
+    sample, *others = stub(model, spec.UNET).signature.inputs
+    wide = sample.model_copy(update={"shape": ("rows", 9, *sample.shape[2:])})
+    signature = stub(model, spec.UNET).signature.model_copy(update={"inputs": (wide, *others)})
+    unet = InpaintStub(spec.UNET, signature)
+    unet.bucket = bucketed(model, 2).engines[0].bucket
+    loop = make_loop(EngineSet([unet]))
+    extra = torch.randn(1, 5, HEIGHT // 8, WIDTH // 8)
+    plain, inpainted = (make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=seed) for seed in (1, 2))
+    inpainted.extra_channels = extra
+    loop.add(inpainted)
+    loop.add(plain)
+    loop.step()
+    loop.step()
+    for call in unet.seen[-2:]:
+        assert torch.equal(call["sample"][:, 4:], torch.cat([extra, torch.zeros_like(extra)]))
+    unet.seen.clear()
+    again = make_image(model, guidance_scale=1.0, num_inference_steps=2, seed=1)
+    denoise(loop, [again])  # in the slot of the inpainted image
+    assert not any(call["sample"][0, 4:].any() for call in unet.seen)
+    torch.testing.assert_close(again.latents, plain.latents)
+
+
 def test_both_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> None:
     unet = bucketed(model, 2, 6, both=(2, 6))
     new_calls, loop = NewCalls(unet), graph_loop(unet)

@@ -106,10 +106,12 @@ class Checkpoint:
                         f"{self.root}/{subfolder} is not SDXL's: its {key} is {config.get(key, default)!r}, expected "
                         f"{expected!r}."
                     )
-        if unet.size("in_channels") != vae.size("latent_channels"):
+        extra_channels, latent_channels = unet.size("in_channels") - vae.size("latent_channels"), vae["latent_channels"]
+        if extra_channels not in (0, 1 + latent_channels):
             raise CheckpointError(
-                f"{self.root}/unet takes {unet['in_channels']} channels and the VAE returns {vae['latent_channels']}. "
-                "UNets for inpainting or editing are not supported."
+                f"{self.root}/unet takes {unet['in_channels']} channels and the VAE returns {latent_channels}. Only "
+                f"UNets for text to image ({latent_channels}) and for inpainting ({2 * latent_channels + 1}) are "
+                "supported."
             )
         has_first = (self.root / "text_encoder").is_dir()
         embedded = unet.size("projection_class_embeddings_input_dim") - second.size("projection_dim")
@@ -119,7 +121,8 @@ class Checkpoint:
             text_width_2=second.size("hidden_size"),
             pooled_width=second.size("projection_dim"),
             context_width=unet.size("cross_attention_dim"),
-            latent_channels=unet.size("in_channels"),
+            latent_channels=latent_channels,
+            extra_channels=extra_channels,
             time_ids=embedded // unet.size("addition_time_embed_dim"),
             vae_scale=2 ** (vae.levels() - 1),
             timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,

@@ -22,7 +22,11 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         networks = {spec.checkpoint_folder: spec for spec in SDXL.values() if spec.part == part}
         tokenizers = [tokenizer for _, tokenizer in BASE.text_encoders] if part == "base" else []
         check_files(checkpoint, [*networks, *tokenizers, "scheduler"])
-        checkpoint.widths()
+        if checkpoint.widths().extra_channels and part == "refiner":
+            raise CheckpointError(
+                f"{checkpoint.root}/unet is for inpainting, and a refiner of this kind is not supported.",
+                "Name another refiner, or build without one (`--no-refiner`).",
+            )
         for folder, spec in networks.items():
             wrapper = WRAPPERS[spec.wrapper]
             _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)

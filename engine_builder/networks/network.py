@@ -77,12 +77,14 @@ def public_name(name: str) -> str:
 def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     """Return the entries of a config.json that decide which code is compiled.
 
-    Only the time network embeds the guidance scale. So a model's other engines also serve models that were distilled
-    from it to embed guidance.
+    Only the time network embeds the guidance scale, and only the step's network takes a mask. So a model's other
+    engines also serve models that were trained from it to embed guidance or to inpaint.
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
     if "time_cond_proj_dim" in entries and find_component(component)[0].phase != "request":
         entries["time_cond_proj_dim"] = None
+    if "in_channels" in entries and find_component(component)[0].phase in ("prompt", "request"):
+        entries["in_channels"] = entries.get("out_channels", entries["in_channels"])
     return entries
 
 

@@ -260,6 +260,12 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None
             f"release {served.release} has no VAE encoder. Build the model again with this version (`preheat build`), "
             "which adds it, and publish a new release (`preheat publish`).",
         )
+    if served.requires_masks and not request.masks:
+        raise RequestRefused(
+            "masks",
+            f"are required, because the UNet of release {served.release} was trained for inpainting only. For a wholly "
+            "new image, send any image with a white mask and strength 1.",
+        )
 
 
 class ImageResult(TypedDict):

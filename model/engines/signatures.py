@@ -29,6 +29,7 @@ class Widths:
     time_ids: int
     vae_scale: int
     timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
+    extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
     time_embeds_width: int = 0  # this and the next are set once the UNet is read
     keys_values_width: int = 0
 
@@ -89,10 +90,15 @@ def timestep_cond_width(signature: Signature) -> int:
 
 
 def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """Latents with their time embeddings, keys and values -> the predicted noise, of the latents' shape."""
+    """Latents with their time embeddings, keys and values -> the predicted noise, of the latents' shape.
+
+    A UNet that was trained for inpainting takes further channels after the latents (`Widths.extra_channels`).
+    """
+    batch, _, *sides = widths.latents
+    sample = (batch, widths.latent_channels + widths.extra_channels, *sides)
     return Signature(
         inputs=(
-            TensorSpec(name="sample", dtype=dtype, shape=widths.latents),
+            TensorSpec(name="sample", dtype=dtype, shape=sample),
             TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
             TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, widths.keys_values_width)),
         ),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from model.denoising.sampler_names import check_steps, sampler_name
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
-from model.pipeline.spec import VAE_ENCODER
+from model.pipeline.spec import UNET, VAE_ENCODER
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
 from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
@@ -87,6 +87,8 @@ class ServedModel:
     release: str = ""
     encodes_images: bool = False
     """True if the release has a VAE encoder, which requests with an image need."""
+    requires_masks: bool = False
+    """True if the UNet was trained for inpainting only."""
 
 
 def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> ServedModel:
@@ -102,6 +104,13 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> Serve
         raise ManifestError(
             f"Release {manifest.name} uses a refiner by default and contains no refiner.",
             "Build it with one (`preheat build --refiner`) and publish a new release (`preheat publish`).",
+        )
+    extra_channels = selection.engines[UNET][0].signature.extra_channels
+    if extra_channels not in (0, 1 + settings.latent_channels):
+        raise ManifestError(
+            f"Release {manifest.name}: its UNet takes {extra_channels} channels after the latents. This server knows "
+            f"0, and {1 + settings.latent_channels} for inpainting.",
+            "Serve the release with a newer version of Preheat.",
         )
     sizes = served_sizes(selection.engines, buckets)
     try:
@@ -120,6 +129,7 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> Serve
         defaults,
         manifest.name,
         encodes_images=VAE_ENCODER in selection.engines,
+        requires_masks=extra_channels > 0,
     )
 
 

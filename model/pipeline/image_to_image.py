@@ -45,7 +45,7 @@ def prepare_from_image(model: LoadedModel, plan: RequestPlan, source: Source, im
             masked_noise = draw_latents(model, plan, image)  # drawn by diffusers for every UNet
             mask = to_device(source.mask, model.device)
             if extra:
-                masked = plan.share("masked", lambda: encode_pixels(model, _masked_pixels(model, plan, source, image)))
+                masked = plan.share("masked", lambda: encode_pixels(model, _masked_pixels(model, source, image)))
                 image.extra_channels = torch.cat([mask, masked.sample(masked_noise)], dim=1)
             else:
                 assert sample is not None
@@ -75,8 +75,7 @@ def _pixels(model: LoadedModel, source: Source, image: ImageState) -> torch.Tens
     return to_pixels(image.result.tensors[0])
 
 
-def _masked_pixels(model: LoadedModel, plan: RequestPlan, source: Source, image: ImageState) -> torch.Tensor:
+def _masked_pixels(model: LoadedModel, source: Source, image: ImageState) -> torch.Tensor:
     """Return the pass's input image with 0, a medium grey, where it is repainted."""
-    [mask] = plan.params.masks
-    kept = torch.from_numpy(mask.levels < 128)
-    return _pixels(model, source, image) * to_device(kept, model.device)
+    assert source.mask_levels is not None
+    return _pixels(model, source, image) * to_device(source.mask_levels < 128, model.device)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from model.cuda.streams import SideStream
-from model.denoising.buffers import SAMPLE
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
@@ -59,8 +58,7 @@ class LoadedModel:
 
     def has_extra_channels(self, unet: str) -> bool:
         """True if a UNet takes more channels than latents have: it was trained for inpainting."""
-        [sample] = [spec for spec in self.engines[unet].signature.inputs if spec.name == SAMPLE]
-        return sample.shape[1] != self.settings.latent_channels
+        return self.engines[unet].signature.extra_channels > 0
 
     def set_efficient_pixels(self, pixels: int) -> None:
         """Derive `efficient_batch` of all sizes, also of loops that are made later, from the pixels of a step."""

@@ -49,11 +49,13 @@ class Source:
     """The image that a pass starts from.
 
     levels: uint8 [height, width, 3] on the host; None: the result of the pass before.
-    mask: what is repainted, float32 [1, 1, height/8, width/8] on the host, 0 to 1; None: everything.
+    mask_levels: what is repainted, uint8 [height, width] on the host, 0 to 255; None: everything.
+    mask: the same for latents, float32 [1, 1, height/8, width/8] on the host, 0 to 1.
     from_noise: true if the pass starts from pure noise (strength 1 with a mask, as in diffusers).
     """
 
     levels: torch.Tensor | None
+    mask_levels: torch.Tensor | None
     mask: torch.Tensor | None
     from_noise: bool
 
@@ -179,12 +181,12 @@ def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tenso
 
 def _source(model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None) -> Source:
     if not params.masks:
-        return Source(levels, None, from_noise=False)
+        return Source(levels, None, None, from_noise=False)
     [mask] = params.masks
+    mask_levels = torch.from_numpy(mask.levels)
     scale = model.settings.vae_scale_factor
     # The nearest pixel of each latent, as in diffusers' `prepare_mask_latents`.
-    repainted = torch.from_numpy(mask.levels)[None, None, ::scale, ::scale] / 255
-    return Source(levels, repainted, from_noise=params.strength == 1)
+    return Source(levels, mask_levels, mask_levels[None, None, ::scale, ::scale] / 255, from_noise=params.strength == 1)
 
 
 def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:

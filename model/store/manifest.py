@@ -20,7 +20,7 @@ from pydantic import (
 from model.store.precision import Dtype, PrecisionField, StorageDtype
 from model.validation import MAX_STEPS
 
-SCHEMA_VERSION = 2  # the newest. A release states the oldest that has all its entries, so that older servers read it
+SCHEMA_VERSION = 3  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds SDXL's weights in fp16 has 5 GiB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
@@ -76,6 +76,23 @@ class Signature(_Record):
         if _symbols(self.outputs) - _symbols(self.inputs):
             raise ValueError("an output has a size that no input has")
         return self
+
+    @property
+    def extra_channels(self) -> int:
+        """The channels that a UNet takes after the latents: a mask and masked latents. 0 for every other network."""
+        return max(0, _channels(self.inputs, "sample") - _channels(self.outputs, "noise"))
+
+
+def _channels(specs: tuple[TensorSpec, ...], name: str) -> int:
+    """Return the second dimension of a tensor, or 0 if there is no such tensor or dimension."""
+    return next(
+        (
+            spec.shape[1]
+            for spec in specs
+            if spec.name == name and len(spec.shape) > 1 and isinstance(spec.shape[1], int)
+        ),
+        0,
+    )
 
 
 def _symbols(specs: tuple[TensorSpec, ...]) -> set[str]:
@@ -191,8 +208,10 @@ class EngineRecord(_Record):
     def required_schema(self) -> int:
         """The oldest schema that has all entries of this record.
 
-        Schema 2 added TensorRT-RTX, plans with weights and 8-bit engines.
+        Schema 2 added TensorRT-RTX, plans with weights and 8-bit engines. Schema 3 added UNets for inpainting.
         """
+        if self.signature.extra_channels:
+            return 3
         plan = self.tensorrt
         is_new = self.runtime == "tensorrt-rtx" or self.accuracy is None or self.precision.is_quantized
         return 2 if is_new or (plan and (plan.refit == "none" or plan.workspace_bytes is None)) else 1
@@ -347,7 +366,7 @@ class Manifest(_Record):
     release by that number. Some releases with entries of schema 2 state 1.
     """
 
-    schema_version: Literal[1, 2] = 1
+    schema_version: Literal[1, 2, 3] = 1
     model: Name
     version: Name
     family: Literal["sdxl"]

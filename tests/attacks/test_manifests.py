@@ -76,7 +76,7 @@ def test_refuses_manifest_under_another_name(attacked: AttackedRelease) -> None:
 @pytest.mark.parametrize(
     "version, words",
     [
-        (3, "has schema 3"), (10**30, "reads up to 2"), (0, "damaged"), (-1, "damaged"), ("1", "states no"),
+        (4, "has schema 4"), (10**30, "reads up to 3"), (0, "damaged"), (-1, "damaged"), ("1", "states no"),
         (1.0, "states no"), (True, "states no"), (None, "states no"),
     ],
 )  # fmt: skip

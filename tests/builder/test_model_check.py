@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "vae scaling is zero": (edit("vae/config.json", scaling_factor=0), "vae/config.json", "scaling_factor is 0"),
     "two native sides": (edit("unet/config.json", sample_size=[32, 32]), "defaults.json", "sample_size is [32, 32]"),
     "unet of SD 1 or 2": (edit("unet/config.json", **NO_TEXT_TIME), "unet", "its addition_embed_type is None"),
-    "unet for inpainting": (edit("unet/config.json", in_channels=9), "unet", "takes 9 channels and the VAE returns 4"),
+    "unet for editing": (edit("unet/config.json", in_channels=8), "unet", "takes 8 channels and the VAE returns 4"),
     "pickled weights": (
         rename("vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"), "vae", "no .safetensors file",
     ),

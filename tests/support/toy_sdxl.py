@@ -11,10 +11,13 @@ TOKENS = 77
 VOCABULARY = 960  # of the copied tokenizer
 
 
-def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | None = None) -> Path:
+def write(
+    folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | None = None, unet_channels: int = 4
+) -> Path:
     """Write the toy in diffusers' layout, with two copies of `tokenizer` (a CLIP tokenizer folder). Returns `folder`.
 
-    `timestep_cond`: width of the embedded guidance scale of a distilled UNet. None: the UNet embeds no guidance scale.
+    `unet_channels`: 4, or 9 for inpainting. `timestep_cond`: width of the embedded guidance scale of a distilled UNet.
+    None: the UNet embeds no guidance scale.
     """
     import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
@@ -38,6 +41,7 @@ def write(folder: Path, tokenizer: Path, seed: int = 0, timestep_cond: int | Non
         "text_encoder_2": CLIPTextModelWithProjection(text),
         "unet": UNet2DConditionModel(
             sample_size=32,
+            in_channels=unet_channels,
             block_out_channels=(8, 16),
             layers_per_block=1,
             down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
