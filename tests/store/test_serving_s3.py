@@ -1,7 +1,10 @@
 """The real Truss server starts from a bucket: the endpoint is in its config, the credentials are Truss secrets."""
 
 import os
+import random
+import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,12 @@ from tests.support import object_store as ceph
 from tests.support.faulty_proxy import FaultyProxy
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+KILLS = int(os.environ.get("PREHEAT_SOAK_KILLS", "3"))
+SECRETS = {
+    "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
+    "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
+}
+REQUEST = {"prompt": "a red circle", "num_inference_steps": 2, "seed": 1}
 
 
 @pytest.fixture
@@ -57,14 +66,10 @@ def test_server_starts_from_bucket_after_killed_fetch(
     tmp_path: Path,
 ) -> None:
     manifest, _ = copy_release(store, open_bucket("prefix", cache_dir=tmp_path / "unused"), release)
-    secrets = {
-        "TRUSS_SECRET_aws_access_key_id": ceph.ACCESS_KEY,
-        "TRUSS_SECRET_aws_secret_access_key": ceph.SECRET_KEY,
-    }
     half = sum(blob.bytes for blob in manifest.blobs().values()) // 2
 
     show_progress("starting a server that is killed")
-    with Server(layout, environment=secrets) as server:
+    with Server(layout, environment=SECRETS) as server:
 
         def kill(passed: int) -> None:
             if passed > half:
@@ -76,14 +81,45 @@ def test_server_starts_from_bucket_after_killed_fetch(
             server.wait_ready(READY_SECONDS)
 
     show_progress("starting a server from the bucket")
-    with Server(layout, environment=secrets, log=tmp_path / "server.log") as server:
+    with Server(layout, environment=SECRETS, log=tmp_path / "server.log") as server:
         server.wait_ready(READY_SECONDS)
-        answer = generate(server.url, {"prompt": "a red circle", "num_inference_steps": 2, "seed": 1}, READY_SECONDS)
+        answer = generate(server.url, REQUEST, READY_SECONDS)
         assert answer["status"] == "success" and answer["engine"]["release"] == release
         assert cold_start_phases(server.url)["fetch"] > 0
     cached = {path.name for path in (tmp_path / "cache" / "blobs" / "sha256").iterdir()}
     assert "prefetch" not in (tmp_path / "server.log").read_text(), "the prefetch process failed"
     assert cached and cached <= set(manifest.blobs()) and not list((tmp_path / "cache" / "partial").iterdir())
+
+
+def test_server_starts_after_kill_9_at_any_moment(
+    store: Store, release: str, layout: Layout, open_bucket: Opener, clean_environment: None, tmp_path: Path
+) -> None:
+    """Starts are killed after a random time: while they import, fetch, load or warm up. They share a cache folder.
+
+    Every second one begins with an empty cache. The last start is not killed, and its image is the first one's.
+    """
+    manifest, _ = copy_release(store, open_bucket("prefix", cache_dir=tmp_path / "unused"), release)
+    cache = tmp_path / "cache"
+    began = time.perf_counter()
+    with Server(layout, environment=SECRETS) as server:
+        server.wait_ready(READY_SECONDS)
+        start_seconds = time.perf_counter() - began
+        expected = generate(server.url, REQUEST, READY_SECONDS)["images"]
+    seed = int.from_bytes(os.urandom(4), "big")
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    for number in range(KILLS):
+        if number % 2:
+            shutil.rmtree(cache)
+        with Server(layout, environment=SECRETS) as server:
+            time.sleep(moments.uniform(0, start_seconds))
+            os.kill(server.pid, signal.SIGKILL)
+            assert server.wait() == -signal.SIGKILL
+    with Server(layout, environment=SECRETS) as server:
+        server.wait_ready(READY_SECONDS)
+        assert generate(server.url, REQUEST, READY_SECONDS)["images"] == expected
+    cached = {path.name for path in (cache / "blobs" / "sha256").iterdir()}
+    assert cached and cached <= set(manifest.blobs()) and not list((cache / "partial").iterdir())
 
 
 def test_server_without_secrets_names_them(layout: Layout, clean_environment: None) -> None:
