@@ -2,13 +2,16 @@
 
 import ast
 import re
+import subprocess
 import sys
 import warnings
 from importlib.metadata import packages_distributions, version
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -235,3 +238,19 @@ def third_party_imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
     return names - sys.stdlib_module_names - {"model"}
+
+
+@every_config
+def test_image_has_bytecode(path: Path, layout: Layout) -> None:
+    """uv, which installs the image's packages, compiles none. The command runs here on the files of the image."""
+    [command] = load(path).build_commands
+    here = command.replace("/app", str(layout.app)).replace("python3", sys.executable)
+    packages = re.search(r'"\$\(.*?\)"', here)
+    assert packages is not None
+    printed = subprocess.run(
+        ["sh", "-c", f"echo {packages.group()}"], capture_output=True, text=True, check=True
+    ).stdout
+    assert Path(printed.strip()) == Path(torch.__file__).parents[1]
+    subprocess.run(["sh", "-c", here.replace(packages.group(), "")], check=True)
+    sources = [source for source in layout.app.rglob("*.py")]
+    assert sources and all(Path(cache_from_source(str(source))).exists() for source in sources)
