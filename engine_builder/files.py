@@ -15,10 +15,15 @@ class NotWritable(PreheatError):
     remedy = "Name another file."
 
 
-def read_file(path: Path) -> bytes:
-    """Return a file's bytes. Raises OSError, also for a pipe or a device: reading those may never end."""
+def read_file(path: Path, max_bytes: int | None = None) -> bytes:
+    """Return a file's bytes.
+
+    Raises OSError, also for a pipe or a device, whose end may never come, and for a file of more than `max_bytes`.
+    """
     try:
         with open_regular_file(path) as file:
+            if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
             return file.read()
     except FileMissing as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error

@@ -1,6 +1,7 @@
 """Commands refuse invalid arguments before they do anything, and report an output that cannot be written."""
 
 import base64
+import json
 import os
 import subprocess
 import sys
@@ -17,17 +18,17 @@ PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n").decode()
 
 
 class CountingServer(HttpServer):
-    """Counts the POST requests, and answers each with `body`, which is not Preheat's."""
+    """Counts the POST requests, keeps the last one, and answers each with `body`, which is not Preheat's."""
 
     def __init__(self) -> None:
         counting = self
         self.requests = 0
-        self.body = b"{}"
+        self.body, self.received = b"{}", b""
 
         class Handler(QuietHandler):
             def do_POST(self) -> None:
                 counting.requests += 1
-                self.rfile.read(int(self.headers["Content-Length"]))
+                counting.received = self.rfile.read(int(self.headers["Content-Length"]))
                 self.send_response(200)
                 self.end_headers()
                 self.wfile.write(counting.body)
@@ -114,6 +115,57 @@ def test_generate_refuses_values_that_json_cannot_hold(sandbox: Path, server: Co
     results = commands.run(sandbox, [Invocation(["generate", server.option, *args]) for args in arguments.values()])
     for reason, result in zip(arguments, results, strict=True):
         assert result["status"] == 1 and reason in result["stderr"], result
+    assert server.requests == 0
+
+
+def test_generate_sends_image_and_masks(sandbox: Path, server: CountingServer) -> None:
+    folder = sandbox / "work"
+    for name in ("photo", "sky", "door"):
+        (folder / f"{name}.png").write_bytes(base64.b64decode(PNG) + name.encode())
+    options = ["--image=photo.png", "--mask=sky.png", "--mask=door.png", "--mask-prompt=a storm", "--mask-prompt=red"]
+    options += ["--strength=0.5", "--feather=4", "--resize=crop", "--composite", "--color-match", "--upscale=2"]
+    commands.run(sandbox, [Invocation(["generate", server.option, *options, "x"])])
+    request = json.loads(server.received)
+    for field, name in zip((request, *request["masks"]), (b"photo", b"sky", b"door"), strict=True):
+        assert base64.b64decode(field["image"]).endswith(name)
+    assert [(mask["prompt"], mask["feather"]) for mask in request["masks"]] == [("a storm", 4.0), ("red", 4.0)]
+    names = ("strength", "resize", "composite", "color_match", "upscale")
+    assert [request[name] for name in names] == [0.5, "crop", True, True, 2]
+
+
+def test_generate_sends_no_field_that_was_not_given(sandbox: Path, server: CountingServer) -> None:
+    commands.run(sandbox, [Invocation(["generate", server.option, "x"])])
+    assert set(json.loads(server.received)) == {"prompt", "num_images", "output_format", "stream"}
+
+
+def test_generate_refuses_bad_image_files_before_the_request(sandbox: Path, server: CountingServer) -> None:
+    folder = sandbox / "files"
+    invalid_targets(folder)
+    (folder / "photo.png").write_bytes(base64.b64decode(PNG))
+    (folder / "animation.gif").write_bytes(b"GIF89a")
+    with (folder / "large.png").open("wb") as file:
+        file.truncate(32 * 2**20 + 1)
+    (folder / "secret.png").touch(mode=0)
+    photo = f"--image={folder}/photo.png"
+    arguments = {
+        "No such file": [f"--image={folder}/missing.png"],
+        "it is not a regular file": [f"--image={folder}/pipe"],
+        "is not a regular file": [f"--image={folder}/folder"],
+        "is not readable": [f"--image={folder}/secret.png"],
+        "Too many levels of symbolic links": [f"--image={folder}/loop"],
+        "File name too long": [f"--image={folder}/{'a' * 300}"],
+        "File too large": [f"--image={folder}/large.png"],
+        "file is not a PNG, JPEG or WebP file": [f"--image={folder}/file"],
+        "animation.gif is not a PNG, JPEG or WebP file": [photo, f"--mask={folder}/animation.gif"],
+        "1 prompts were given for 2 masks": [photo, *2 * [f"--mask={folder}/photo.png"], "--mask-prompt=x"],
+        "masks: one of its values is not a finite number": [photo, f"--mask={folder}/photo.png", "--feather=nan"],
+    }
+    results = commands.run(
+        sandbox, [Invocation(["generate", server.option, *args, "x"]) for args in arguments.values()]
+    )
+    for reason, result in zip(arguments, results, strict=True):
+        assert result["status"] in (1, 2) and reason in result["stderr"], (reason, result)
+        assert len(result["stderr"]) < 1000 and "Traceback" not in result["stderr"]
     assert server.requests == 0
 
 

@@ -51,6 +51,7 @@ def every_command(files: OddFiles) -> list[Command]:
     hours = [number for number in NUMBERS if number != "1_000"]  # a simulation of 1,000 hours takes a minute
     request = {"--width": NUMBERS, "--height": NUMBERS, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                "--seed": NUMBERS, "--images": NUMBERS, "--negative-prompt": TEXTS, "--scheduler": TEXTS}  # fmt: skip
+    inputs = [*paths, *files.json]
     build = {"--refiner": models, "--precision": TEXTS, **store}
     return [
         Command("build", {**build, "--name": [*TEXTS, *NAMES], "--vae-precision": TEXTS, "--size": SIZES,
@@ -92,8 +93,10 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("gc", {**store, "--older-than": [*TEXTS, *NUMBERS, "1s", "999999w", "9999999w", "24h ", "٣d"]}, good,
                 flags=("--delete",)),
         Command("save", {"--out": paths}, {}),
-        Command("generate", {"--url": URLS, "--out": paths, "--timeout": NUMBERS, **request},
-                {"--url": "http://127.0.0.1:9"}, (TEXTS,), ("--refiner",)),
+        Command("generate", {"--url": URLS, "--out": paths, "--timeout": NUMBERS, **request, "--image": inputs,
+                             "--mask": inputs, "--mask-prompt": TEXTS, "--strength": NUMBERS, "--feather": NUMBERS,
+                             "--resize": TEXTS, "--upscale": NUMBERS},
+                {"--url": "http://127.0.0.1:9"}, (TEXTS,), ("--refiner", "--composite", "--color-match")),
         Command("demo", {"--prompt": TEXTS, "--seed": NUMBERS, "--out": paths}, {"--model": "missing"}),
         Command("demo", {"--model": models, "--out": paths}, {"--model": "missing"}),
         Command("serve", {**store, "--config": [*paths, *files.configs], "--port": NUMBERS}, good, (missing,)),

@@ -22,6 +22,7 @@ from engine_builder.commands.console import (
     plain,
     steps_bar,
 )
+from engine_builder.files import read_file
 from model.errors import PreheatError
 from model.store.precision import BF16, FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_STEPS, SMALLEST_SIDE
@@ -101,7 +102,7 @@ def read_prompt_file(path: Path) -> tuple[str, ...]:
     from engine_builder.quantization.calibrate import read_prompts
 
     try:
-        listed = read_prompts(path.read_text(encoding="utf-8"))
+        listed = read_prompts(read_file(path).decode("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadPrompts(f"{path} cannot be read ({error}).") from error
     if not listed:

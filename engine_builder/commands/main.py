@@ -39,6 +39,7 @@ from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
+from engine_builder.local_server.input_images import masks_of, read_image_file
 from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -136,6 +137,15 @@ def generate(
     refiner: Annotated[bool | None, typer.Option(help="Finish with the refiner.")] = None,
     seed: int | None = None,
     images: Annotated[int, typer.Option(help="Number of images.")] = 1,
+    image: Annotated[Path | None, typer.Option(help="PNG, JPEG or WebP file to start from.")] = None,
+    strength: Annotated[float | None, typer.Option(help="Share of the steps that run, from 0 to 1.")] = None,
+    mask: Annotated[list[Path] | None, typer.Option(help="File whose white part is repainted; repeatable.")] = None,
+    mask_prompt: Annotated[list[str] | None, typer.Option(help="Prompt of each mask, in the same order.")] = None,
+    feather: Annotated[float, typer.Option(help="Blur the edges of the masks by this many pixels.")] = 0,
+    resize: Annotated[str | None, typer.Option(help="Fit the image: refuse, stretch, crop or pad.")] = None,
+    composite: Annotated[bool, typer.Option("--composite", help="Keep the pixels outside of the masks.")] = False,
+    color_match: Annotated[bool, typer.Option("--color-match", help="Match the colours around the masks.")] = False,
+    upscale: Annotated[int | None, typer.Option(help="2: twice the width and height.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
     """Request images from a running server and save them."""
@@ -149,8 +159,15 @@ def generate(
         "scheduler": scheduler,
         "use_refiner": refiner,
         "seed": seed,
+        "image": None if image is None else read_image_file(image),
+        "strength": strength,
+        "masks": masks_of(mask or [], mask_prompt or [], feather) or None,
+        "resize": resize,
+        "composite": composite or None,
+        "color_match": color_match or None,
+        "upscale": upscale,
     }
-    request = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
+    request: dict[str, Any] = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
     request |= {key: value for key, value in options.items() if value is not None}
     with _progress() as progress:
         response = call(url, request, timeout, progress)

@@ -76,7 +76,8 @@ def _encode(request: dict[str, Any]) -> bytes:
         except UnicodeEncodeError as error:
             raise CallFailed(f"{name}: the text is not valid UTF-8.", remedy="Type it again.") from error
         except ValueError as error:
-            raise CallFailed(f"{name}: {value} is not a finite number.", remedy="Give a number.") from error
+            shown = value if isinstance(value, float) else "one of its values"
+            raise CallFailed(f"{name}: {shown} is not a finite number.", remedy="Give a number.") from error
     return json.dumps(request, ensure_ascii=False).encode()
 
 

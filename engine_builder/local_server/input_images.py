@@ -1,0 +1,41 @@
+"""Read image files for the fields `image` and `masks` of a request."""
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from engine_builder.files import read_file
+from engine_builder.local_server.client import CallFailed
+from model.images.containers import detect_format
+from model.images.inputs import MAX_FILE_BYTES
+
+_REMEDY = f"Name a PNG, JPEG or WebP file of at most {MAX_FILE_BYTES // 2**20} MiB."
+
+
+def read_image_file(path: Path) -> str:
+    """Return a PNG, JPEG or WebP file as base64. Raises CallFailed if it cannot be read, or is none."""
+    try:
+        data = read_file(path, max_bytes=MAX_FILE_BYTES)
+    except OSError as error:
+        raise CallFailed(f"{path} cannot be read: {error.strerror or error}.", remedy=_REMEDY) from error
+    except ValueError as error:  # a NUL in the path
+        raise CallFailed(f"{str(path)!r} is not the name of a file: {error}.", remedy=_REMEDY) from error
+    if detect_format(data) is None:
+        raise CallFailed(f"{path} is not a PNG, JPEG or WebP file.", remedy=_REMEDY)
+    return base64.b64encode(data).decode()
+
+
+def masks_of(paths: list[Path], prompts: list[str], feather: float) -> list[dict[str, Any]]:
+    """Return the field `masks` of a request. `prompts`: one for each file, or none for the request's own prompt.
+
+    Raises CallFailed for another number of prompts, and for files that cannot be read.
+    """
+    if prompts and len(prompts) != len(paths):
+        raise CallFailed(
+            f"{len(prompts)} prompts were given for {len(paths)} masks.",
+            remedy="Give one --mask-prompt for each --mask, in the same order, or none.",
+        )
+    masks: list[dict[str, Any]] = [{"image": read_image_file(path), "feather": feather} for path in paths]
+    for mask, prompt in zip(masks, prompts, strict=False):
+        mask["prompt"] = prompt
+    return masks
