@@ -70,6 +70,7 @@ soak: $(READY)
 test-load: export PREHEAT_LOAD_SECONDS ?= 120
 test-load: export PREHEAT_SOAK_IMAGES ?= 1000
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000
+test-load: export PREHEAT_FUZZ_IMAGES ?= 2000
 test-load: $(READY)
 	$(BIN)/pytest tests/load
 
