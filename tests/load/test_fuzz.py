@@ -10,17 +10,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from engine_builder.local_server.server import Server
+from tests.support.images import file_of
 
 BODIES = int(os.environ.get("PREHEAT_FUZZ_BODIES", "300"))
 PREDICT = "/v1/models/model:predict"
 TIMEOUT_SECONDS = 60  # enough for any machine: a slower answer means that the server hangs
 SMALL_VALUES = {"width": 64, "height": 64, "num_inference_steps": 2, "num_images": 1}
 EXPECTED_STATUSES = {200, 400, 429}
+PHOTO, MASK = file_of(np.full((64, 64, 3), 90, np.uint8)), file_of(np.eye(64, dtype=np.uint8) * 255)
+IMAGES = [PHOTO, MASK, "", "AAAA"]
+NEED_IMAGE = {"strength", "masks", "resize", "composite", "color_match"}
 
 any_json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -37,10 +42,22 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def properties(client: httpx.Client) -> dict[str, Any]:
-    """The properties of the published schema of a request."""
+    """The properties of the published schema of a request, with the definitions that they refer to."""
     schema = client.get("/v1/models/model/schema").json()["input_schema"]
     assert schema["required"] == ["prompt"] and schema["additionalProperties"] is False
-    return dict(schema["properties"])
+    properties: dict[str, Any] = with_definitions(schema["properties"], schema["$defs"])
+    return properties
+
+
+def with_definitions(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return a schema with each reference replaced by its definition."""
+    if isinstance(schema, list):
+        return [with_definitions(part, definitions) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return with_definitions(definitions[schema["$ref"].removeprefix("#/$defs/")], definitions)
+    return {key: with_definitions(part, definitions) for key, part in schema.items()}
 
 
 def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -50,6 +67,14 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     if "enum" in schema:
         return st.sampled_from(schema["enum"])
     match schema["type"]:
+        case "string" if "maxLength" not in schema:
+            return st.sampled_from(IMAGES)
+        case "array":
+            return st.lists(valid_values(schema["items"]), min_size=schema["minItems"], max_size=2)
+        case "object":
+            optional = {name: valid_values(part) for name, part in schema["properties"].items()}
+            required = {name: optional.pop(name) for name in schema["required"]}
+            return st.fixed_dictionaries(required, optional=optional)
         case "string":
             max_size = min(schema["maxLength"], 200)
             return st.text(st.characters(codec="utf-8"), min_size=schema.get("minLength", 0), max_size=max_size)
@@ -68,11 +93,27 @@ def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Return a strategy for values just outside the limits, of another type, or with unusual characters."""
     choices = [any_json, st.sampled_from(["", "0", "true", "null", "NaN", [], {}, [1], -1, 0, 1e308, 2**63, 2**70])]
     for part in schema.get("anyOf", [schema]):
+        if part.get("type") == "array":
+            choices.append(st.lists(any_json, max_size=10))
         if "maximum" in part:
             choices.append(st.sampled_from([part["minimum"] - 1, part["maximum"] + 1, part["maximum"] + 0.5]))
         if "maxLength" in part:
             choices.append(st.sampled_from(["x" * (part["maxLength"] + 1), "\x00", "\ud800", " ", "\u202e" * 50]))
     return st.one_of(choices)
+
+
+def make_images_valid(body: dict[str, Any]) -> None:
+    """Make the fields about images fit together, as far as other fields allow it."""
+    if body.get("image") is None:
+        for name in NEED_IMAGE & body.keys():
+            del body[name]
+        return
+    body["image"] = PHOTO
+    body["strength"] = 0.9  # of two steps, a smaller share may leave none
+    for mask in body.get("masks") or ():
+        mask["image"], mask["strength"] = MASK, None
+    if not body.get("masks"):
+        body["composite"] = body["color_match"] = False
 
 
 @st.composite
@@ -83,6 +124,8 @@ def bodies(draw: st.DrawFn, properties: dict[str, Any]) -> bytes:
     """
     names = draw(st.sets(st.sampled_from(sorted(properties.keys() - {"prompt"}))))
     body = {name: draw(valid_values(properties[name])) for name in sorted(names | {"prompt"})}
+    if draw(st.integers(0, 3)):
+        make_images_valid(body)
     invalid_count = draw(st.integers(0, 3))
     for name in draw(st.lists(st.sampled_from(sorted(properties)), min_size=invalid_count, max_size=invalid_count)):
         body[name] = draw(invalid_values(properties[name]))
