@@ -2,9 +2,15 @@
 
 import base64
 import io
+import json
+import os
+import re
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +19,9 @@ import pytest
 from PIL import Image
 
 from engine_builder.local_server.server import Server
+from tests.conftest import REPOSITORY
 from tests.support.images import Pixels, file_of, largest_difference, open_image, pixels
-from tests.support.predictions import PROMPT, SMALL, http_client, post, predict
+from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, post, predict
 
 SIZE = 64
 EDIT = SMALL | {"num_inference_steps": 4, "strength": 0.9, "seed": 5}
@@ -93,6 +100,36 @@ def test_image_does_not_depend_on_its_file(client: httpx.Client) -> None:
     ]
     first, *others = [pixels(predict(client, **EDIT, image=variant)["data"]) for variant in variants]
     assert [largest_difference(first, other) for other in others] == [0, 0]
+
+
+def reference_examples() -> list[tuple[str, str]]:
+    """Return the language and the text of each code block about input images in the request reference."""
+    page = (REPOSITORY / "docs" / "requests.md").read_text()
+    section = page[page.index("## Input images") : page.index("## Samplers")]
+    return re.findall(r"^```(\w+)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("language", "code"), reference_examples())
+def test_example_of_the_reference_works(language: str, code: str, server: Server, tmp_path: Path) -> None:
+    for name, levels in (("photo", photo()), ("left", square(0, 20)), ("right", square(40, 60))):
+        Image.fromarray(levels).save(tmp_path / f"{name}.png")
+    code = code.replace("http://127.0.0.1:8080", server.url)
+    code = code.replace(".venv/bin/preheat generate", f"{sys.executable} -m engine_builder.commands.main generate "
+                        f"--url {server.url}")  # fmt: skip
+    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    made = [path for path in tmp_path.iterdir() if path.stem not in ("photo", "left", "right")]
+    assert made
+    for path in made:
+        if path.suffix == ".json":
+            assert json.loads(path.read_text())["status"] == "success"
+        else:
+            with Image.open(path) as image:
+                assert image.size == (SIZE, SIZE)
 
 
 def png_of_size(width: int, height: int) -> str:

@@ -69,6 +69,52 @@ warning.
 
 ## Input images
 
+Change a picture, and repaint two parts of it. The masks are white there and black elsewhere, and have its size:
+
+```sh
+.venv/bin/preheat generate "a large blue star" --image photo.png --strength 0.6 --out changed.png
+.venv/bin/preheat generate "a picture" --image photo.png --mask left.png --mask-prompt "a red circle" \\
+  --mask right.png --mask-prompt "a green square" --feather 4 --composite --out repainted.png
+```
+
+The first one with `curl`, and the second one in Python:
+
+```sh
+printf '{"prompt": "a large blue star", "image": "%s", "strength": 0.6}' "$(base64 -w0 photo.png)" |
+  curl -s http://127.0.0.1:8080/v1/models/model:predict -d @- > answer.json
+```
+
+```python
+import base64
+import pathlib
+
+import httpx
+
+
+def encode(name: str) -> str:
+    return base64.b64encode(pathlib.Path(name).read_bytes()).decode()
+
+
+answer = httpx.post(
+    "http://127.0.0.1:8080/v1/models/model:predict",
+    json={
+        "prompt": "a picture",
+        "image": encode("photo.png"),
+        "masks": [
+            {"image": encode("left.png"), "prompt": "a red circle", "feather": 4},
+            {"image": encode("right.png"), "prompt": "a green square", "feather": 4},
+        ],
+        "composite": True,
+        "output_format": "png",
+    },
+    timeout=300,
+)
+body = answer.json()
+if answer.is_error:
+    raise SystemExit(f"{answer.status_code}: {body['error']}")
+pathlib.Path("repainted.png").write_bytes(base64.b64decode(body["data"]))
+```
+
 `image` and the image of a mask are base64 in the standard alphabet, padded and without line breaks (`base64 -w0 FILE`),
 or a `data:` URL of it. Other URLs are not fetched. PNG, JPEG and WebP are accepted, recognised by their first bytes.
 Another media type in the URL is refused. So are more than @FILE_MIB@ MiB, @MEGAPIXELS@ megapixels or @SIDE@ pixels on a
