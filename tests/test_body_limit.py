@@ -5,7 +5,8 @@ import gc
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from engine_builder.local_server.server import Server
 from model.api.body_limit import MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, find_application, limit_bodies
 from model.errors import BodyTooLarge, PreheatError
 from tests.support.predictions import PREDICT_PATH, PROMPT, http_client
+from tests.support.waiting import TIMEOUT_SECONDS
 
 LIMIT, TOTAL = 3 * 2**20, 5 * 2**20
 
@@ -61,6 +63,10 @@ async def chunks(size: int, chunk: int = 2**16) -> AsyncIterator[bytes]:
         yield bytes(chunk)
 
 
+def run_within_timeout(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, TIMEOUT_SECONDS))
+
+
 def test_passes_bodies_up_to_the_limit() -> None:
     async def run() -> None:
         echo = Echo()
@@ -69,7 +75,7 @@ def test_passes_bodies_up_to_the_limit() -> None:
             assert answer.status_code == 200
         assert answer.text == str(LIMIT)
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_refuses_by_content_length_before_reading() -> None:
@@ -79,7 +85,7 @@ def test_refuses_by_content_length_before_reading() -> None:
         assert answer.status_code == 413 and answer.json()["id"] == "abc" and "3 MiB" in answer.json()["error"]
         assert echo.parts == 0
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_refuses_a_chunked_body_at_the_limit() -> None:
@@ -97,7 +103,7 @@ def test_refuses_a_chunked_body_at_the_limit() -> None:
         assert answer.status_code == 413
         assert sent <= LIMIT + 2 * 2**16
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_limits_the_bodies_of_all_requests() -> None:
@@ -114,7 +120,7 @@ def test_limits_the_bodies_of_all_requests() -> None:
         assert [(await task).status_code for task in (*held, small)] == [200, 200, 200]
         assert (await echo.post(bytes(LIMIT))).status_code == 200, "the memory was not given back"
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_gives_back_the_memory_of_refused_bodies() -> None:
@@ -124,7 +130,7 @@ def test_gives_back_the_memory_of_refused_bodies() -> None:
             assert (await echo.post(chunks(2 * LIMIT))).status_code == 413
         assert (await echo.post(bytes(LIMIT))).status_code == 200
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_limits_a_running_application() -> None:
@@ -138,7 +144,7 @@ def test_limits_a_running_application() -> None:
             answer = await client.post("/", content=bytes(MAX_BODY_BYTES + 1))
             assert answer.status_code == 413
 
-    asyncio.run(run())
+    run_within_timeout(run())
 
 
 def test_finds_the_application_of_this_process() -> None:

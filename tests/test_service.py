@@ -27,6 +27,7 @@ from model.cold_start import ColdStart
 from model.loading.load import Loaded
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
@@ -275,13 +276,31 @@ def test_health_is_answered_while_the_device_is_busy(client: httpx.Client) -> No
 # -- failure and termination ------------------------------------------------------------------------------------------
 
 
+def make_service(model: LoadedModel) -> tuple[Service, Scheduler]:
+    served = ServedModel(64, 64, SizeList(((64, 64),)), has_refiner=True, defaults=Defaults(num_inference_steps=2))
+    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+    loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
+    return Service(loaded, scheduler, ColdStart(), False), scheduler
+
+
+def test_ended_server_does_not_decode_images() -> None:
+    service, scheduler = make_service(linear_model())
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+    damaged = GenerationRequest(prompt="a circle", image="AAAA")
+
+    async def answer() -> Any:
+        return await service.answer(damaged, http)
+
+    assert asyncio.run(answer()).status_code == 400
+    scheduler.close()
+    assert asyncio.run(answer()).status_code == 503
+
+
 def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture) -> None:
     """The next request is served."""
     model = linear_model()
     stub(model, spec.UNET).poison = (0, float("nan"))
-    served = ServedModel(64, 64, SizeList(((64, 64),)), has_refiner=True, defaults=Defaults(num_inference_steps=2))
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
-    service = Service(Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0), scheduler, ColdStart(), False)
+    service, scheduler = make_service(model)
     http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
 
     async def answer_twice() -> list[Any]:
