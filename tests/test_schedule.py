@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
-from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.noise_schedule import OWN_SPACING, NoiseSchedule
 from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name, skipped_steps
 from model.denoising.samplers import (
     COEFFICIENTS,
@@ -34,7 +34,8 @@ from training.architecture import SCHEDULER as SDXL
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 STEPS = (1, 2, 3, 14, 15, 30, 100)  # DPM++ solvers change below 15
-SPACINGS = ("leading", "trailing", "linspace")
+SPACINGS = ("leading", "trailing", "linspace", OWN_SPACING)
+PREDICTIONS = ("epsilon", "v_prediction")
 SHAPE = (1, 4, 3, 5)
 TOLERANCE = 1e-5  # relative to the largest latent; both sides are float32
 
@@ -47,6 +48,12 @@ def one_thread() -> None:
 def pairs(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
     """Samplers with numbers of steps that they accept."""
     return [(name, n) for name in samplers for n in steps if not (name == "LCM" and n > 50)]
+
+
+def config_with(spacing: str) -> dict[str, Any]:
+    """Return SDXL's config with another spacing of timesteps, or without one."""
+    without = {key: value for key, value in SDXL.items() if key != "timestep_spacing"}
+    return without if spacing == OWN_SPACING else without | {"timestep_spacing": spacing}
 
 
 def diffusers_scheduler(sampler: str, steps: int, config: dict[str, Any]) -> Any:
@@ -125,10 +132,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
+@pytest.mark.parametrize("prediction", PREDICTIONS)
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize(("sampler", "steps"), pairs())
-def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str) -> None:
-    config = SDXL | {"timestep_spacing": spacing}
+def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str, prediction: str) -> None:
+    config = config_with(spacing) | {"prediction_type": prediction}
     scheduler = diffusers_scheduler(sampler, steps, config)
     schedule = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
     assert len(schedule) == schedule.steps == steps
@@ -158,7 +166,7 @@ def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str
 )
 @pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(1, 2, 15, 20)))
 def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: int, frac: float, spacing: str) -> None:
-    config = SDXL | {"timestep_spacing": spacing}
+    config = config_with(spacing)
     noise_schedule = NoiseSchedule.from_config(config)
     base, refiner = split_schedule(sampler_schedule(sampler, steps, noise_schedule), noise_schedule, frac)
 
@@ -189,7 +197,7 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: in
 @pytest.mark.parametrize("strength", [0.05, 0.3, 0.5, 0.9999, 1.0])
 @pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(20, 33)))
 def test_starts_from_an_image_like_diffusers(sampler: str, steps: int, strength: float, spacing: str) -> None:
-    config = SDXL | {"timestep_spacing": spacing}
+    config = config_with(spacing)
     whole = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
     schedule = skip_steps(whole, skipped_steps(strength, steps))
     scheduler = diffusers_scheduler(sampler, steps, config)
@@ -229,7 +237,7 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: 
     # Karras timesteps are rounded, so a slightly wrong sigma gives another integer at one of these lengths.
     ignores_spacing = sampler == "LCM" or "Karras" in sampler
     for spacing in SPACINGS[:1] if ignores_spacing else SPACINGS:
-        config = SDXL | betas | {"timestep_spacing": spacing}
+        config = config_with(spacing) | betas
         noise_schedule = NoiseSchedule.from_config(config)
         for steps in range(1, 51 if sampler == "LCM" else 101):
             expected = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
@@ -392,7 +400,7 @@ def test_reads_the_sampler_that_diffusers_has_saved(sampler: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"_class_name": "PNDMScheduler"}, {**SDXL, "_class_name": "DPMSolverMultistepScheduler"}]
+    "config", [{}, {"_class_name": "UniPCMultistepScheduler"}, {**SDXL, "_class_name": "DPMSolverMultistepScheduler"}]
 )
 def test_refuses_a_file_with_an_unsupported_sampler(config: dict[str, Any]) -> None:
     config = {**config, "algorithm_type": "sde-dpmsolver++"}  # without Karras sigmas, it has no public name

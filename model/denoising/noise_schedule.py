@@ -14,12 +14,13 @@ from model.validation import MAX_STEPS
 Floats = NDArray[np.float64]
 
 # Keys that a file must have, because diffusers' scheduler classes disagree on their defaults.
-REQUIRED = ("beta_start", "beta_end", "beta_schedule", "timestep_spacing", "clip_sample")
+REQUIRED = ("beta_start", "beta_end", "beta_schedule", "clip_sample")
+OWN_SPACING = "default"  # timestep_spacing of a file without this key: each sampler has that of its diffusers class
 # Settings that change the coefficients, with the values for which the samplers are correct.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "beta_schedule": ("scaled_linear", "linear"),
-    "timestep_spacing": ("leading", "trailing", "linspace"),
-    "prediction_type": ("epsilon",),
+    "timestep_spacing": ("leading", "trailing", "linspace", OWN_SPACING),
+    "prediction_type": ("epsilon", "v_prediction"),
     "trained_betas": (None,),
     "clip_sample": (False,),
     "thresholding": (False, None),
@@ -45,7 +46,7 @@ class NoiseSchedule:
     """The noise that a model was trained with, and the spacing of inference steps. Fields are named as in diffusers.
 
     An instance is always valid: the constructor raises ManifestError naming the field. Only LCM uses
-    `original_inference_steps` and `timestep_scaling`.
+    `original_inference_steps` and `timestep_scaling`. `timestep_spacing` may be OWN_SPACING.
     """
 
     num_train_timesteps: int
@@ -93,7 +94,8 @@ class NoiseSchedule:
         for key in REQUIRED:
             if key not in config:
                 raise ManifestError(f"scheduler_config.json lacks {key}.", "Add it: the samplers' defaults differ.")
-        supported = dict(SUPPORTED)
+        spacings = tuple(value for value in SUPPORTED["timestep_spacing"] if value != OWN_SPACING)
+        supported = SUPPORTED | {"timestep_spacing": spacings}
         if config.get("_class_name") == "DPMSolverMultistepScheduler":
             # For this class these settings choose among the public samplers; see configured_sampler.
             supported["use_karras_sigmas"] = (False, None, True)
@@ -103,6 +105,7 @@ class NoiseSchedule:
                 served = " or ".join(map(repr, values))
                 raise ManifestError(f"scheduler_config.json: {key} is {config[key]!r}; served: {served}.", "")
         settings: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
+        settings["timestep_spacing"] = OWN_SPACING
         settings |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
         return cls(**settings)
 
@@ -117,6 +120,10 @@ class NoiseSchedule:
         if mismatched:
             raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, mismatched)))}.")
         return cls(**values)
+
+    def spacing(self, default: str) -> str:
+        """Return the spacing of timesteps for a sampler whose diffusers class has this default."""
+        return default if self.timestep_spacing == OWN_SPACING else self.timestep_spacing
 
     def alphas_cumprod(self) -> Floats:
         """Return the signal's share of the variance at each training timestep, float64 [num_train_timesteps].

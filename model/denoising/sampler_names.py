@@ -15,6 +15,9 @@ DIFFUSERS_CLASSES = {
     "DPMSolverMultistepScheduler": "DPM++ 2M",
     "LCMScheduler": "LCM",
 }
+# A class that reads several previous estimates, where the tables of coefficients have one -> the sampler of releases
+# whose model has that class: the closest on data/tiny-sdxl (docs/log/correctness.md).
+REPLACED_CLASSES = {"PNDMScheduler": "Euler"}
 # diffusers' DPM++ class implements three of the samplers, chosen by algorithm_type and use_karras_sigmas.
 DPM_VARIANTS = {
     ("dpmsolver++", False): "DPM++ 2M",
@@ -52,11 +55,18 @@ def skipped_steps(strength: float, steps: int, field: str = "strength") -> int:
 
 
 def configured_sampler(config: Mapping[str, Any]) -> str:
-    """Return the public name of the sampler in a scheduler_config.json, a release's default. Raises ManifestError."""
+    """Return the public name of the sampler in a scheduler_config.json, a release's default, or of its replacement.
+
+    Raises ManifestError.
+    """
     name = str(config.get("_class_name"))
+    if name in REPLACED_CLASSES:
+        return REPLACED_CLASSES[name]
     if name not in DIFFUSERS_CLASSES:
         raise ManifestError(
-            f"scheduler_config.json: _class_name is {name!r}, not one of {', '.join(DIFFUSERS_CLASSES)}.", ""
+            f"scheduler_config.json: _class_name is {name!r}, not one of "
+            f"{', '.join([*DIFFUSERS_CLASSES, *REPLACED_CLASSES])}.",
+            "",
         )
     if name != "DPMSolverMultistepScheduler":
         return DIFFUSERS_CLASSES[name]

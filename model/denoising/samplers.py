@@ -1,6 +1,7 @@
 """A sampler is data: a schedule of coefficients, one entry per step.
 
-Every sampler served here is linear in its inputs. With `eps` the UNet's prediction for `c_in * x`:
+Every sampler served here is linear in its inputs. With `eps` the UNet's prediction for `c_in * x`, the noise or the
+velocity of Salimans and Ho 2022 (arXiv 2202.00512), appendix D:
 
     denoised = a * x + b * eps
     next x   = x_coef * x + denoised_coef * denoised + prev_coef * previous denoised + noise_coef * noise
@@ -158,15 +159,15 @@ def pad_schedules(
     return timesteps, coefficients
 
 
-def _spaced_timesteps(schedule: NoiseSchedule, steps: int, points: int) -> Floats:
+def _spaced_timesteps(schedule: NoiseSchedule, spacing: str, steps: int, points: int) -> Floats:
     """Return the timesteps, descending: Lin et al. 2023 (arXiv 2305.08891), table 2.
 
     Leading and linspace spacing divide the range into `points`. DPM++ uses one more than its steps and drops the last.
     """
     count = schedule.num_train_timesteps
-    if schedule.timestep_spacing == "leading":
+    if spacing == "leading":
         result = np.arange(points)[::-1] * float(count // points) + schedule.steps_offset
-    elif schedule.timestep_spacing == "trailing":
+    elif spacing == "trailing":
         result = np.arange(count, 0, -count / steps).round() - 1.0
     else:
         result = np.linspace(0, count - 1, points)[::-1]
@@ -187,6 +188,11 @@ def _coefficients(steps: int, **columns: Floats | float) -> Floats:
     return result
 
 
+def _denoised(schedule: NoiseSchedule, signal: Floats, noise: Floats) -> tuple[Floats, Floats]:
+    """Return the coefficients a and b of the denoised estimate, for x = signal * x0 + noise * N(0, 1)."""
+    return (signal, -noise) if schedule.prediction_type == "v_prediction" else (1 / signal, -noise / signal)
+
+
 def _noising(alphas: Floats) -> Floats:
     """Return the shares of signal and noise, float64 [steps, 2], from the signal's shares of the variance [steps]."""
     return np.stack([np.sqrt(alphas), np.sqrt(1 - alphas)], axis=1)
@@ -199,22 +205,25 @@ def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     ancestral step goes down to sigma'^2 / sigma. Noise then raises it to sigma': Song et al. 2020 (DDIM), equation 16
     with eta = 1. The last step draws noise too, with coefficient 0.
     """
-    timesteps = _spaced_timesteps(schedule, steps, steps).astype(np.float32).astype(np.float64)
+    spacing = schedule.spacing("linspace")
+    timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
     sigmas = _sigmas(schedule)
     start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
     end = np.append(start[1:], 0.0)
     ancestral = name == "Euler a"
     down = end**2 / start if ancestral else end
+    signal = 1 / np.sqrt(start**2 + 1)
+    a, b = _denoised(schedule, signal, signal * start)  # of signal * x
     coefficients = _coefficients(
         steps,
-        c_in=1 / np.sqrt(start**2 + 1),
-        a=1.0,
-        b=-start,
+        c_in=signal,
+        a=a * signal,
+        b=b,
         x=down / start,
         denoised=1 - down / start,
         noise=np.sqrt(end**2 - down**2),
     )
-    init_sigma = math.hypot(start.max(), 1.0 if schedule.timestep_spacing == "leading" else 0.0)
+    init_sigma = math.hypot(start.max(), 1.0 if spacing == "leading" else 0.0)
     noising = np.stack([np.ones(steps), start], axis=1)
     return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, ancestral))
 
@@ -225,17 +234,18 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     A step goes back by a fixed stride, as in diffusers, even where the next entry's timestep is different.
     """
     alphas = schedule.alphas_cumprod()
-    timesteps = _spaced_timesteps(schedule, steps, steps).round()
+    timesteps = _spaced_timesteps(schedule, schedule.spacing("leading"), steps, steps).round()
     now = timesteps.astype(np.int64)
     back = now - schedule.num_train_timesteps // steps
     alpha = alphas[now]
     alpha_back = np.where(back >= 0, alphas[back], 1.0 if schedule.set_alpha_to_one else alphas[0])
     noise_ratio = np.sqrt((1 - alpha_back) / (1 - alpha))
+    a, b = _denoised(schedule, np.sqrt(alpha), np.sqrt(1 - alpha))
     coefficients = _coefficients(
         steps,
         c_in=1.0,
-        a=1 / np.sqrt(alpha),
-        b=-np.sqrt((1 - alpha) / alpha),
+        a=a,
+        b=b,
         x=noise_ratio,
         denoised=np.sqrt(alpha_back) - np.sqrt(alpha) * noise_ratio,
     )
@@ -254,7 +264,7 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """
     sigmas = _sigmas(schedule)
     if name == "DPM++ 2M":
-        timesteps = _spaced_timesteps(schedule, steps, steps + 1).round()
+        timesteps = _spaced_timesteps(schedule, schedule.spacing("linspace"), steps, steps + 1).round()
         start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
     else:
         high, low = sigmas[-1] ** (1 / 7), sigmas[0] ** (1 / 7)
@@ -266,11 +276,12 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     decay = shrink**2 if sde else shrink
     m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
     correction[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
+    a, b = _denoised(schedule, alpha, alpha * start)
     coefficients = _coefficients(
         steps,
         c_in=1.0,
-        a=1 / alpha,
-        b=-start,
+        a=a,
+        b=b,
         x=decay * alpha_end / alpha,
         denoised=m0 + correction,
         prev=-correction,
@@ -294,11 +305,12 @@ def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     scaled = now * schedule.timestep_scaling
     c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)
     c_out = scaled / np.sqrt(scaled**2 + sigma_data**2)
+    a, b = _denoised(schedule, np.sqrt(alpha), np.sqrt(1 - alpha))
     coefficients = _coefficients(
         steps,
         c_in=1.0,
-        a=c_out / np.sqrt(alpha) + c_skip,
-        b=-c_out * np.sqrt((1 - alpha) / alpha),
+        a=c_out * a + c_skip,
+        b=c_out * b,
         denoised=np.sqrt(alpha_next),
         noise=np.sqrt(1 - alpha_next),
     )

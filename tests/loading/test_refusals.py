@@ -88,7 +88,7 @@ INVALID: dict[str, tuple[Change, str]] = {
     "too many steps": (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps"),
     "unknown sampler": (lambda e: e["defaults"].update(scheduler="Heun"), "scheduler"),
     "unknown default": (lambda e: e["defaults"].update(colour="red"), "colour"),
-    "prediction type": (lambda e: e["schedulers"]["base"].update(prediction_type="v_prediction"), "prediction_type"),
+    "prediction type": (lambda e: e["schedulers"]["base"].update(prediction_type="sample"), "prediction_type"),
     "text as number": (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start"),
     "missing value": (lambda e: e["schedulers"]["base"].pop("beta_end"), "beta_end"),
     "huge value": (lambda e: e["schedulers"]["base"].update(steps_offset=10**400), "steps_offset"),
