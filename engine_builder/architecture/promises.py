@@ -14,6 +14,11 @@ CAPABILITIES: Tests = {
         "tests/test_request.py::test_accepts_the_limits_of_every_field",
         "tests/test_serving.py::test_images_of_a_request_have_successive_seeds",
     ),
+    "Stable Diffusion 1.5 and 2.1": (
+        "tests/test_stable_diffusion.py::test_image_is_that_of_diffusers",
+        "tests/test_stable_diffusion.py::test_images_from_an_image_are_those_of_diffusers",
+        "tests/test_stable_diffusion.py::test_refuses_a_mixed_folder",
+    ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",

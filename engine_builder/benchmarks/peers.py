@@ -8,7 +8,7 @@ import torch
 from engine_builder.benchmarks.bench import Work, encode_all
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.folder import Checkpoint, variant_of
-from model.denoising.sampler_names import configured_sampler
+from model.denoising.sampler_names import DIFFUSERS_CLASSES, REPLACED_CLASSES, configured_sampler
 from model.errors import RequestRefused
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
@@ -44,24 +44,30 @@ def diffusers_pipeline(folder: Checkpoint, precision: str, compiled: bool) -> An
     """Return diffusers' pipeline in eager PyTorch, or `compiled`.
 
     Compiled means channels_last, fused projections, and torch.compile with CUDA graphs on UNet and decoder. diffusers
-    would convert an fp16 decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be captured
-    again each time. So a compiled decoder stays in fp32.
+    would convert an fp16 SDXL decoder with `force_upcast` to fp32 and back for each image. CUDA graphs would be
+    captured again each time. So a compiled decoder stays in fp32. A scheduler that a release replaces is replaced here
+    too.
     """
-    from diffusers import StableDiffusionXLPipeline
+    import diffusers
     from diffusers.utils import logging
     from transformers.utils import logging as transformers_logging
 
     for noisy in (logging, transformers_logging):
         noisy.disable_progress_bar()
-    load: Any = StableDiffusionXLPipeline.from_pretrained
+    is_sdxl = folder.family == "sdxl"
+    kind: Any = diffusers.StableDiffusionXLPipeline if is_sdxl else diffusers.StableDiffusionPipeline
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {"variant": variant_of(folder, "unet"), "use_safetensors": True, "add_watermarker": False}
-    pipeline = load(folder.root, dtype=getattr(torch, precision), **options).to(device)
+    options = {"variant": variant_of(folder, "unet"), "use_safetensors": True}
+    options |= {"add_watermarker": False} if is_sdxl else {"safety_checker": None, "requires_safety_checker": False}
+    pipeline = kind.from_pretrained(folder.root, dtype=getattr(torch, precision), **options).to(device)
+    if sampler := REPLACED_CLASSES.get(type(pipeline.scheduler).__name__):
+        [name] = [name for name, served in DIFFUSERS_CLASSES.items() if served == sampler]
+        pipeline.scheduler = getattr(diffusers, name).from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     if not compiled:
         return pipeline
     vae: Any = pipeline.vae
-    if vae.dtype == torch.float16 and vae.config.force_upcast:
+    if is_sdxl and vae.dtype == torch.float16 and vae.config.force_upcast:
         torch.nn.Module.to(vae, torch.float32)  # not diffusers' own `to`, which warns
     for network in (pipeline.unet, vae):
         network.to(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""Measure the cases of full-size SDXL in docs/benchmarks.md: numbers of steps, batches, few-step models, diffusers.
+"""Measure the cases of full-size models in docs/benchmarks.md: numbers of steps, batches, few-step models, diffusers.
 
     python -m engine_builder.benchmarks.suite STORE NAME/1 --peer MODEL_FOLDER --out docs/benchmarks/h200.json
 
@@ -19,6 +19,7 @@ from engine_builder.benchmarks.rows import Row, append_rows
 from model.api.request import GenerationRequest, resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
+from model.pipeline.spec import TEXT_ENCODER_FINAL
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,24 @@ CASES = (
     Case("sdxl-20-steps-batch-8", 3, 20, images=8),
     Case("sdxl-30-steps-refiner", 10, 30, refiner=True),
 )
+SD_CASES = (
+    Case("sd-1.5-20-steps", 30, 20),
+    Case("sd-1.5-50-steps", 10, 50),
+    Case("sd-1.5-20-steps-batch-4", 10, 20, images=4),
+    Case("sd-1.5-20-steps-throughput", 5, 20, images=8, throughput=True),
+)
 
 
 def run(
-    loaded: Loaded, peer: str | None, report: Callable[[str], None], cases: Sequence[Case] = CASES
+    loaded: Loaded, peer: str | None, report: Callable[[str], None], cases: Sequence[Case] | None = None
 ) -> Iterator[Row]:
     """Yield the row of each case as soon as it is measured, then the rows of the peers for the first case.
 
+    `cases`: None selects those of the release's family.
     `peer` is a model's folder or Hub id. `report` is called with a line for each row and for each skipped case.
     """
+    if cases is None:
+        cases = SD_CASES if TEXT_ENCODER_FINAL in loaded.model.engines else CASES
     first = cases[0]
     if peer is not None:
         find_peer(peer, resolve(first.request(), loaded.served))  # raises before anything is measured

@@ -82,7 +82,8 @@ def build(
     # 1. Check everything that can be checked without work.
     check_model(plan.base, plan.refiner)
     plan.check_sizes()
-    defaults = read_release_defaults(plan.base, plan.refiner)
+    facts, defaults = read_model_facts(plan.base, plan.refiner), read_release_defaults(plan.base, plan.refiner)
+    schedulers = read_noise_schedules(plan.base, plan.refiner)
     source = fingerprint(plan)
     builder = _builder_entries(plan, source)  # raises if a library is not installed
     draft = _current_draft(plan, store, source)
@@ -98,8 +99,7 @@ def build(
         networks[name] = plan.load(name, reader)
         weights.append(write_weights(networks[name], store))
     # 3. Record the inputs of a real denoising run, if the engines are run here.
-    facts, tokenizers = read_model_facts(plan.base, plan.refiner), write_tokenizers(plan.base, store)
-    schedulers = read_noise_schedules(plan.base, plan.refiner)
+    tokenizers = write_tokenizers(plan.base, store)
     real_inputs = {}
     if plan.runs_here:
         report("pipeline", "generating an image in eager PyTorch", len(plan.components), steps)
@@ -124,7 +124,7 @@ def build(
     built = Manifest(
         model=plan.model,
         version=_DRAFT_VERSION,
-        family="sdxl",
+        family=plan.base.family,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         builder=builder,
         settings=facts,

@@ -11,6 +11,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
+from model.denoising.sampler_names import REPLACED_CLASSES
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
@@ -91,7 +92,7 @@ class BuildPlan:
         variant_sizes = self.variant_sizes
         return tuple(
             name
-            for spec in components_of(model_parts(self.refiner is not None))
+            for spec in components_of(self.base.family, model_parts(self.refiner is not None))
             for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
 
@@ -156,8 +157,14 @@ class BuildPlan:
 
     @property
     def upcasts_vae(self) -> bool:
-        """True if the VAE's config has force_upcast, as diffusers defaults to."""
-        return bool(self.base.config("vae").get("force_upcast", True))
+        """True if the VAE's config has force_upcast, as diffusers defaults to. Only its SDXL pipelines read it."""
+        return self.base.family == "sdxl" and bool(self.base.config("vae").get("force_upcast", True))
+
+    @property
+    def replaced_sampler(self) -> tuple[str, str] | None:
+        """The class of the model's scheduler and the sampler that replaces it as the release's default, if one does."""
+        name = str(self.base.config("scheduler", "scheduler_config.json").get("_class_name"))
+        return (name, REPLACED_CLASSES[name]) if name in REPLACED_CLASSES else None
 
     def buckets_of(self, network: Network) -> list[Bucket]:
         """Return the buckets that one component is compiled for.

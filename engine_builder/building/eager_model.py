@@ -50,7 +50,7 @@ def load_eager_model(
     """
     reader = ModuleReader()
     networks = {}
-    for spec in components_of(model_parts(refiner is not None)):
+    for spec in components_of(base.family, model_parts(refiner is not None)):
         checkpoint = base if spec.part == "base" else refiner
         assert checkpoint is not None
         networks[spec.name] = load_network(checkpoint, spec.name, precision, device, reader, plain=True)

@@ -10,7 +10,7 @@ from model.api.request import GenerationRequest
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.shapes import bind_shapes
 from model.pipeline.encode import encode_pixels, to_pixels
-from model.pipeline.spec import SDXL, find_component
+from model.pipeline.spec import COMPONENTS, find_component
 from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
 from model.store.store import Store
 
@@ -35,7 +35,7 @@ def record_real_inputs(
     `sizes`: (height, width) in pixels; if empty, the native size, or a smaller one. Raises BrokenImage if an image
     holds NaN or infinity.
     """
-    eager = eager_engines({name: network for name, network in networks.items() if name in SDXL}, recording=True)
+    eager = eager_engines({name: network for name, network in networks.items() if name in COMPONENTS}, recording=True)
     model = open_eager_model(eager, facts, tokenizers, schedulers, store, device)
     native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
     for height, width in sorted(sizes or [native]):

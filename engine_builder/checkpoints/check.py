@@ -4,7 +4,6 @@
 """
 
 import os
-import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -27,7 +26,6 @@ from model.pipeline.tokenizer import ClipTokenizer
 
 _WEIGHTS_LIMIT = 32 * 2**30  # bytes of one file; SDXL's UNet has 10 GB in fp32
 _TEXT_SUFFIXES = (".txt", ".jinja")  # of a tokenizer's files
-_PIPELINE_CLASS = re.compile(r"(StableDiffusionXL|SDXL)\w*Pipeline")  # diffusers' own, and community pipelines
 _CLIP = ("CLIPTextModel", "CLIPTextModelWithProjection")
 # The classes that config.json or model_index.json may name for a subfolder.
 _CLASSES = {
@@ -47,7 +45,7 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
     """Check the files of these subfolders, and model_index.json. Raises CheckpointError naming the file."""
     index = checkpoint.index
     path = checkpoint.root / "model_index.json"
-    _check_pipeline_class(path, index.get("_class_name"))
+    _ = checkpoint.family  # raises for a pipeline of another kind
     for key in ("force_zeros_for_empty_prompt", "requires_aesthetics_score"):
         if type(index.get(key, True)) is not bool:
             raise CheckpointError(f"{path}: {key} is {index[key]!r:.80}.", "Set true or false.")
@@ -83,7 +81,7 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, encoders: Collection
         if (positions := config.size("max_position_embeddings")) != settings.max_length:
             raise CheckpointError(
                 f"{folder} encodes a prompt as {settings.max_length} tokens, but {path} takes {positions}.",
-                "Set model_max_length in its tokenizer_config.json to max_position_embeddings, 77 for SDXL.",
+                "Set model_max_length in its tokenizer_config.json to max_position_embeddings, 77 for CLIP.",
             )
         if largest >= (size := config.size("vocab_size")):
             raise CheckpointError(
@@ -137,15 +135,6 @@ def _check_regular(path: Path) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
     raise CheckpointError(f"{path} cannot be read: {reason}.", DOWNLOAD_AGAIN)
-
-
-def _check_pipeline_class(path: Path, name: Any) -> None:
-    if isinstance(name, list) and len(name) == 2:
-        name = name[1]  # a community pipeline: its module and its class
-    if not isinstance(name, str) or not _PIPELINE_CLASS.fullmatch(name):
-        raise CheckpointError(
-            f"{path}: _class_name is {name!r:.80}, not a pipeline of Stable Diffusion XL (StableDiffusionXLPipeline)."
-        )
 
 
 def _config_class(checkpoint: Checkpoint, subfolder: str, key: str) -> tuple[Path, str, Any]:

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from model.pipeline.spec import SDXL
+from model.pipeline.spec import COMPONENTS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETTINGS_PATTERNS = ["*.json", "*.txt"]
-_NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in SDXL.values())
+_NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
 _SUBFOLDERS = [f"{root}{folder}" for root in ("", "refiner/") for folder in _NETWORK_FOLDERS]
 
 

@@ -1,7 +1,7 @@
-"""A model folder in diffusers' layout: its configurations, and the check that they describe an SDXL.
+"""A model folder in diffusers' layout: its family, its configurations, and the check that these describe the family.
 
-The folder is a full SDXL checkout (plain, with `variant="fp16"` or with sharded weights) or `data/tiny-sdxl`. This
-module loads no weights: `engine_builder.networks.network` does.
+The folder is a full checkout (plain, with `variant="fp16"` or with sharded weights) or `data/tiny-sdxl`. This module
+loads no weights: `engine_builder.networks.network` does.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
+from model.store.manifest import Family
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
 TEXT_LIMIT = 64 * 2**20  # bytes of a configuration or a vocabulary; SDXL's largest has 2 MiB
@@ -21,10 +22,15 @@ _MAX_LEVELS = 8
 _MAX_DIMENSION = 2**20  # in a config.json; SDXL's largest is its vocabulary, 49,408
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})")  # in the name of one of several files that hold a network's weights
 
-# The settings that this project computes with; an SDXL has them. Key -> (expected, diffusers' default for no key).
-_SDXL_UNET: dict[str, tuple[Any, Any]] = {
-    "addition_embed_type": ("text_time", None),
-    "use_linear_projection": (True, False),
+FAMILY_TITLES: dict[Family, str] = {"sdxl": "Stable Diffusion XL", "sd": "Stable Diffusion 1 or 2"}
+# The class of diffusers' own and of community pipelines in model_index.json.
+_PIPELINE_CLASSES: dict[Family, str] = {
+    "sdxl": r"(StableDiffusionXL|SDXL)\w*Pipeline",
+    "sd": r"StableDiffusion(Img2Img|Inpaint)?Pipeline|LatentConsistencyModel(Img2Img)?Pipeline",
+}
+
+# The settings that this project computes with. Key -> (expected, diffusers' default for no key).
+_UNET: dict[str, tuple[Any, Any]] = {
     "act_fn": ("silu", "silu"),
     "resnet_time_scale_shift": ("default", "default"),
     "only_cross_attention": (False, False),
@@ -36,13 +42,18 @@ _SDXL_UNET: dict[str, tuple[Any, Any]] = {
     "mid_block_type": ("UNetMidBlock2DCrossAttn", "UNetMidBlock2DCrossAttn"),
     "attention_type": ("default", "default"),
 }
-_SDXL_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
+_FAMILY_UNET: dict[Family, dict[str, tuple[Any, Any]]] = {
+    "sdxl": {"addition_embed_type": ("text_time", None), "use_linear_projection": (True, False)},
+    "sd": {"addition_embed_type": (None, None), "num_class_embeds": (None, None)},
+}
+_VAE: dict[str, tuple[Any, Any]] = {"act_fn": ("silu", "silu"), "mid_block_add_attention": (True, True)}
+_TEXT: dict[str, tuple[Any, Any]] = {"use_attention_mask": (False, False)}
 
 
 class CheckpointError(PreheatError):
     """The folder is not a diffusers checkout that Preheat can build from."""
 
-    remedy = "Pass a folder that holds an SDXL in diffusers' layout, for example data/tiny-sdxl."
+    remedy = "Pass a folder that holds an SDXL or a Stable Diffusion 1 or 2 in diffusers' layout."
 
 
 class CheckpointConfig(dict[str, Any]):
@@ -96,16 +107,25 @@ class Checkpoint:
         """The entries of model_index.json."""
         return self.config(".", "model_index.json")
 
+    @property
+    def family(self) -> Family:
+        """The family of model_index.json's pipeline class. Raises CheckpointError."""
+        name = self.index.get("_class_name")
+        if isinstance(name, list) and len(name) == 2:
+            name = name[1]  # a community pipeline: its module and its class
+        for family, pattern in _PIPELINE_CLASSES.items():
+            if isinstance(name, str) and re.fullmatch(pattern, name):
+                return family
+        raise CheckpointError(
+            f"{self.root}/model_index.json: _class_name is {name!r:.80}, not a pipeline of "
+            f"{' or '.join(FAMILY_TITLES.values())} (StableDiffusionXLPipeline, StableDiffusionPipeline)."
+        )
+
     def widths(self) -> Widths:
-        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not SDXL's."""
-        unet, vae, second = self.config("unet"), self.config("vae"), self.config("text_encoder_2")
-        for subfolder, config, settings in (("unet", unet, _SDXL_UNET), ("vae", vae, _SDXL_VAE)):
-            for key, (expected, default) in settings.items():
-                if config.get(key, default) != expected:
-                    raise CheckpointError(
-                        f"{self.root}/{subfolder} is not SDXL's: its {key} is {config.get(key, default)!r}, expected "
-                        f"{expected!r}."
-                    )
+        """Return the sizes that shapes depend on. Raises CheckpointError if the networks are not the family's."""
+        unet, vae, family = self.config("unet"), self.config("vae"), self.family
+        self._check("unet", unet, _UNET | _FAMILY_UNET[family])
+        self._check("vae", vae, _VAE)
         extra_channels, latent_channels = unet.size("in_channels") - vae.size("latent_channels"), vae["latent_channels"]
         if extra_channels not in (0, 1 + latent_channels):
             raise CheckpointError(
@@ -113,20 +133,43 @@ class Checkpoint:
                 f"UNets for text to image ({latent_channels}) and for inpainting ({2 * latent_channels + 1}) are "
                 "supported."
             )
-        has_first = (self.root / "text_encoder").is_dir()
-        embedded = unet.size("projection_class_embeddings_input_dim") - second.size("projection_dim")
-        return Widths(
-            tokens=second.size("max_position_embeddings"),
-            text_width=self.config("text_encoder").size("hidden_size") if has_first else 0,
-            text_width_2=second.size("hidden_size"),
-            pooled_width=second.size("projection_dim"),
+        last = self.config("text_encoder" if family == "sd" else "text_encoder_2")
+        first = self.config("text_encoder") if (self.root / "text_encoder").is_dir() else None
+        pooled_width = time_ids = 0
+        if family == "sdxl":
+            pooled_width = last.size("projection_dim")
+            embedded = unet.size("projection_class_embeddings_input_dim") - pooled_width
+            time_ids = embedded // unet.size("addition_time_embed_dim")
+        widths = Widths(
+            tokens=last.size("max_position_embeddings"),
+            text_width=first.size("hidden_size") if first is not None else 0,
+            text_width_2=last.size("hidden_size") if family == "sdxl" else 0,
+            pooled_width=pooled_width,
             context_width=unet.size("cross_attention_dim"),
             latent_channels=latent_channels,
             extra_channels=extra_channels,
-            time_ids=embedded // unet.size("addition_time_embed_dim"),
+            time_ids=time_ids,
             vae_scale=2 ** (vae.levels() - 1),
             timestep_cond=unet.size("time_cond_proj_dim") if unet.get("time_cond_proj_dim") is not None else 0,
         )
+        if family == "sd":
+            self._check("text_encoder", last, _TEXT)
+        if widths.context_width != widths.text_width + widths.text_width_2:
+            raise CheckpointError(
+                f"{self.root}/unet reads texts of width {widths.context_width} (cross_attention_dim), and the text "
+                f"encoders together return {widths.text_width + widths.text_width_2} (hidden_size).",
+                "Use the text encoders and the UNet of one model.",
+            )
+        return widths
+
+    def _check(self, subfolder: str, config: CheckpointConfig, settings: Mapping[str, tuple[Any, Any]]) -> None:
+        """Raise CheckpointError for a setting that differs. `settings`: key -> (expected, default for no key)."""
+        for key, (expected, default) in settings.items():
+            if config.get(key, default) != expected:
+                raise CheckpointError(
+                    f"{self.root}/{subfolder} is not that of a {FAMILY_TITLES[self.family]}: its {key} is "
+                    f"{config.get(key, default)!r}, expected {expected!r}."
+                )
 
     def size_step(self) -> int:
         """Return the pixels that height and width must be multiples of. Each UNet level halves the latents."""

@@ -105,18 +105,10 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0, 
 
     `tokenizers`: a model folder to copy tokenizers from.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(seed)
-    default_dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float16)
-    try:
-        with torch.device(device):
-            for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
-                _save(make_network(name, configs), folder / name)
-            if refiner:
-                _save(make_network("refiner_unet", configs), folder / "refiner" / "unet")
-    finally:
-        torch.set_default_dtype(default_dtype)
+    networks = {name: folder / name for name in ("unet", "vae", "text_encoder", "text_encoder_2")}
+    if refiner:
+        networks["refiner_unet"] = folder / "refiner" / "unet"
+    save_networks(networks, configs, seed)
     for name in ("scheduler", "tokenizer", "tokenizer_2", "model_index.json"):
         _copy(tokenizers / name, folder / name)
     if refiner:
@@ -127,8 +119,17 @@ def write(folder: Path, tokenizers: Path, refiner: bool = False, seed: int = 0, 
             (folder / "refiner" / name).symlink_to(folder.resolve() / name, target_is_directory=True)
 
 
-def _save(network: Any, folder: Path) -> None:
-    network.eval().save_pretrained(folder, max_shard_size="20GB")
+def save_networks(folders: Mapping[str, Path], configs: Configs, seed: int) -> None:
+    """Write networks of `configs` in fp16, by name, each to its folder."""
+    torch.manual_seed(seed)
+    default_dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            for name, folder in folders.items():
+                make_network(name, configs).eval().save_pretrained(folder, max_shard_size="20GB")
+    finally:
+        torch.set_default_dtype(default_dtype)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -3,15 +3,18 @@
 import math
 from typing import Any
 
-from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from engine_builder.stores.store import WritableStore
 from model.denoising.noise_schedule import NoiseSchedule
 from model.denoising.sampler_names import configured_sampler
 from model.errors import ManifestError
 from model.loading.served import read_defaults
-from model.store.manifest import Blob, ModelFacts, RefinerFacts, TokenizerRecord
+from model.pipeline.spec import tokenizers_of
+from model.store.manifest import Blob, Family, ModelFacts, RefinerFacts, TokenizerRecord
 from model.validation import LARGEST_SIDE, SMALLEST_SIDE
+
+_SCALING: dict[Family, float] = {"sdxl": 0.13025, "sd": 0.18215}  # of the families' latents
 
 
 def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
@@ -19,11 +22,21 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
     widths, vae = base.widths(), base.config("vae")
     if vae.get("latents_mean") or vae.get("latents_std"):
         raise CheckpointError(f"{base.root}/vae normalizes latents (latents_mean), which is not supported.")
-    scaling = vae["scaling_factor"]
+    family = base.family
+    # The configs of Stable Diffusion 1 and 2 are older than this entry.
+    scaling = vae.get("scaling_factor", _SCALING["sd"]) if family == "sd" else vae["scaling_factor"]
     if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
         raise CheckpointError(
-            f"{base.root}/vae/config.json: scaling_factor is {scaling!r}.", "Set a positive number; SDXL's is 0.13025."
+            f"{base.root}/vae/config.json: scaling_factor is {scaling!r}.",
+            f"Set a positive number; that of a {FAMILY_TITLES[family]} is {_SCALING[family]}.",
         )
+    for other, factor in _SCALING.items():
+        if other != family and scaling == factor:
+            raise CheckpointError(
+                f"{base.root}/vae is that of a {FAMILY_TITLES[other]} (scaling_factor {scaling}), and the model is a "
+                f"{FAMILY_TITLES[family]}. Its UNet cannot use these latents.",
+                "Use the VAE and the UNet of one model.",
+            )
     native_height, native_width = _native_size(base, widths.vae_scale)
     refiner_facts = None
     if refiner is not None:
@@ -38,7 +51,7 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
         vae_scale_factor=widths.vae_scale,
         vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
-        force_zeros_for_empty_prompt=base.index.get("force_zeros_for_empty_prompt", True),
+        force_zeros_for_empty_prompt=family == "sdxl" and base.index.get("force_zeros_for_empty_prompt", True),
         refiner=refiner_facts,
     )
 
@@ -82,9 +95,16 @@ def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[s
 
 def _read_noise_schedule(checkpoint: Checkpoint) -> NoiseSchedule:
     try:
-        return NoiseSchedule.from_config(checkpoint.config("scheduler", "scheduler_config.json"))
+        schedule = NoiseSchedule.from_config(checkpoint.config("scheduler", "scheduler_config.json"))
     except ManifestError as error:
         raise CheckpointError(f"{checkpoint.root}/scheduler: {error.args[0]}", "Fix that file.") from error
+    if checkpoint.family == "sd" and schedule.steps_offset != 1:
+        raise CheckpointError(
+            f"{checkpoint.root}/scheduler: steps_offset is {schedule.steps_offset}, and diffusers' "
+            "StableDiffusionPipeline replaces it by 1.",
+            'Set "steps_offset": 1 in scheduler_config.json.',
+        )
+    return schedule
 
 
 def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, object]:
@@ -112,9 +132,9 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
 
 
 def write_tokenizers(base: Checkpoint, store: WritableStore) -> dict[str, TokenizerRecord]:
-    """Store both tokenizers. Raises MissingComponent."""
+    """Store the tokenizers. Raises MissingComponent."""
     records = {}
-    for name in ("tokenizer", "tokenizer_2"):
+    for name in tokenizers_of(base.family):
         data, settings = export_tokenizer(base.root / name)
         records[name] = TokenizerRecord(
             blob=Blob(sha256=store.put_bytes(data), bytes=len(data)),

@@ -134,6 +134,11 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
         f"Building [bold]{plain(plan.model)}[/] for {', '.join(target.key for target in plan.targets)} in "
         f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}"
     )
+    if replaced := plan.replaced_sampler:
+        console.print(
+            f"Its scheduler, {replaced[0]}, is not served, because it reads several previous steps. Requests without "
+            f"`scheduler` use {replaced[1]}; set another one in defaults.json."
+        )
     started = time.perf_counter()
     remaining = RemainingTime()
     with _progress(remaining.seconds) as report:

@@ -64,8 +64,8 @@ For callers of the older SDXL Truss: by default the refiner is off, and all step
 like `"use_refiner": true, "end_cfg_frac": 0.4`.
 
 A negative prompt that is null and one that is "" differ as in diffusers: for null, SDXL takes zeros instead of an
-encoded text. A model with an embedded guidance scale, such as LCM-SDXL, reads no negative prompt. The answer then has a
-warning.
+encoded text. Stable Diffusion 1 and 2 encode "" for null, and have no refiner. A model with an embedded guidance scale,
+such as LCM-SDXL, reads no negative prompt. The answer then has a warning.
 
 ## Input images
 

@@ -6,21 +6,32 @@ So a mistake is reported in seconds, and not after minutes of reading and compil
 import torch
 
 from engine_builder.checkpoints.check import check_files, check_tokenizer, read_shapes
-from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
 from engine_builder.networks.network import load_meta_module
 from engine_builder.networks.wrappers import WRAPPERS
-from model.pipeline.spec import BASE, REFINER, SDXL
+from model.pipeline.spec import BASE, FAMILIES, REFINER, Part, components_of, tokenizers_of
 
 _MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
 _LAYER_COUNTS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
 
 
 def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
-    """Raise CheckpointError for a file that is missing, damaged or not SDXL's. The error names the file and the fix."""
-    checkpoints = {"base": base} | ({"refiner": refiner} if refiner is not None else {})
+    """Raise CheckpointError for a file that is missing, damaged or not the family's.
+
+    The error names the file and the fix.
+    """
+    if refiner is not None and (base.family, refiner.family) != ("sdxl", "sdxl"):
+        raise CheckpointError(
+            f"{refiner.root} is a {FAMILY_TITLES[refiner.family]} and {base.root} a {FAMILY_TITLES[base.family]}. Only "
+            "Stable Diffusion XL has refiners.",
+            "Leave out the refiner (--no-refiner).",
+        )
+    checkpoints: dict[Part, Checkpoint] = {"base": base}
+    if refiner is not None:
+        checkpoints["refiner"] = refiner
     for part, checkpoint in checkpoints.items():
-        networks = {spec.checkpoint_folder: spec for spec in SDXL.values() if spec.part == part}
-        tokenizers = [tokenizer for _, tokenizer in BASE.text_encoders] if part == "base" else []
+        networks = {spec.checkpoint_folder: spec for spec in components_of(base.family, [part])}
+        tokenizers = tokenizers_of(base.family) if part == "base" else ()
         check_files(checkpoint, [*networks, *tokenizers, "scheduler"])
         if checkpoint.widths().extra_channels and part == "refiner":
             raise CheckpointError(
@@ -34,13 +45,14 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         check_tokenizer(base, tokenizer, encoders)
 
 
-def _encoders_by_tokenizer(checkpoints: dict[str, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
+def _encoders_by_tokenizer(checkpoints: dict[Part, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
     """Return each tokenizer's text encoders, as checkpoint and subfolder."""
     encoders: dict[str, list[tuple[Checkpoint, str]]] = {}
     for denoiser in (BASE, REFINER):
         if denoiser.part in checkpoints:
-            for component, tokenizer in denoiser.text_encoders:
-                encoder = (checkpoints[denoiser.part], SDXL[component].checkpoint_folder)
+            components = FAMILIES[checkpoints["base"].family]
+            for component, tokenizer in denoiser.encoders(components):
+                encoder = (checkpoints[denoiser.part], components[component].checkpoint_folder)
                 encoders.setdefault(tokenizer, []).append(encoder)
     return encoders
 

@@ -1,4 +1,4 @@
-"""CLIP's text encoders: token ids in, the outputs that SDXL's UNets use out."""
+"""CLIP's text encoders: token ids in, the outputs that UNets read out."""
 
 from typing import Any
 
@@ -27,6 +27,13 @@ class TextNetwork(nn.Module):
         return (output.hidden_states[-2],)
 
 
+class FinalTextNetwork(TextNetwork):
+    """CLIP without projection. It returns the last hidden states, after the final layer norm."""
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+        return (self.network(input_ids, return_dict=True).last_hidden_state,)
+
+
 class PooledTextNetwork(TextNetwork):
     """CLIP with projection. It also returns the projection of the first end-of-text token, [batch, pooled width]."""
 
@@ -48,7 +55,7 @@ class _SelfAttention(nn.Module):
         self.out_proj = attention.out_proj
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Return attention of the shape [batch, tokens, width], and None. Masks are ignored: SDXL passes none."""
+        """Return attention of the shape [batch, tokens, width], and None. Masks are ignored: none is passed."""
         fused = self.to_qkv(hidden_states).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = fused.transpose(1, 3).unbind(2)  # each [batch, heads, tokens, head width]
         if hidden_states.is_cuda or is_for_onnx():

@@ -1,4 +1,4 @@
-"""SDXL's UNet as three networks, which run once per text, once per request and once per step.
+"""Stable Diffusion's UNet as three networks, which run once per text, once per request and once per step.
 
 `UnetTextNetwork` computes the keys and values of every cross-attention from the text. `UnetTimeNetwork` computes every
 ResNet block's bias from the timestep and the sizes. `UnetNetwork` does the rest. Together they compute what diffusers'
@@ -76,6 +76,25 @@ class UnetTimeNetwork(nn.Module):
         return (self.biases(embedded),)
 
 
+class PlainUnetTimeNetwork(nn.Module):
+    """timestep [batch] -> time_embeds [batch, width], as `UnetTimeNetwork` has them. For UNets without pooled text."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.biases = concat_linears([block.time_emb_proj for block in resnets(network)])
+        keep_parameters(network, lambda name: name.startswith(_TIME_PARAMETERS))
+
+    def forward(self, timestep: Tensor, timestep_cond: Tensor | None = None) -> tuple[Tensor, ...]:
+        embedded = self.network.time_proj(timestep).to(self.biases.weight.dtype)
+        return (self.biases(F.silu(self.network.time_embedding(embedded, timestep_cond))),)
+
+
+def time_network(network: Any) -> nn.Module:
+    """Wrap a UNet as the network that embeds the inputs it takes besides latents and text."""
+    return UnetTimeNetwork(network) if network.config.addition_embed_type else PlainUnetTimeNetwork(network)
+
+
 class UnetNetwork(nn.Module):
     """sample [batch, channels, height/8, width/8], time_embeds and keys_values -> predicted noise, shaped like sample.
 
@@ -89,6 +108,8 @@ class UnetNetwork(nn.Module):
         self.network = network
         self._time = [block.time_emb_proj.out_features for block in resnets(network)]
         self._text = [block.attn2.to_k.out_features for block in transformer_blocks(network)]
+        for transformer in transformers(network):
+            transformer.proj_in, transformer.proj_out = map(_as_linear, (transformer.proj_in, transformer.proj_out))
         for block in transformer_blocks(network):
             _fuse_queries_keys_values(block.attn1)
             _interleave_gates(block.ff.net[0])
@@ -165,11 +186,16 @@ def resnets(network: Any) -> Iterator[Any]:
         yield from block.resnets
 
 
+def transformers(network: Any) -> Iterator[Any]:
+    """Yield every transformer in the order of the forward pass."""
+    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
+        yield from getattr(block, "attentions", None) or ()
+
+
 def transformer_blocks(network: Any) -> Iterator[Any]:
     """Yield every transformer block in the order of the forward pass."""
-    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
-        for transformer in getattr(block, "attentions", None) or ():
-            yield from transformer.transformer_blocks
+    for transformer in transformers(network):
+        yield from transformer.transformer_blocks
 
 
 def keep_parameters(network: nn.Module, is_read: Callable[[str], bool]) -> None:
@@ -215,6 +241,16 @@ def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: T
     if conditional == tokens.shape[0]:
         return tokens + mixed
     return torch.cat([tokens[:conditional] + mixed, tokens[conditional:] + projection.bias])
+
+
+def _as_linear(projection: Any) -> nn.Linear:
+    """Return a projection of each pixel as a Linear. Older models have it as a convolution with a 1x1 kernel."""
+    if isinstance(projection, nn.Linear):
+        return projection
+    linear = nn.Linear(projection.in_channels, projection.out_channels, device="meta")
+    linear.weight = nn.Parameter(projection.weight.flatten(1), requires_grad=False)
+    linear.bias = nn.Parameter(projection.bias, requires_grad=False)
+    return linear
 
 
 def _fuse_queries_keys_values(attention: Any) -> None:

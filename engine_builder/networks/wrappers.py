@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from engine_builder.networks.text import PooledTextNetwork, TextNetwork
+from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
     GuidedUnetNetwork,
     UnconditionalUnetNetwork,
     UnetNetwork,
     UnetTextNetwork,
-    UnetTimeNetwork,
+    time_network,
 )
 from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 
@@ -33,9 +33,10 @@ _UNET = ("diffusers", "UNet2DConditionModel")
 # A component or variant names its wrapper in `model.pipeline.spec`.
 WRAPPERS = {
     "TextNetwork": Wrapper("transformers", "CLIPTextModel", TextNetwork),
+    "FinalTextNetwork": Wrapper("transformers", "CLIPTextModel", FinalTextNetwork),
     "PooledTextNetwork": Wrapper("transformers", "CLIPTextModelWithProjection", PooledTextNetwork),
     "UnetTextNetwork": Wrapper(*_UNET, UnetTextNetwork),
-    "UnetTimeNetwork": Wrapper(*_UNET, UnetTimeNetwork),
+    "UnetTimeNetwork": Wrapper(*_UNET, time_network),
     "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),

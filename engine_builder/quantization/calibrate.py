@@ -36,7 +36,7 @@ from engine_builder.quantization.record import (
 )
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
-from model.pipeline.spec import SDXL, unets
+from model.pipeline.spec import COMPONENTS, unets
 from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]
@@ -68,12 +68,12 @@ class CalibrationPlan:
 
     def conditions(self, component: str) -> Conditions:
         """Return the conditions of one UNet's record."""
-        checkpoint = self.base if SDXL[component].part == "base" else self.refiner
+        checkpoint = self.base if COMPONENTS[component].part == "base" else self.refiner
         assert checkpoint is not None
         prompts = json.dumps([*self.prompts, self.negative_prompt]).encode()
         return Conditions(
             component=component,
-            weights=digest_weights(checkpoint, SDXL[component].checkpoint_folder),
+            weights=digest_weights(checkpoint, COMPONENTS[component].checkpoint_folder),
             prompts=hashlib.sha256(prompts).hexdigest(),
             prompt_count=len(self.prompts),
             steps=self.steps,

@@ -11,7 +11,7 @@ from engine_builder.quantization.quantize import QuantizedLayer, quantize_networ
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import SDXL, find_component, unets
+from model.pipeline.spec import COMPONENTS, find_component, unets
 from model.store.manifest import Fp16Steps
 
 QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy and calibration give other weights
@@ -68,7 +68,7 @@ def plan_quantization(
         checkpoint = base if spec.part == "base" else refiner
         if checkpoint is None:
             continue
-        weights = digest_weights(checkpoint, SDXL[spec.name].checkpoint_folder)
+        weights = digest_weights(checkpoint, COMPONENTS[spec.name].checkpoint_folder)
         calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
         found(spec.name, calibrations[spec.name])
     policy.check_patterns([layer for of_unet in ranges.values() for layer in of_unet])

@@ -1,4 +1,4 @@
-"""The tensors that each network of an SDXL pipeline takes and returns. Imports no torch.
+"""The tensors that each network of a pipeline takes and returns. Imports no torch.
 
 Shapes are symbolic in the batch ("rows", the manifest's word for it) and in pixels ("height/8" is a latent's side).
 """
@@ -9,6 +9,7 @@ from typing import Literal
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import Dtype
 
+TEXT_EMBEDS = "text_embeds"  # the pooled text, as diffusers calls it
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 
 CfgLayout = Literal["uncond", "both"]
@@ -23,7 +24,7 @@ class Widths:
     tokens: int
     text_width: int
     text_width_2: int
-    pooled_width: int
+    pooled_width: int  # 0: the UNet takes no pooled text and no sizes
     context_width: int  # of the UNet's text embeddings: the sum of its text encoders' widths
     latent_channels: int
     time_ids: int
@@ -40,7 +41,7 @@ class Widths:
 
 
 def text_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """input_ids [batch, tokens] -> penultimate hidden states [batch, tokens, width]."""
+    """input_ids [batch, tokens] -> the hidden states that the UNet reads [batch, tokens, width]."""
     return Signature(
         inputs=(TensorSpec(name="input_ids", dtype="int64", shape=("rows", widths.tokens)),),
         outputs=(TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width)),),
@@ -68,16 +69,15 @@ def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
 
 
 def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """Timestep, pooled text and sizes -> the embeddings that each ResNet block of a UNet adds.
+    """Timestep, and for SDXL pooled text and sizes -> the embeddings that each ResNet block of a UNet adds.
 
     The batch is the number of timesteps: all steps of a request are computed at once. A UNet that embeds the guidance
     scale has it as a further input (`Widths.timestep_cond`).
     """
-    inputs = [
-        TensorSpec(name="timestep", dtype="float32", shape=("rows",)),
-        TensorSpec(name="text_embeds", dtype=dtype, shape=("rows", widths.pooled_width)),
-        TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)),
-    ]
+    inputs = [TensorSpec(name="timestep", dtype="float32", shape=("rows",))]
+    if widths.pooled_width:
+        inputs.append(TensorSpec(name=TEXT_EMBEDS, dtype=dtype, shape=("rows", widths.pooled_width)))
+        inputs.append(TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)))
     if widths.timestep_cond:
         inputs.append(TensorSpec(name=TIMESTEP_COND, dtype=dtype, shape=("rows", widths.timestep_cond)))
     embeds = TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width))

@@ -8,7 +8,7 @@ import torch
 from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.spec import SDXL, step_components, unets
+from model.pipeline.spec import COMPONENTS, step_components, unets
 from model.store.manifest import EngineRecord
 
 
@@ -115,6 +115,6 @@ def tensorrt_bytes(selection: Selection) -> int:
         for engine, weights in zip(engines, selection.weights[name], strict=True):
             if engine.tensorrt:
                 copies[engine.component] = sum(blob.bytes for blob in weights.blobs)  # a variant's plan has its own
-                stream = SDXL[name].stream
+                stream = COMPONENTS[name].stream
                 workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes or 0)
     return sum(copies.values()) + sum(workspaces.values())

@@ -21,7 +21,7 @@ from model.engines.tensorrt.libraries import (
 )
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import SDXL, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of, unets
+from model.pipeline.spec import COMPONENTS, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of, unets
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -164,7 +164,7 @@ def sort_fastest_first(
     if all(_runtime_of(target) == "torch" for target in targets):
         return list(targets)
     readable: dict[str, str | None] = {library.runtime: version_of(library, versions) for library in LIBRARIES.values()}
-    variants = [variant.name for component in components for variant in SDXL[component].variants]
+    variants = [variant.name for component in components for variant in COMPONENTS[component].variants]
     engines: dict[Target, list[EngineRecord]] = {}
     complete = []
     for target in targets:
@@ -209,7 +209,9 @@ def request_milliseconds(
     step = min((time for time in (one_call, two_calls) if time is not None), default=None)
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the
     # negative prompt. All timesteps fit into one call of unet_time, whose buckets are larger than 2.
-    other_specs = [spec for spec in components_of(["base"]) if spec.phase != "step" and not spec.optional]
+    other_specs = [
+        spec for spec in components_of(manifest.family, ["base"]) if spec.phase != "step" and not spec.optional
+    ]
     other_specs = [spec for spec in other_specs if spec.name in components]
     other_times = [median(spec.name, batch=1 if spec.batch_unit == "image" else 2) for spec in other_specs]
     before_and_after = _sum_if_known(other_times)

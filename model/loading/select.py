@@ -10,7 +10,7 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
-from model.pipeline.spec import SDXL, UNET, ComponentSpec, components_of, model_parts, unets
+from model.pipeline.spec import COMPONENTS, UNET, ComponentSpec, components_of, model_parts, tokenizers_of, unets
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, Manifest, WeightsRecord
 from model.store.precision import FP16, Precision
@@ -94,7 +94,7 @@ def select(
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
-        records += choose_variants(manifest, SDXL[name], records)
+        records += choose_variants(manifest, COMPONENTS[name], records)
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
@@ -103,7 +103,7 @@ def select(
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
-    same_as = {name: SDXL[name].same_as for name in names}
+    same_as = {name: COMPONENTS[name].same_as for name in names}
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
@@ -120,10 +120,12 @@ def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision
 
 def required_components(manifest: Manifest) -> tuple[str, ...]:
     """Return the components that serving this release needs. Raises MissingComponent naming those that it lacks."""
-    names = tuple(spec.name for spec in components_of(model_parts(manifest.has_refiner)) if not spec.optional)
+    names = tuple(
+        spec.name for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if not spec.optional
+    )
     missing = [name for name in names if name not in manifest.architectures]
     missing += [name for name in names if name not in {weights.component for weights in manifest.weights}]
-    missing += [name for name in ("tokenizer", "tokenizer_2") if name not in manifest.tokenizers]
+    missing += [name for name in tokenizers_of(manifest.family) if name not in manifest.tokenizers]
     missing += [f"{part} scheduler" for part in model_parts(manifest.has_refiner) if part not in manifest.schedulers]
     if missing:
         raise MissingComponent(f"Release {manifest.name} lacks {', '.join(dict.fromkeys(missing))}.")
@@ -132,7 +134,7 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
 
 def optional_components(manifest: Manifest, target: str, precision: Precision | None = None) -> tuple[str, ...]:
     """Return the optional components that the release has engines of for a target. `precision`: of the UNet."""
-    specs = [spec for spec in components_of(model_parts(manifest.has_refiner)) if spec.optional]
+    specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
     return tuple(spec.name for spec in specs if servable_engines(manifest, spec.name, target, precision))
 
 

@@ -11,7 +11,7 @@ from model.denoising.loop import Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.engine import EngineSet
-from model.pipeline.spec import SDXL, Components, step_components
+from model.pipeline.spec import COMPONENTS, Components, step_components
 from model.pipeline.tokenizer import ClipTokenizer
 from model.store.manifest import Fp16Steps, ModelFacts
 
@@ -33,7 +33,7 @@ class LoadedModel:
     device: torch.device
     fp16_unets: dict[str, EngineSet] = field(default_factory=dict)
     fp16_steps: Fp16Steps = Fp16Steps()
-    components: Components = field(default_factory=lambda: SDXL)
+    components: Components = field(default_factory=lambda: COMPONENTS)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
     efficient_pixels: int | None = None
     """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""

@@ -165,7 +165,7 @@ def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tenso
     texts = (params.prompt, params.negative_prompt or "")
     encoded = {name: [tokenizer.encode(text) for text in texts] for name, tokenizer in model.tokenizers.items()}
     tokens = {name: [ids for ids, _ in pairs] for name, pairs in encoded.items()}
-    dropped_tokens = [count for _, count in encoded["tokenizer_2"]]
+    dropped_tokens = [count for _, count in encoded[_last_tokenizer(model)]]
     unet, plan = next(iter(denoise.items()))
     return RequestPlan(
         params,
@@ -197,6 +197,11 @@ def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
     return timestep_cond_width(model.engines[denoiser.unet_time].signature) > 0
 
 
+def _last_tokenizer(model: LoadedModel) -> str:
+    """Return the name of the tokenizer of the last text encoder. A model's tokenizers drop the same tokens."""
+    return BASE.encoders(model.engines)[-1][1]
+
+
 def _denoise_plan(
     model: LoadedModel, params: GenerationParams, denoiser: Denoiser, schedule: SamplerSchedule, scales: Floats
 ) -> DenoisePlan:
@@ -224,7 +229,7 @@ def _warnings(
 
     `last_schedule`: the steps of the last UNet. `dropped_tokens`: of the prompt and of the negative prompt.
     """
-    tokenizer = model.tokenizers["tokenizer_2"]
+    tokenizer = model.tokenizers[_last_tokenizer(model)]
     warnings = [
         f"{name}: the text encoders read {tokenizer.settings.max_length} tokens; the last {count} were left out: "
         f"{tokenizer.dropped_text(getattr(params, name))[:200]!r}"

@@ -11,7 +11,7 @@ import torch
 from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
 from model.engines.shapes import DTYPES
-from model.engines.signatures import TIMESTEP_COND, timestep_cond_width
+from model.engines.signatures import TEXT_EMBEDS, TIMESTEP_COND, timestep_cond_width
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.plan import CfgConditioning, DenoisePlan, RequestPlan
@@ -28,7 +28,7 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
         hidden, pooled = _encode_texts(model, request, denoiser, texts=1 + (plan.guided and not plan.zero_negative))
         if plan.guided and plan.zero_negative:
             hidden = torch.cat([hidden, torch.zeros_like(hidden)])
-            pooled = torch.cat([pooled, torch.zeros_like(pooled)])
+            pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
         cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
@@ -37,18 +37,18 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
 
 def _encode_texts(
     model: LoadedModel, request: RequestPlan, denoiser: Denoiser, texts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Encode the prompt and, with `texts` 2, the negative prompt.
 
-    Returns the penultimate states of all text encoders [texts, tokens, width], and the last one's pooled projection
-    [texts, width].
+    Returns the hidden states of all text encoders [texts, tokens, width], and the last one's pooled projection
+    [texts, width], None without one.
     """
 
     def run(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
         ids = torch.tensor(request.tokens[tokenizer][:texts])
         return model.engines[component].run({"input_ids": to_device(ids, model.device)})
 
-    *others, last = denoiser.text_encoders
+    *others, last = denoiser.encoders(model.engines)
     encoded = run(*last)
     states = [encoded["hidden_states"]]
     # The last encoder is by far the largest, so it is queued first and runs while the others are queued.
@@ -57,13 +57,16 @@ def _encode_texts(
             hidden = run(*encoder)["hidden_states"]
         model.first_text_stream.release_to_current([hidden])
         states.insert(-1, hidden.to(states[-1].dtype))
-    return torch.cat(states, dim=-1), encoded["pooled"]
+    return torch.cat(states, dim=-1), encoded.get("pooled")
 
 
 def _conditionings(
-    model: LoadedModel, denoiser: Denoiser, plan: DenoisePlan, hidden: torch.Tensor, pooled: torch.Tensor
+    model: LoadedModel, denoiser: Denoiser, plan: DenoisePlan, hidden: torch.Tensor, pooled: torch.Tensor | None
 ) -> Sequence[Conditioning]:
-    """Return the conditioning of each text, from hidden [texts, tokens, width] and pooled [texts, width]."""
+    """Return the conditioning of each text, from hidden [texts, tokens, width] and pooled [texts, width].
+
+    Without pooled text the embeddings of time are those of every text.
+    """
     text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
@@ -72,10 +75,12 @@ def _conditionings(
     inputs = {"timestep": to_device(timesteps, model.device)}
     if width := timestep_cond_width(time.signature):
         inputs[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
-    conditionings = []
+    conditionings: list[Conditioning] = []
     for index in range(len(hidden)):
-        inputs["text_embeds"] = pooled[index].to(dtype).expand(steps, -1)
-        inputs["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
-        time_embeds = time.run(inputs)["time_embeds"]
+        if pooled is not None:
+            inputs[TEXT_EMBEDS] = pooled[index].to(dtype).expand(steps, -1)
+            inputs["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
+        if pooled is not None or not conditionings:
+            time_embeds = time.run(inputs)["time_embeds"]
         conditionings.append(Conditioning({"keys_values": keys_values[index : index + 1], "time_embeds": time_embeds}))
     return conditionings

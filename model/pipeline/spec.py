@@ -1,4 +1,4 @@
-"""The components of the SDXL pipeline as data. The builder, the loader and the server iterate these tables.
+"""The components of each model family's pipeline as data. The builder, the loader and the server iterate these tables.
 
 A component is one network, and `ComponentSpec` has its facts. A new network is an entry here, a wrapper in the builder,
 and a stage that uses it (model/pipeline/stages.py). Imports no torch.
@@ -10,7 +10,7 @@ from typing import Literal
 
 from model.engines import signatures
 from model.engines.signatures import CfgLayout, Widths
-from model.store.manifest import Signature
+from model.store.manifest import Family, Signature
 from model.store.precision import Dtype
 
 Part = Literal["base", "refiner"]
@@ -74,7 +74,8 @@ class ComponentSpec:
 class Denoiser:
     """One UNet, and the components that condition it.
 
-    `text_encoders`: pairs of component and tokenizer. The last encoder's pooled text is used.
+    `text_encoders`: pairs of component and tokenizer, of every family. The last encoder's pooled text is used if the
+    UNet takes one.
     """
 
     part: Part
@@ -83,8 +84,13 @@ class Denoiser:
     unet_time: str
     unet: str
 
+    def encoders(self, available: Container[str]) -> tuple[tuple[str, str], ...]:
+        """Return the pairs of `text_encoders` whose component is `available`."""
+        return tuple(pair for pair in self.text_encoders if pair[0] in available)
+
 
 TEXT_ENCODER = "text_encoder"
+TEXT_ENCODER_FINAL = "text_encoder_final"
 TEXT_ENCODER_2 = "text_encoder_2"
 UNET_TEXT = "unet_text"
 UNET_TIME = "unet_time"
@@ -121,14 +127,14 @@ def _unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> 
     )  # fmt: skip
 
 
-_COMPONENTS = (
-    ComponentSpec(
-        TEXT_ENCODER, "base", "text_encoder", "TextNetwork", signatures.text_signature, "prompt", "text", "first_text"
-    ),
-    ComponentSpec(
-        TEXT_ENCODER_2, "base", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature, "prompt",
-        "text",
-    ),
+Components = dict[str, ComponentSpec]
+
+
+def _table(*specs: ComponentSpec) -> Components:
+    return {spec.name: spec for spec in specs}
+
+
+_IMAGE_COMPONENTS = (
     *_unet_components("base", "", _CFG_VARIANTS),
     ComponentSpec(
         VAE_ENCODER, "base", "vae", "VaeEncoderNetwork", signatures.vae_encoder_signature, "request", "image",
@@ -138,18 +144,42 @@ _COMPONENTS = (
         VAE_DECODER, "base", "vae", "VaeDecoderNetwork", signatures.vae_decoder_signature, "image", "image", "decoding",
         precision_rule="vae",
     ),
+)  # fmt: skip
+SDXL = _table(
+    ComponentSpec(
+        TEXT_ENCODER, "base", "text_encoder", "TextNetwork", signatures.text_signature, "prompt", "text", "first_text"
+    ),
+    ComponentSpec(
+        TEXT_ENCODER_2, "base", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature, "prompt",
+        "text",
+    ),
+    *_IMAGE_COMPONENTS,
     ComponentSpec(
         REFINER_TEXT_ENCODER_2, "refiner", "text_encoder_2", "PooledTextNetwork", signatures.pooled_text_signature,
         "prompt", "text", same_as=TEXT_ENCODER_2,
     ),
     *_unet_components("refiner", "refiner_", ()),
 )  # fmt: skip
+SD = _table(
+    ComponentSpec(
+        TEXT_ENCODER_FINAL, "base", "text_encoder", "FinalTextNetwork", signatures.text_signature, "prompt", "text"
+    ),
+    *_IMAGE_COMPONENTS,
+)
+"""Stable Diffusion 1 and 2. Its text encoder is not SDXL's first one: the UNet reads another layer of it."""
 
-Components = dict[str, ComponentSpec]
-SDXL: Components = {spec.name: spec for spec in _COMPONENTS}
-"""The components by name, in the order in which they are built. Variants are entries of their component."""
+FAMILIES: dict[Family, Components] = {"sdxl": SDXL, "sd": SD}
+"""The components of each family by name, in the order in which they are built. Variants are entries of theirs."""
+COMPONENTS: Components = SDXL | SD
+"""The components of all families. A name means the same network in each of them."""
 
-BASE = Denoiser("base", ((TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")), UNET_TEXT, UNET_TIME, UNET)
+BASE = Denoiser(
+    "base",
+    ((TEXT_ENCODER_FINAL, "tokenizer"), (TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")),
+    UNET_TEXT,
+    UNET_TIME,
+    UNET,
+)
 REFINER = Denoiser(
     "refiner", ((REFINER_TEXT_ENCODER_2, "tokenizer_2"),), REFINER_UNET_TEXT, REFINER_UNET_TIME, REFINER_UNET
 )
@@ -160,12 +190,17 @@ def model_parts(has_refiner: bool) -> tuple[Part, ...]:
     return ("base", "refiner") if has_refiner else ("base",)
 
 
-def components_of(parts: Collection[Part], components: Components = SDXL) -> tuple[ComponentSpec, ...]:
-    """Return the components of these parts, in the order of the table."""
-    return tuple(spec for spec in components.values() if spec.part in parts)
+def components_of(family: Family, parts: Collection[Part]) -> tuple[ComponentSpec, ...]:
+    """Return a family's components of these parts, in the order of its table."""
+    return tuple(spec for spec in FAMILIES[family].values() if spec.part in parts)
 
 
-def find_component(name: str, components: Components = SDXL) -> tuple[ComponentSpec, Variant | None]:
+def tokenizers_of(family: Family) -> tuple[str, ...]:
+    """Return the names of a family's tokenizers, each once."""
+    return tuple(dict.fromkeys(tokenizer for _, tokenizer in BASE.encoders(FAMILIES[family])))
+
+
+def find_component(name: str, components: Components = COMPONENTS) -> tuple[ComponentSpec, Variant | None]:
     """Return the component that has this name in a manifest, or whose variant has it, and that variant."""
     for spec in components.values():
         for variant in spec.variants:
@@ -174,13 +209,13 @@ def find_component(name: str, components: Components = SDXL) -> tuple[ComponentS
     return components[name], None
 
 
-def unets(components: Components = SDXL) -> tuple[ComponentSpec, ...]:
+def unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
     """Return the components that denoising loops run."""
     return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
 
 
 def step_components(
-    unet: str, available: Container[str], components: Components = SDXL
+    unet: str, available: Container[str], components: Components = COMPONENTS
 ) -> tuple[tuple[ComponentSpec, ...], list[str]]:
     """Return the `available` components that run in each step of a UNet, and the names of inputs that differ by step.
 

@@ -35,6 +35,7 @@ Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]
+Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` describes; "sd" is Stable Diffusion 1 and 2
 Sentence = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,300}$")]
 
 
@@ -369,7 +370,7 @@ class Manifest(_Record):
     schema_version: Literal[1, 2, 3] = 1
     model: Name
     version: Name
-    family: Literal["sdxl"]
+    family: Family
     created: str
     builder: dict[str, str]
     settings: ModelFacts

@@ -95,7 +95,8 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
     "pickled weights": (
         rename("vae/diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"), "vae", "no .safetensors file",
     ),
-    "index of SD 1": (edit(INDEX, _class_name="StableDiffusionPipeline"), INDEX, "'StableDiffusionPipeline'"),
+    "index of SD 1": (edit(INDEX, _class_name="StableDiffusionPipeline"), "unet", "addition_embed_type is 'text_time'"),
+    "index of SD 3": (edit(INDEX, _class_name="StableDiffusion3Pipeline"), INDEX, "'StableDiffusion3Pipeline'"),
     "index without a class": (edit(INDEX, _class_name=None), INDEX, "_class_name is None"),
     "index with a class 3": (edit(INDEX, _class_name=3), INDEX, "_class_name is 3"),
     "index names Flux": (edit(INDEX, unet=["diffusers", "FluxTransformer2DModel"]), INDEX, "class of unet is 'Flux"),
@@ -108,7 +109,7 @@ REFUSED: dict[str, tuple[Change, str, str]] = {
         edit("text_encoder/config.json", architectures=["T5EncoderModel"]), "text_encoder/config.json", "'T5Enc",
     ),
     "scheduler is unknown": (
-        edit("scheduler/scheduler_config.json", _class_name="PNDMScheduler"), "scheduler", "'PNDMScheduler'",
+        edit("scheduler/scheduler_config.json", _class_name="UniPCMultistepScheduler"), "scheduler", "'UniPC",
     ),
     **{
         f"nested {file}": (write(file, NESTED_JSON), file, "is not JSON")
@@ -216,10 +217,10 @@ def test_refuses_a_pipe_for_the_refiners_index(tiny_copy: Path) -> None:
 
 @pytest.mark.parametrize("command", [["build", "--precision", "fp32"], ["export-onnx"]], ids=["build", "export-onnx"])
 def test_commands_check_first(command: list[str], folder_copy: Path, tmp_path: Path) -> None:
-    edit(INDEX, _class_name="StableDiffusionPipeline")(folder_copy)
+    edit(INDEX, _class_name="FluxPipeline")(folder_copy)
     result = CliRunner().invoke(app, [*command, str(folder_copy), "--store", str(tmp_path / "store")])
     assert isinstance(result.exception, CheckpointError)
-    assert "'StableDiffusionPipeline'" in str(result.exception)
+    assert "'FluxPipeline'" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from engine_builder.backends.aot_inductor.remaining_time import RemainingTime, expected_seconds
-from model.pipeline.spec import SDXL
+from model.pipeline.spec import COMPONENTS
 
 
 class Clock:
@@ -65,6 +65,6 @@ def test_nothing_remains_without_engines(remaining: RemainingTime, clock: Clock)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("component", SDXL)
+@pytest.mark.parametrize("component", COMPONENTS)
 def test_the_unet_is_expected_to_take_longest(component: str, device: str) -> None:
     assert 0 < expected_seconds(component, device) <= expected_seconds("unet", device)

@@ -1,20 +1,27 @@
 """The benchmark suite: a row for each served case, a line for each other, peers on the same weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine_builder.benchmarks import suite
+from engine_builder.benchmarks import peers, suite
 from engine_builder.benchmarks.rows import make_row
 from engine_builder.benchmarks.suite import Case
-from engine_builder.checkpoints import random_sdxl
+from engine_builder.checkpoints import random_sd, random_sdxl
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.release_settings import read_model_facts
+from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
 from model.loading.load import Loaded
+from model.loading.served import SizeList
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_FINAL
 from model.store.precision import FP16
 from tests.conftest import MODEL_FOLDER
 from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS
+from tests.support.linear_networks import PLAIN, linear_model
 
 
 def test_one_row_per_served_case(loaded: Loaded) -> None:
@@ -83,3 +90,34 @@ def test_random_sdxl_writes_the_same_loadable_folder_twice(tmp_path: Path) -> No
         assert first.tensors().keys() == second.tensors().keys() and first.tensors()
         for tensor, same in zip(first.tensors().values(), second.tensors().values(), strict=True):
             assert torch.equal(tensor, same)
+
+
+def test_random_sd_writes_a_folder_that_passes_the_check(tmp_path: Path) -> None:
+    """Narrow networks stand for those of Stable Diffusion 1.5."""
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    configs = {
+        "unet": random_sd.UNET | {"block_out_channels": (32, 64, 64, 64), "cross_attention_dim": 32},
+        "vae": random_sd.CONFIGS["vae"] | {"block_out_channels": (32, 32, 32, 32)},
+        "text_encoder": random_sd.CONFIGS["text_encoder"] | text,
+    }
+    random_sd.write(tmp_path / "sd", MODEL_FOLDER / "tokenizer", configs=configs)
+    folder = Checkpoint(tmp_path / "sd")
+    check_model(folder, None)
+    assert (folder.family, read_model_facts(folder, None).native_width) == ("sd", 512)
+    # The peer of a benchmark runs the release's sampler, not PNDM.
+    pipeline = peers.diffusers_pipeline(folder, "float32", False)
+    assert type(pipeline.scheduler).__name__ == "EulerDiscreteScheduler"
+    assert peers.find_peer(str(folder.root), replace(PLAIN, scheduler="Euler")).root == folder.root
+
+
+def test_cases_are_those_of_the_family(loaded: Loaded) -> None:
+    def cases_of(model: LoadedModel) -> list[str]:
+        lines: list[str] = []
+        no_size = replace(loaded.served, sizes=SizeList(()))
+        assert not list(suite.run(replace(loaded, model=model, served=no_size), None, lines.append))
+        return [line.partition(":")[0] for line in lines]
+
+    sdxl = linear_model()
+    sd = replace(sdxl, engines=sdxl.engines | {TEXT_ENCODER_FINAL: sdxl.engines[TEXT_ENCODER]})
+    assert cases_of(sdxl) == [case.name for case in suite.CASES]
+    assert cases_of(sd) == [case.name for case in suite.SD_CASES]

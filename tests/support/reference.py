@@ -1,9 +1,10 @@
-"""Reference images: diffusers' own SDXL pipelines, in float32 on the CPU."""
+"""Reference images: diffusers' own pipelines, in float32 on the CPU."""
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import numpy as np
@@ -14,21 +15,33 @@ from PIL import Image
 from model.pipeline.params import GenerationParams
 from tests.support.schedulers import DIFFUSERS_SCHEDULERS
 
-TEXT_TO_IMAGE = diffusers.StableDiffusionXLPipeline
-IMAGE_TO_IMAGE = diffusers.StableDiffusionXLImg2ImgPipeline
-INPAINT = diffusers.StableDiffusionXLInpaintPipeline
+Kind = Literal["text to image", "image to image", "inpaint"]
+PIPELINES: dict[str, dict[Kind, Any]] = {
+    "StableDiffusionXLPipeline": {
+        "text to image": diffusers.StableDiffusionXLPipeline,
+        "image to image": diffusers.StableDiffusionXLImg2ImgPipeline,
+        "inpaint": diffusers.StableDiffusionXLInpaintPipeline,
+    },
+    "StableDiffusionPipeline": {
+        "text to image": diffusers.StableDiffusionPipeline,
+        "image to image": diffusers.StableDiffusionImg2ImgPipeline,
+        "inpaint": diffusers.StableDiffusionInpaintPipeline,
+    },
+}
 
 
 class Reference:
     """The pipelines of a model folder and of its refiner's, if it has one."""
 
     def __init__(self, folder: Path) -> None:
-        base = _pipeline(TEXT_TO_IMAGE, folder)
-        self._base = {TEXT_TO_IMAGE: base} | {kind: _same(kind, base) for kind in (IMAGE_TO_IMAGE, INPAINT)}
+        kinds = PIPELINES[json.loads((folder / "model_index.json").read_text())["_class_name"]]
+        base = _pipeline(kinds["text to image"], folder)
+        self._base = {kind: base if type(base) is made else _same(made, base) for kind, made in kinds.items()}
         self._refiner = {}
         if (folder / "refiner").is_dir():
-            refiner = _pipeline(IMAGE_TO_IMAGE, folder / "refiner")
-            self._refiner = {IMAGE_TO_IMAGE: refiner, INPAINT: _same(INPAINT, refiner)}
+            refiner = _pipeline(kinds["image to image"], folder / "refiner")
+            self._refiner = {"image to image": refiner, "inpaint": _same(kinds["inpaint"], refiner)}
+        self._is_sdxl = "XL" in type(base).__name__
         self._scheduler_config = dict(base.scheduler.config)
 
     def generate(self, params: GenerationParams) -> npt.NDArray[np.uint8]:
@@ -54,18 +67,20 @@ class Reference:
         }
         size = {"width": params.width, "height": params.height}
         inputs: dict[str, Any] = size
-        kind, refining_kind, mask = TEXT_TO_IMAGE, IMAGE_TO_IMAGE, {}
+        kind: Kind = "text to image"
+        refining_kind: Kind = "image to image"
+        mask = {}
         steps = params.num_inference_steps
         if image is not None:
-            kind, inputs = IMAGE_TO_IMAGE, {"image": Image.fromarray(image), "strength": params.strength}
+            kind, inputs = "image to image", {"image": Image.fromarray(image), "strength": params.strength}
             steps = int(steps * params.strength)
         if params.masks:
-            kind = refining_kind = INPAINT
+            kind = refining_kind = "inpaint"
             mask = {"mask_image": Image.fromarray(params.masks[0].levels), **size}
         guided = round(params.end_cfg_frac * steps)
         pipeline = self._base[kind]
         pipeline.scheduler = self._scheduler(params.scheduler)
-        base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, pipeline)}
+        base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, kind, self._is_sdxl)}
         if not params.use_refiner:
             return _pixels(pipeline(**base, output_type="np").images)
         refining = self._refiner[refining_kind]
@@ -73,7 +88,7 @@ class Reference:
         frac = params.denoising_frac
         latents = pipeline(**base, denoising_end=frac, output_type="latent").images
         done = pipeline.num_timesteps
-        refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining)}
+        refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining_kind)}
         return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
 
     def _scheduler(self, sampler: str) -> Any:
@@ -82,22 +97,26 @@ class Reference:
 
 
 def _pipeline(kind: Any, folder: Path) -> Any:
-    # SDXL's watermark is added after decoding, by a package that may be missing.
-    pipeline = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, add_watermarker=False)
+    pipeline = kind.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, **_extras(kind))
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def _extras(kind: Any) -> dict[str, Any]:
+    """Leave out what runs after decoding: the watermark of SDXL needs a package that may be missing."""
+    return {"add_watermarker": False} if "XL" in kind.__name__ else {"requires_safety_checker": False}
 
 
 def _same(kind: Any, pipeline: Any) -> Any:
     """Return another pipeline of the same networks and settings."""
     names = ("force_zeros_for_empty_prompt", "requires_aesthetics_score")
     settings = {name: pipeline.config[name] for name in names if name in pipeline.config}
-    made = kind(**pipeline.components, add_watermarker=False, **settings if kind is not TEXT_TO_IMAGE else {})
+    made = kind(**pipeline.components, **_extras(kind), **settings)
     made.set_progress_bar_config(disable=True)
     return made
 
 
-def _guidance(params: GenerationParams, guided: int, steps: int, pipeline: Any) -> dict[str, Any]:
+def _guidance(params: GenerationParams, guided: int, steps: int, kind: Kind, is_sdxl: bool = True) -> dict[str, Any]:
     """Return the arguments for guidance in the first `guided` of a pipeline's steps."""
     if guided <= 0:
         return {"guidance_scale": 1.0}
@@ -108,9 +127,8 @@ def _guidance(params: GenerationParams, guided: int, steps: int, pipeline: Any) 
         "callback_on_step_end": _end_guidance_after(guided),
         "callback_on_step_end_tensor_inputs": [
             "prompt_embeds",
-            "add_text_embeds",
-            "add_time_ids",
-            *(["mask"] if isinstance(pipeline, INPAINT) else []),
+            *(["add_text_embeds", "add_time_ids"] if is_sdxl else []),
+            *(["mask"] if kind == "inpaint" else []),
         ],
     }
 

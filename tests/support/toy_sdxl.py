@@ -5,7 +5,9 @@ It generates noise, has all files that a build reads, and compiles in seconds.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 TOKENS = 77
 VOCABULARY = 960  # of the copied tokenizer
@@ -19,7 +21,6 @@ def write(
     `unet_channels`: 4, or 9 for inpainting. `timestep_cond`: width of the embedded guidance scale of a distilled UNet.
     None: the UNet embeds no guidance scale.
     """
-    import torch
     from diffusers import AutoencoderKL, EulerDiscreteScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
@@ -64,16 +65,7 @@ def write(
             force_upcast=False,
         ),
     }
-    generator = torch.Generator().manual_seed(seed)
-    for name, network in networks.items():
-        with torch.no_grad():
-            for key, parameter in network.named_parameters():
-                # Also for parameters that start as zeros or ones: no tensor of a toy may equal a constant of an engine.
-                mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
-                # Large, so that guidance changes the image visibly.
-                spread = 2.0 if "cond_proj" in key else 0.1
-                parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
-        network.save_pretrained(folder / name)
+    save_networks(folder, networks, seed)
     EulerDiscreteScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1
     ).save_pretrained(folder / "scheduler")
@@ -93,6 +85,22 @@ def write(
     }
     (folder / "model_index.json").write_text(json.dumps(index))
     return folder
+
+
+def save_networks(folder: Path, networks: Mapping[str, Any], seed: int) -> None:
+    """Write networks, subfolder -> network, with random weights."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    for name, network in networks.items():
+        with torch.no_grad():
+            for key, parameter in network.named_parameters():
+                # Also for parameters that start as zeros or ones: no tensor of a toy may equal a constant of an engine.
+                mean = 1.0 if "norm" in key and key.endswith("weight") else 0.0
+                # Large, so that guidance changes the image visibly.
+                spread = 2.0 if "cond_proj" in key else 0.1
+                parameter.copy_(mean + spread * torch.randn(parameter.shape, generator=generator))
+        network.save_pretrained(folder / name)
 
 
 def _add_sampler_specific_keys(config: Path) -> None:

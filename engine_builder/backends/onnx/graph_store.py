@@ -22,7 +22,7 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import SDXL, components_of, model_parts
+from model.pipeline.spec import COMPONENTS, components_of, model_parts
 from model.store.manifest import Blob, WeightsRecord
 from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
@@ -70,11 +70,11 @@ def export_model(
     `opset`: one of `opsets.OPSETS`. Raises CheckpointError, CompileError or InaccurateEngine.
     """
     check_model(base, refiner)
-    names = [spec.name for spec in components_of(model_parts(refiner is not None))]
+    names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
     exported = []
     reader = ModuleReader()
     for done, name in enumerate(names):
-        checkpoint = refiner if refiner is not None and SDXL[name].part == "refiner" else base
+        checkpoint = refiner if refiner is not None and COMPONENTS[name].part == "refiner" else base
         report(name, "loading", done, len(names))
         network = load_network(checkpoint, name, precision, reader=reader)
         report(name, "writing weights", done, len(names))
