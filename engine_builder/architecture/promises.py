@@ -95,6 +95,8 @@ CHECKS: Tests = {
         "tests/attacks/test_thousand_mutations.py::test_a_thousand_mutated_manifests",
         "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_folder",
         "tests/attacks/test_thousand_mutations.py::test_a_thousand_changed_blobs_in_a_bucket",
+        "tests/load/test_fuzz_images.py::test_every_image_is_decoded_or_refused",
+        "tests/load/test_fuzz_images.py::test_memory_is_bounded",
         "tests/test_commands_fuzz.py::test_no_generated_command_line_ends_in_a_traceback",
     ),
 }
