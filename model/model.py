@@ -117,7 +117,9 @@ class Model:
         self._prefetch.close()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, settings.log_prompts)
-        if self._application is not None:
+        if self._application is None:
+            logger.warning("Truss's application was not found, so the bodies of requests have no limit of their size.")
+        else:
             limit_bodies(self._application, self._service.refuse)
         logger.info(
             json.dumps(
