@@ -153,6 +153,23 @@ def test_images_from_an_image_are_those_of_diffusers(
             assert largest_difference(image, reference.generate(one)) <= TOLERANCE, (sampler, one.masks)
 
 
+def test_inpainting_unet_paints_like_diffusers(toy: Loaded, store_folder: Path, tmp_path: Path) -> None:
+    folder = toy_sd.write(tmp_path / "inpaint", MODEL_FOLDER / "tokenizer", "1.5", channels=9)
+    edit_json(folder / "model_index.json", _class_name="StableDiffusionInpaintPipeline")
+    checkpoint, store = Checkpoint(folder), open_writable_store(store_folder)
+    check_model(checkpoint, None)
+    _, model = load_eager_model(checkpoint, None, FP32, "cpu", store)
+    photo = np.random.default_rng(0).integers(0, 256, (128, 128, 3), dtype=np.uint8)
+    levels = np.zeros((128, 128), np.uint8)
+    levels[24:90, 40:110] = 255
+    plain = replace(params_of(toy, num_inference_steps=10), image=photo)
+    reference = Reference(folder)
+    for strength in (0.6, 1.0):
+        params = replace(plain, masks=(Mask(levels, plain.prompt, "a green triangle", strength),))
+        [image], _, _ = generate(model, [params])
+        assert largest_difference(image, reference.generate(params)) <= TOLERANCE, strength
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[str, LoadedModel]) -> None:
     """So the comparisons above can fail. A negative prompt that is missing is encoded like an empty one."""

@@ -34,7 +34,8 @@ class Reference:
     """The pipelines of a model folder and of its refiner's, if it has one."""
 
     def __init__(self, folder: Path) -> None:
-        kinds = PIPELINES[json.loads((folder / "model_index.json").read_text())["_class_name"]]
+        name = json.loads((folder / "model_index.json").read_text())["_class_name"]
+        kinds = next(kinds for kinds in PIPELINES.values() if name in [kind.__name__ for kind in kinds.values()])
         base = _pipeline(kinds["text to image"], folder)
         self._base = {kind: base if type(base) is made else _same(made, base) for kind, made in kinds.items()}
         self._refiner = {}

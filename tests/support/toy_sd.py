@@ -46,8 +46,11 @@ SCHEDULERS: dict[Version, dict[str, Any]] = {
 _NEWER_VAE_ENTRIES = ("scaling_factor", "force_upcast", "latents_mean", "latents_std", "shift_factor")
 
 
-def write(folder: Path, tokenizer: Path, version: Version, seed: int = 0) -> Path:
-    """Write the toy of a version in diffusers' layout, with a copy of `tokenizer`. Returns `folder`."""
+def write(folder: Path, tokenizer: Path, version: Version, seed: int = 0, channels: int = 4) -> Path:
+    """Write the toy of a version in diffusers' layout, with a copy of `tokenizer`. Returns `folder`.
+
+    `channels`: the UNet's input channels, 9 for inpainting.
+    """
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -70,6 +73,7 @@ def write(folder: Path, tokenizer: Path, version: Version, seed: int = 0) -> Pat
         "text_encoder": CLIPTextModel(text),
         "unet": UNet2DConditionModel(
             sample_size=SIDE // 8,
+            in_channels=channels,
             block_out_channels=(16, 32, 32, 32),
             layers_per_block=1,
             down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
