@@ -54,7 +54,8 @@ def every_command(files: OddFiles) -> list[Command]:
     inputs = [*paths, *files.json]
     build = {"--refiner": models, "--precision": TEXTS, **store}
     return [
-        Command("build", {**build, "--name": [*TEXTS, *NAMES], "--vae-precision": TEXTS, "--size": SIZES,
+        Command("build", {**build, "--name": [*TEXTS, *NAMES], "--vae-precision": TEXTS,
+                          "--vae": models, "--preset": TEXTS, "--size": SIZES,
                           "--runtime": [*TEXTS, "tensorrt", "tensorrt-rtx"], "--gpu": [*TEXTS, "h100"],
                           "--refit": TEXTS, "--compatibility": TEXTS,
                           "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS},

@@ -24,6 +24,7 @@ CAPABILITIES: Tests = {
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",
         "tests/test_few_steps.py::test_distilled_model_generates_the_image_of_diffusers",
         "tests/test_few_steps.py::test_serves_the_defaults_of_the_model",
+        "tests/builder/test_presets.py::test_images_of_a_preset_are_those_of_diffusers",
     ),
     "previews while it runs": (
         "tests/test_service.py::test_stream_has_every_step_and_ends_with_the_images",
@@ -40,6 +41,7 @@ CAPABILITIES: Tests = {
         "tests/builder/test_build.py::test_second_model_of_an_architecture_compiles_nothing",
         "tests/builder/test_model_check.py::test_refuses_before_weights_are_read",
         "tests/builder/test_find_model.py::test_downloads_fp16_weights_where_they_exist",
+        "tests/builder/test_presets.py::test_release_has_the_separate_vae",
     ),
     "several GPUs": (
         "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",

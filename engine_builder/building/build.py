@@ -145,6 +145,7 @@ def fingerprint(plan: BuildPlan) -> str:
     """Return the SHA-256 of the names and bytes of the model's files. Other files, such as READMEs, do not count."""
     digest = hashlib.sha256()
     roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
+    roots += [plan.base.vae] if plan.base.vae else []
     for index, root in enumerate(roots):
         for path in sorted(_files(root)):
             refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)
@@ -224,4 +225,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
     if plan.quantization:
         options |= {"quantization": plan.quantization.digest, "fp8": str(LINEAR_VERSION)}
+    if preset := plan.base.preset:
+        options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)
+    if plan.base.vae:
+        options["vae"] = plan.base.vae.name
     return versions | {"source": source} | options

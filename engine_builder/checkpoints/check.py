@@ -53,7 +53,7 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
         entry = index.get(subfolder)
         if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
             _check_class(path, f"class of {subfolder}", entry[1], subfolder)
-        _check_folder(checkpoint.root / subfolder)
+        _check_folder(checkpoint.folder(subfolder))
     for subfolder in ("unet", "vae"):
         _check_class(*_config_class(checkpoint, subfolder, "_class_name"), subfolder)
     for subfolder in {"text_encoder", "text_encoder_2"} & set(subfolders):
@@ -77,7 +77,7 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: str, encoders: Collection
         raise CheckpointError(f"{folder} is not a CLIP tokenizer: {error.args[0]}", DOWNLOAD_AGAIN) from error
     largest = max(Tokenizer.from_buffer(data).get_vocab(with_added_tokens=True).values())
     for encoder_checkpoint, subfolder in encoders:
-        config, path = encoder_checkpoint.config(subfolder), encoder_checkpoint.root / subfolder / "config.json"
+        config, path = encoder_checkpoint.config(subfolder), encoder_checkpoint.folder(subfolder) / "config.json"
         if (positions := config.size("max_position_embeddings")) != settings.max_length:
             raise CheckpointError(
                 f"{folder} encodes a prompt as {settings.max_length} tokens, but {path} takes {positions}.",
@@ -138,7 +138,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _config_class(checkpoint: Checkpoint, subfolder: str, key: str) -> tuple[Path, str, Any]:
-    return checkpoint.root / subfolder / "config.json", key, checkpoint.config(subfolder).get(key)
+    return checkpoint.folder(subfolder) / "config.json", key, checkpoint.config(subfolder).get(key)
 
 
 def _check_class(path: Path, key: str, name: Any, subfolder: str) -> None:

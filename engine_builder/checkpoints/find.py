@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.presets import PRESETS, Preset
 from model.pipeline.spec import COMPONENTS
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SETTINGS_PATTERNS = ["*.json", "*.txt"]
+_VAE_PATTERNS = ["diffusion_pytorch_model*.safetensors"]  # of a repository that is a VAE; models have none at the top
 _NETWORK_FOLDERS = dict.fromkeys(spec.checkpoint_folder for spec in COMPONENTS.values())
 _SUBFOLDERS = [f"{root}{folder}" for root in ("", "refiner/") for folder in _NETWORK_FOLDERS]
 
@@ -27,21 +29,34 @@ def find_checkpoint_folder(folder_or_hub_id: str) -> Path:
     return _download(folder_or_hub_id)
 
 
-def find_checkpoints(model: str, refiner: str | None) -> tuple[Checkpoint, Checkpoint | None]:
-    """Return the base checkpoint and the refiner's. Both arguments are a folder or a Hub id.
+def find_checkpoints(
+    model: str, refiner: str | None, vae: str | None = None, preset: str | None = None
+) -> tuple[Checkpoint, Checkpoint | None]:
+    """Return the base checkpoint and the refiner's. `model`, `refiner` and `vae` are a folder or a Hub id.
 
+    `vae`: the folder of a VAE, or of a model whose VAE replaces the base's. `preset`: a name in `presets`.
     If `refiner` is None or empty, the refiner is the subfolder `refiner/` of the base, or None if the subfolder has no
     model_index.json. Raises CheckpointError if a folder has no model_index.json, and like `find_checkpoint_folder`.
     """
     base_folder = find_checkpoint_folder(model)
     _check_has_index(base_folder, model)
+    vae_folder = find_checkpoint_folder(vae) if vae else None
+    if vae_folder is not None and _has_index(vae_folder):
+        vae_folder = vae_folder / "vae"
+    base = Checkpoint(base_folder, vae_folder, _find_preset(preset) if preset is not None else None)
     if refiner:
         refiner_folder = find_checkpoint_folder(refiner)
         _check_has_index(refiner_folder, refiner)
-        return Checkpoint(base_folder), Checkpoint(refiner_folder)
+        return base, Checkpoint(refiner_folder)
     if _has_index(base_folder / "refiner"):
-        return Checkpoint(base_folder), Checkpoint(base_folder / "refiner")
-    return Checkpoint(base_folder), None
+        return base, Checkpoint(base_folder / "refiner")
+    return base, None
+
+
+def _find_preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise CheckpointError(f"There is no preset {name!r:.80}.", f"Choose one of {', '.join(PRESETS)}.")
+    return PRESETS[name]
 
 
 def _download(hub_id: str) -> Path:
@@ -51,7 +66,8 @@ def _download(hub_id: str) -> Path:
     http_error = errors.HTTPError  # type: ignore[attr-defined]  # the base class of the Hub client's HTTP errors
     try:
         fp16_patterns = [f"{subfolder}/*.fp16*.safetensors" for subfolder in _SUBFOLDERS]
-        snapshot = Path(snapshot_download(hub_id, allow_patterns=_SETTINGS_PATTERNS + fp16_patterns))
+        patterns = [*_SETTINGS_PATTERNS, *fp16_patterns, *_VAE_PATTERNS]
+        snapshot = Path(snapshot_download(hub_id, allow_patterns=patterns))
         # Search every subfolder, also one with files: an interrupted download leaves some of the files.
         downloaded = [subfolder for subfolder in _SUBFOLDERS if (snapshot / subfolder).is_dir()]
         without_fp16 = [name for name in downloaded if not any((snapshot / name).glob("*.fp16*.safetensors"))]

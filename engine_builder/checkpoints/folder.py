@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
@@ -87,20 +88,33 @@ class CheckpointConfig(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A diffusers checkout on disk."""
+    """A diffusers checkout on disk.
+
+    vae: the folder of a VAE in place of the model's own. preset: replaces entries of the scheduler's config.
+    """
 
     root: Path
+    vae: Path | None = None
+    preset: Preset | None = None
+
+    def folder(self, subfolder: str) -> Path:
+        """Return the folder that a subfolder is read from."""
+        return self.vae if subfolder == "vae" and self.vae is not None else self.root / subfolder
 
     def config(self, subfolder: str, file: str = "config.json") -> CheckpointConfig:
         """Read a JSON file. Raises CheckpointError if it is missing or not a JSON object."""
-        path = self.root / subfolder / file
+        path = self.folder(subfolder) / file
         try:
             entries = read_json(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.root} has no {subfolder}/{file}.") from error
+            missing = (
+                f"{self.root} has no {subfolder}/{file}" if path.is_relative_to(self.root) else f"No {path} exists"
+            )
+            raise CheckpointError(f"{missing}.") from error
         if not isinstance(entries, dict):
             raise CheckpointError(f"{path} is not a JSON object.", DOWNLOAD_AGAIN)
-        return CheckpointConfig(path, entries)
+        replaced = self.preset.scheduler if self.preset and subfolder == "scheduler" else {}
+        return CheckpointConfig(path, entries | replaced)
 
     @property
     def index(self) -> CheckpointConfig:
@@ -167,7 +181,7 @@ class Checkpoint:
         for key, (expected, default) in settings.items():
             if config.get(key, default) != expected:
                 raise CheckpointError(
-                    f"{self.root}/{subfolder} is not that of a {FAMILY_TITLES[self.family]}: its {key} is "
+                    f"{self.folder(subfolder)} is not that of a {FAMILY_TITLES[self.family]}: its {key} is "
                     f"{config.get(key, default)!r}, expected {expected!r}."
                 )
 
@@ -204,9 +218,10 @@ def variant_of(checkpoint: Checkpoint, subfolder: str) -> str | None:
 
     Raises CheckpointError if there are no safetensors files.
     """
-    names = [file.name for file in (checkpoint.root / subfolder).glob("*.safetensors")]
+    folder = checkpoint.folder(subfolder)
+    names = [file.name for file in folder.glob("*.safetensors")]
     if not names:
-        raise CheckpointError(f"{checkpoint.root}/{subfolder} has no .safetensors file. Other formats are not read.")
+        raise CheckpointError(f"{folder} has no .safetensors file. Other formats are not read.")
     plain = [name for name in names if ".fp16" not in name]
     return None if _is_complete(plain) or len(plain) == len(names) else "fp16"
 
@@ -216,7 +231,7 @@ def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
 
     The names are those that diffusers and transformers read.
     """
-    folder, variant = checkpoint.root / subfolder, variant_of(checkpoint, subfolder)
+    folder, variant = checkpoint.folder(subfolder), variant_of(checkpoint, subfolder)
     stem = "model" if subfolder.startswith("text_encoder") else "diffusion_pytorch_model"
     suffix = re.escape(f".{variant}") if variant else ""
     pattern = re.compile(rf"{stem}({suffix}|{suffix}{_SHARD.pattern}|{_SHARD.pattern}{suffix})\.safetensors")

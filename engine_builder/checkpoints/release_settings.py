@@ -21,20 +21,20 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
     """Return the facts that the pipeline needs. Raises CheckpointError for a model that cannot be served."""
     widths, vae = base.widths(), base.config("vae")
     if vae.get("latents_mean") or vae.get("latents_std"):
-        raise CheckpointError(f"{base.root}/vae normalizes latents (latents_mean), which is not supported.")
+        raise CheckpointError(f"{base.folder('vae')} normalizes latents (latents_mean), which is not supported.")
     family = base.family
     # The configs of Stable Diffusion 1 and 2 are older than this entry.
     scaling = vae.get("scaling_factor", _SCALING["sd"]) if family == "sd" else vae["scaling_factor"]
     if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
         raise CheckpointError(
-            f"{base.root}/vae/config.json: scaling_factor is {scaling!r}.",
+            f"{base.folder('vae')}/config.json: scaling_factor is {scaling!r}.",
             f"Set a positive number; that of a {FAMILY_TITLES[family]} is {_SCALING[family]}.",
         )
     for other, factor in _SCALING.items():
         if other != family and scaling == factor:
             raise CheckpointError(
-                f"{base.root}/vae is that of a {FAMILY_TITLES[other]} (scaling_factor {scaling}), and the model is a "
-                f"{FAMILY_TITLES[family]}. Its UNet cannot use these latents.",
+                f"{base.folder('vae')} is that of a {FAMILY_TITLES[other]} (scaling_factor {scaling}), and the model "
+                f"is a {FAMILY_TITLES[family]}. Its UNet cannot use these latents.",
                 "Use the VAE and the UNet of one model.",
             )
     native_height, native_width = _native_size(base, widths.vae_scale)
@@ -73,7 +73,17 @@ def _native_size(base: Checkpoint, vae_scale: int) -> tuple[int, int]:
 
 
 def _defaults_json(base: Checkpoint) -> dict[str, Any]:
-    return base.config(".", "defaults.json") if (base.root / "defaults.json").is_file() else {}
+    """Return the entries of the model's defaults.json and of the preset. Raises CheckpointError if they disagree."""
+    entries = dict(base.config(".", "defaults.json")) if (base.root / "defaults.json").is_file() else {}
+    for key, value in base.preset.defaults.items() if base.preset else ():
+        if entries.setdefault(key, value) != value:
+            assert base.preset is not None
+            raise CheckpointError(
+                f"{base.root}/defaults.json sets {key} to {entries[key]!r:.80}, and the preset {base.preset.name} to "
+                f"{value!r}.",
+                "Remove that entry, or build without --preset.",
+            )
+    return entries
 
 
 def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, NoiseSchedule]:

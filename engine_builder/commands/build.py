@@ -46,6 +46,12 @@ def build(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
+    vae: Annotated[
+        str | None, typer.Option(help="A VAE in place of the model's own: its folder, a model's folder, or a Hub id.")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Scheduler and defaults of a few-step model, such as lightning-4 or hyper-sd-8.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
@@ -110,7 +116,7 @@ def build(
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
-        workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination,
+        workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -132,7 +138,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     target = plan.target
     console.print(
         f"Building [bold]{plain(plan.model)}[/] for {', '.join(target.key for target in plan.targets)} in "
-        f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}"
+        f"{plan.precision}{_vae_remark(plan)}{_sizes_remark(plan)}{_source_remark(plan)}"
     )
     if replaced := plan.replaced_sampler:
         console.print(
@@ -163,6 +169,7 @@ def parse_plan(
     vae_precision: str | None = None, sizes: Sequence[str] = (), runtime: str = "aot_inductor",
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
+    vae: str | None = None, preset: str | None = None,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -188,15 +195,15 @@ def parse_plan(
     target = targets[0]
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
-    vae = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
-    if vae is not None and vae.is_quantized:
+    decoder = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
+    if decoder is not None and decoder.is_quantized:
         raise typer.BadParameter("fp8 is not supported for the VAE", param_hint="--vae-precision")
     if unet_precision == FP8 and target.device == "cpu":
         raise typer.BadParameter("fp8 needs an NVIDIA GPU, and this machine has none", param_hint="--precision")
     if policy is not None and unet_precision != FP8:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
-    base, found_refiner = find_checkpoints(model, refiner)
+    base, found_refiner = find_checkpoints(model, refiner, vae, preset)
     refiner_checkpoint = found_refiner if with_refiner else None
     quantization = None
     if unet_precision == FP8:
@@ -210,7 +217,7 @@ def parse_plan(
         precision=unet_precision,
         sizes=explicit_sizes or default_sizes(base, target),
         tensorrt=options,
-        vae_precision=vae,
+        vae_precision=decoder,
         more_targets=targets[1:],
         quantization=quantization,
     )
@@ -270,6 +277,14 @@ def _vae_remark(plan: "BuildPlan") -> str:
     if precision == plan.precision.unquantized:
         return ""
     return f", its VAE in {precision}" + ("" if plan.vae_precision else " (force_upcast: it would overflow in fp16)")
+
+
+def _source_remark(plan: "BuildPlan") -> str:
+    """Name what replaces files of the model's folder."""
+    base = plan.base
+    return (f"; VAE: {plain(str(base.vae))}" if base.vae else "") + (
+        f"; preset {base.preset.name}" if base.preset else ""
+    )
 
 
 def _sizes_remark(plan: "BuildPlan") -> str:

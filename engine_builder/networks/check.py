@@ -7,6 +7,7 @@ import torch
 
 from engine_builder.checkpoints.check import check_files, check_tokenizer, read_shapes
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
+from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.networks.network import load_meta_module
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import BASE, FAMILIES, REFINER, Part, components_of, tokenizers_of
@@ -41,8 +42,52 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         for folder, spec in networks.items():
             wrapper = WRAPPERS[spec.wrapper]
             _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)
+    _check_vae(base)
+    _check_preset(base)
     for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
         check_tokenizer(base, tokenizer, encoders)
+
+
+def _check_vae(base: Checkpoint) -> None:
+    """Check that a separate VAE has the latents of the model's own, if it has one."""
+    own = Checkpoint(base.root)
+    if base.vae is None or not own.folder("vae").is_dir():
+        return
+    configs = own.config("vae"), base.config("vae")
+    for key, default in (("latent_channels", 4), ("scaling_factor", 0.18215), ("latents_mean", None),
+                         ("latents_std", None), ("shift_factor", None)):  # fmt: skip
+        expected, actual = (config.get(key, default) for config in configs)
+        if actual != expected:
+            raise CheckpointError(
+                f"{base.vae}/config.json: {key} is {actual!r:.80}, and that of the model's own VAE is "
+                f"{expected!r:.80}. The UNet cannot use these latents.",
+                "Use a VAE that was made for this model.",
+            )
+    if own.widths().vae_scale != base.widths().vae_scale:
+        raise CheckpointError(
+            f"{base.vae} divides sides by {base.widths().vae_scale}, and the model's own VAE by "
+            f"{own.widths().vae_scale}.",
+            "Use a VAE that was made for this model.",
+        )
+
+
+def _check_preset(base: Checkpoint) -> None:
+    preset = base.preset
+    if preset is None:
+        return
+    if base.family not in preset.families:
+        names = " and ".join(FAMILY_TITLES[family] for family in preset.families)
+        raise CheckpointError(
+            f"The preset {preset.name} is for {names}, and {base.root} is a {FAMILY_TITLES[base.family]}.",
+            f"Choose one of {', '.join(one.name for one in PRESETS.values() if base.family in one.families)}.",
+        )
+    embeds_guidance = base.widths().timestep_cond > 0
+    if embeds_guidance != preset.embeds_guidance:
+        takes = "takes the guidance scale as an input" if embeds_guidance else "takes no guidance scale as an input"
+        raise CheckpointError(
+            f"{base.root}/unet {takes}, unlike those that the preset {preset.name} is for.",
+            f"Use --preset {'lcm' if embeds_guidance else 'lcm-lora'} for a latent consistency model.",
+        )
 
 
 def _encoders_by_tokenizer(checkpoints: dict[Part, Checkpoint]) -> dict[str, list[tuple[Checkpoint, str]]]:
@@ -62,7 +107,7 @@ def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name
 
     Missing tensors are found later, when the library loads the weights, because it also accepts older tensor names.
     """
-    config, path = checkpoint.config(folder), checkpoint.root / folder / "config.json"
+    config, path = checkpoint.config(folder), checkpoint.folder(folder) / "config.json"
     for key in _LAYER_COUNTS:
         counts = config.get(key, 1)
         if any(type(count) is int and not 0 < count <= _MAX_LAYERS for count in _flatten(counts)):
@@ -78,7 +123,7 @@ def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name
         for shape in (stored[key] for key in (name, f"text_model.{name}") if key in stored):
             if shape != expected:
                 raise CheckpointError(
-                    f"{checkpoint.root}/{folder}: the shape of {name} is {list(shape)}, and config.json describes "
+                    f"{checkpoint.folder(folder)}: the shape of {name} is {list(shape)}, and config.json describes "
                     f"{list(expected)}.",
                     "Use the weights and the config.json of one model.",
                 )

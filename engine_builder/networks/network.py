@@ -101,7 +101,7 @@ class ModuleReader:
         self, library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype
     ) -> nn.Module:
         """Return the network in a subfolder. Raises CheckpointError."""
-        identity = (checkpoint.root, subfolder, dtype)
+        identity = (checkpoint.folder(subfolder), dtype)
         if self._last is None or self._last[0] != identity:
             self._last = None  # free it before the next network is read
             self._last = (identity, _load(library, class_name, checkpoint, subfolder, dtype))
@@ -163,13 +163,13 @@ def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str,
     dtype_option = "torch_dtype" if library == "diffusers" else "dtype"
     options = {"variant": variant, "use_safetensors": True, "output_loading_info": True, dtype_option: dtype}
     try:
-        network, loading_info = network_class.from_pretrained(checkpoint.root / subfolder, **options)
+        network, loading_info = network_class.from_pretrained(checkpoint.folder(subfolder), **options)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{checkpoint.root}/{subfolder} cannot be loaded ({reason}).", DOWNLOAD_AGAIN) from error
+        raise CheckpointError(f"{checkpoint.folder(subfolder)} cannot be loaded ({reason}).", DOWNLOAD_AGAIN) from error
     if missing := sorted(loading_info["missing_keys"]):  # the library fills them with random numbers
         raise CheckpointError(
-            f"{checkpoint.root}/{subfolder} lacks {len(missing)} of its network's weights, {missing[0]} first.",
+            f"{checkpoint.folder(subfolder)} lacks {len(missing)} of its network's weights, {missing[0]} first.",
             DOWNLOAD_AGAIN,
         )
     return cast(nn.Module, network)

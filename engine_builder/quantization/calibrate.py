@@ -175,7 +175,7 @@ def _observer(name: str, module: nn.Module, ranges: Ranges) -> Callable[[nn.Modu
 def digest_weights(checkpoint: Checkpoint, subfolder: str) -> str:
     """Return the SHA-256 of a network's config and weight files."""
     digest = hashlib.sha256()
-    folder = checkpoint.root / subfolder
+    folder = checkpoint.folder(subfolder)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         with path.open("rb") as file:
             digest.update(f"{path.name}={hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())

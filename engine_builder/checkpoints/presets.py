@@ -1,0 +1,61 @@
+"""Presets of few-step models: the scheduler and the default request values of their model cards.
+
+A preset replaces entries of a model's scheduler_config.json, and acts like a defaults.json of the model. It changes no
+weights: a UNet that was distilled, or that a distilled LoRA was merged into, is part of the model's folder.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from model.store.manifest import Family
+
+
+@dataclass(frozen=True, eq=False)
+class Preset:
+    """One preset.
+
+    families: the families of models that it is for.
+    scheduler: entries of scheduler_config.json.
+    defaults: entries of defaults.json.
+    embeds_guidance: whether its UNets take the guidance scale as an input.
+    """
+
+    name: str
+    families: tuple[Family, ...]
+    scheduler: dict[str, Any]
+    defaults: dict[str, Any]
+    embeds_guidance: bool = False
+
+
+_BOTH: tuple[Family, ...] = ("sdxl", "sd")
+_TRAILING = {"timestep_spacing": "trailing"}
+_EULER, _EULER_A, _DDIM = (
+    {"_class_name": name} | _TRAILING
+    for name in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "DDIMScheduler")
+)
+
+
+def _unguided(steps: int) -> dict[str, Any]:
+    return {"num_inference_steps": steps, "guidance_scale": 0.0}
+
+
+def _presets() -> list[Preset]:
+    small = {"width": 512, "height": 512}
+    presets = [
+        Preset("sdxl-turbo", ("sdxl",), _EULER_A, _unguided(4) | small),  # stabilityai/sdxl-turbo
+        Preset("sd-turbo", ("sd",), _EULER, _unguided(4) | small),  # stabilityai/sd-turbo
+        # latent-consistency/lcm-sdxl, SimianLuo/LCM_Dreamshaper_v7
+        Preset("lcm", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 8.0}, True),
+        Preset("lcm-lora", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
+    ]
+    # ByteDance/SDXL-Lightning
+    presets += [Preset(f"lightning-{steps}", ("sdxl",), _EULER, _unguided(steps)) for steps in (2, 4, 8)]
+    # ByteDance/Hyper-SD, and its models that keep guidance
+    presets += [Preset(f"hyper-sd-{steps}", _BOTH, _DDIM, _unguided(steps)) for steps in (2, 4, 8)]
+    for steps in (8, 12):
+        guided = {"num_inference_steps": steps, "guidance_scale": 5.0}
+        presets.append(Preset(f"hyper-sd-{steps}-guided", _BOTH, _DDIM, guided))
+    return presets
+
+
+PRESETS = {preset.name: preset for preset in _presets()}
