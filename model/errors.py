@@ -71,6 +71,22 @@ class NoEngineForTarget(PreheatError):
     remedy = "Run `preheat build` on such a machine and publish a new release (`preheat publish`)."
 
 
+class AdapterNotFound(StoreError):
+    """The store has no adapter of the requested name."""
+
+
+class AdapterExists(StoreError):
+    """The store already has another adapter of that name. Adapters are written once."""
+
+    remedy = "Choose another name."
+
+
+class AdapterError(PreheatError):
+    """An adapter cannot be used: its record or its tensors are damaged, or it does not fit the release."""
+
+    remedy = "Add it again from its file (`preheat add-lora`)."
+
+
 class OutOfDeviceMemory(PreheatError):
     """The configured sizes do not fit into the GPU's memory."""
 

@@ -23,7 +23,19 @@ from tests.support.odd_files import NAMES, NUMBERS, SIZES, TEXTS, URLS, OddFiles
 CASES = 1000
 SEED = 20
 ENDLESS_FILE = "/dev/zero"  # the one process limits its memory, a process of its own does not
-FAST_COMMANDS = {"keygen", "publish", "releases", "verify", "copy", "gc", "save", "generate", "plan-replicas", "serve"}
+FAST_COMMANDS = {
+    "keygen",
+    "publish",
+    "add-lora",
+    "releases",
+    "verify",
+    "copy",
+    "gc",
+    "save",
+    "generate",
+    "plan-replicas",
+    "serve",
+}
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,8 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("releases", {**store, "--validation": NAMES, "--out": paths}, {}),
         Command("verify", {**store, "--public-key": [*TEXTS, "ed25519:", "ed25519:AAAA", "A" * 44, ",,"]}, good,
                 (NAMES,)),
+        Command("add-lora", {**store, "--release": NAMES, "--sign": [*paths, *files.keys]}, good,
+                (NAMES, [*paths, *files.json])),
         Command("copy", {**store, "--from": stores}, {**good, "--from": files.good_store}, (NAMES,)),
         Command("gc", {**store, "--older-than": [*TEXTS, *NUMBERS, "1s", "999999w", "9999999w", "24h ", "٣d"]}, good,
                 flags=("--delete",)),

@@ -1,4 +1,4 @@
-"""The `preheat` commands for releases and stores: keygen, publish, releases, verify, copy, gc."""
+"""The `preheat` commands for releases and stores: keygen, publish, add-lora, releases, verify, copy, gc."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +94,32 @@ def _signer(manifest: Manifest) -> str:
 def _print_accepted(manifest: Manifest) -> None:
     for violation in manifest.validation.violations if manifest.validation else ():
         console.print(f"[yellow]accepted[/] {plain(violation)}", soft_wrap=True)
+
+
+def add_lora(
+    name: Annotated[str, typer.Argument(help="Name of the adapter in the store and in requests.")],
+    path: Annotated[Path, typer.Argument(help="Its safetensors file, or the folder that PEFT wrote.")],
+    store: StoreOption = DEFAULT_STORE,
+    release: Annotated[
+        str | None, typer.Option(help="MODEL/VERSION that it must fit; default: any release of the store.")
+    ] = None,
+    sign: Annotated[Path | None, typer.Option(help="Private key file from `preheat keygen`.")] = None,
+    cache_dir: CacheOption = None,
+) -> None:
+    """Add a LoRA adapter to a store, for all releases of its architecture. It is written once."""
+    from engine_builder.adapters.add import add_adapter
+    from engine_builder.releases.signing import read_key
+
+    private_key = read_key(sign) if sign else None
+    record, fitting, is_new = add_adapter(open_cli_store(store, cache_dir), name, path, release, private_key)
+    ranks = sorted({layer.rank for layer in record.layers.values()})
+    shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    signer = f"signed by {record.signature.key_id}" if record.signature else "not signed"
+    console.print(
+        f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {len(record.layers)} layers of rank {shown}, "
+        f"{record.total_bytes / 2**20:.1f} MiB, {signer}. It fits {plain(fitting)}.",
+        soft_wrap=True,
+    )
 
 
 def releases(
@@ -250,7 +276,7 @@ def gc(
     ] = "24h",
     delete: Annotated[bool, typer.Option("--delete", help="Delete them; without this option nothing changes.")] = False,
 ) -> None:
-    """Find the blobs that no release or record names, and delete them with --delete."""
+    """Find the blobs that no release, adapter or record names, and delete them with --delete."""
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
     opened_store = open_cli_store(store)

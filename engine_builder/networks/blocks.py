@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from engine_builder.networks.fp8_linear import QuantizedLinear
 from engine_builder.networks.winograd import WinogradConv
+from model.weights.transforms import phase_weights
 
 # Group norm, as measured on an H200.
 _MAX_RUN_PIXELS = 256  # pixels that one partial statistic covers
@@ -194,24 +195,6 @@ def subpixel_upsample(upsampler: Any) -> None:
     phases.weight = nn.Parameter(phase_weights(conv.weight), requires_grad=False)
     phases.bias = nn.Parameter(conv.bias.repeat(4), requires_grad=False)
     upsampler.phases, upsampler.conv = phases, None
-
-
-def phase_weights(weight: Tensor) -> Tensor:
-    """Return the weights of the four phases, [4 out, in, 2, 2], from convolution weights [out, in, 3, 3].
-
-    The phases are in the order: both even, odd columns, odd rows, both odd. Sums are in fp32 or wider and rounded once.
-    In an even row the kernel's second and third row read the same pixels, in an odd row the first and second. The same
-    holds for columns.
-    """
-    kernel = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    rows = [torch.stack(taps, 2) for taps in _phase_taps(*kernel.unbind(2))]
-    phases = [torch.stack(taps, 3) for row in rows for taps in _phase_taps(*row.unbind(3))]
-    return torch.cat(phases).to(weight.dtype)
-
-
-def _phase_taps(first: Tensor, second: Tensor, third: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return the two taps of the even phase and the two of the odd phase."""
-    return (first, second + third), (first + second, third)
 
 
 def upsample(upsampler: Any, hidden: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Delete the blobs of a store that no release or record names.
+"""Delete the blobs of a store that no release, adapter or record names.
 
 The blobs of a running build may be unnamed. They are younger than the age limit, because `put` refreshes blobs that
-already exist. A manifest that cannot be read (damaged, or of a newer schema) may name any blob. So then nothing is
-deleted.
+already exist. A manifest or an adapter that cannot be read (damaged, or of a newer schema) may name any blob. So then
+nothing is deleted.
 """
 
 import re
@@ -44,9 +44,9 @@ class Garbage:
 
 
 def find_garbage(store: WritableStore, older_than: float = DAY_SECONDS, now: float | None = None) -> Garbage:
-    """Find the blobs that no release or record names, and that were last put more than `older_than` seconds ago.
+    """Find the blobs that no release, adapter or record names, and that were last put over `older_than` seconds ago.
 
-    Raises ManifestError or StoreError if a release or a record cannot be read.
+    Raises ManifestError, AdapterError or StoreError if a release, an adapter or a record cannot be read.
     """
     keep_after = (time.time() if now is None else now) - older_than
     # Blobs are listed before names are read, so a release published meanwhile counts.
@@ -69,8 +69,9 @@ def delete_garbage(store: WritableStore, garbage: Garbage) -> int:
 
 
 def named_blobs(store: WritableStore) -> set[str]:
-    """Return every digest that a release or a record names."""
+    """Return every digest that a release, an adapter or a record names."""
     named = {digest for name in store.releases() for digest in store.read_release(name).blobs()}
+    named.update(blob.sha256 for name in store.adapters() for blob in store.read_adapter(name).blobs)
     for kind in _RECORD_KINDS:
         for record in store.records(kind):
             # All text that looks like a digest counts, because records of other versions may not parse.

@@ -1,4 +1,4 @@
-"""Make a private key, and sign a manifest with it. Servers never have private keys."""
+"""Make a private key, and sign a manifest or an adapter with it. Servers never have private keys."""
 
 import base64
 import os
@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from engine_builder.files import read_file
 from model.errors import PreheatError
+from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Manifest, ReleaseSignature
 from model.store.manifest_json import parse_manifest
 from model.store.signature import PublicKey
@@ -61,5 +62,13 @@ def sign(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
     """Return the manifest with a signature by `key`, which replaces an earlier signature."""
     # Parse it as a reader does: the written JSON also states default values, and the signature covers them.
     read = parse_manifest(manifest.to_json(), manifest.name)
-    signature = base64.b64encode(key.sign(read.signed_bytes())).decode()
-    return read.model_copy(update={"signature": ReleaseSignature(key_id=public_key(key).key_id, ed25519=signature)})
+    return read.model_copy(update={"signature": _signature(read.signed_bytes(), key)})
+
+
+def sign_adapter(record: AdapterRecord, key: Ed25519PrivateKey) -> AdapterRecord:
+    """Return the record with a signature by `key`, which replaces an earlier signature."""
+    return record.model_copy(update={"signature": _signature(record.signed_bytes(), key)})
+
+
+def _signature(data: bytes, key: Ed25519PrivateKey) -> ReleaseSignature:
+    return ReleaseSignature(key_id=public_key(key).key_id, ed25519=base64.b64encode(key.sign(data)).decode())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine_builder.stores.writing import (
     RECORDS,
+    adapter_exists,
     checked_json,
     needs_refresh,
     record_key,
@@ -21,7 +22,8 @@ from engine_builder.stores.writing import (
     source_changed,
 )
 from model.errors import CorruptBlob, StoreError
-from model.store.keys import BLOBS, is_digest, release_key
+from model.store.adapter_record import AdapterRecord
+from model.store.keys import BLOBS, adapter_key, is_digest, release_key
 from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, open_regular_file
 from model.store.manifest import Manifest
 
@@ -109,14 +111,26 @@ class WritableLocalStore(LocalStore):
         data = checked_json(manifest)
         for digest, blob in manifest.blobs().items():
             self.get(digest, blob.bytes)
-        target = self.root / release_key(manifest.name)
+        if not self._create(release_key(manifest.name), data):
+            raise release_exists(manifest.name)
+
+    def write_adapter(self, record: AdapterRecord) -> None:
+        for blob in record.blobs:
+            self.get(blob.sha256, blob.bytes)
+        if not self._create(adapter_key(record.name), record.to_json()):
+            raise adapter_exists(record.name)
+
+    def _create(self, key: str, data: bytes) -> bool:
+        """Write a file that must not exist. Returns False if it does: exactly one of two racing writers wins."""
+        target = self.root / key
         with self._writing(target) as temporary:
             _write_through(temporary, [data])
             try:
-                os.link(temporary, target)  # fails if the name is taken, so exactly one of two racing publishers wins
-            except FileExistsError as error:
-                raise release_exists(manifest.name) from error
+                os.link(temporary, target)
+            except FileExistsError:
+                return False
             _flush_folder(target.parent)
+        return True
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         try:

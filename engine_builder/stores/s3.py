@@ -5,15 +5,16 @@ Blobs are named by their digest, so writing one twice is harmless.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
 from engine_builder.stores.s3_uploads import BytesSource, WritableBucket
-from engine_builder.stores.writing import checked_json, needs_refresh, record_key, release_exists
+from engine_builder.stores.writing import adapter_exists, checked_json, needs_refresh, record_key, release_exists
 from model.errors import StoreError
-from model.store.keys import BLOBS, blob_damaged, blob_missing, is_digest, release_key
-from model.store.manifest import Manifest
+from model.store.adapter_record import AdapterRecord
+from model.store.keys import BLOBS, adapter_key, blob_damaged, blob_missing, is_digest, release_key
+from model.store.manifest import Blob, Manifest
 from model.store.s3 import CONNECTIONS, S3Store
 
 
@@ -96,15 +97,24 @@ class WritableS3Store(S3Store):
     def write_release(self, manifest: Manifest) -> None:
         """Publish a release. Checks only the length of each blob; `preheat verify` checks the bytes."""
         data = checked_json(manifest)
-        blobs = manifest.blobs().values()
+        self._check_lengths(list(manifest.blobs().values()))
+        if not self._writable.create_small(release_key(manifest.name), data, f"Release {manifest.name}"):
+            raise release_exists(manifest.name)
+
+    def write_adapter(self, record: AdapterRecord) -> None:
+        """Write the record of an adapter. Checks only the length of each blob."""
+        self._check_lengths(record.blobs)
+        if not self._writable.create_small(adapter_key(record.name), record.to_json(), f"Adapter {record.name}"):
+            raise adapter_exists(record.name)
+
+    def _check_lengths(self, blobs: Sequence[Blob]) -> None:
+        """Raise CorruptBlob unless the bucket has all of these blobs with their lengths."""
         for blob, head in zip(blobs, self._writable.heads(blob.sha256 for blob in blobs), strict=True):
             if head is None:
                 raise blob_missing(blob.sha256, self.url)
             if head["ContentLength"] != blob.bytes:
                 cause = f"it has {head['ContentLength']} bytes instead of {blob.bytes}"
                 raise blob_damaged(blob.sha256, self.url, cause)
-        if not self._writable.create_small(release_key(manifest.name), data, f"Release {manifest.name}"):
-            raise release_exists(manifest.name)
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         return self._bucket.read_small(record_key(kind, name), f"Record {kind}/{name}")

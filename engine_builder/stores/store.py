@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from engine_builder.stores.local import WritableLocalStore
+from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
 from model.store.store import Store, local_store_folder
@@ -31,6 +32,9 @@ class WritableStore(Store, Protocol):
         Raises ReleaseExists if the name is taken, also in a race; CorruptBlob for a missing or damaged blob;
         ManifestError for a manifest that could not be read again.
         """
+
+    def write_adapter(self, record: AdapterRecord) -> None:
+        """Write the record of an adapter. Raises AdapterExists, or CorruptBlob for a missing or damaged blob."""
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         """Return a record, or None.

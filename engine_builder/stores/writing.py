@@ -3,7 +3,7 @@
 import re
 import time
 
-from model.errors import ManifestError, ReleaseExists, StoreError
+from model.errors import AdapterExists, ManifestError, ReleaseExists, StoreError
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 
@@ -36,6 +36,10 @@ def checked_json(manifest: Manifest) -> bytes:
 
 def release_exists(name: str) -> ReleaseExists:
     return ReleaseExists(f"{name} is already published, and releases are written once.")
+
+
+def adapter_exists(name: str) -> AdapterExists:
+    return AdapterExists(f"The store has another adapter {name}, and adapters are written once.")
 
 
 def source_changed(source: str) -> StoreError:

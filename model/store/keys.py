@@ -1,14 +1,17 @@
-"""Keys of blobs and releases, the same in a folder, a bucket and a cache; and errors that name them.
+"""Keys of blobs, releases and adapters, the same in a folder, a bucket and a cache; and errors that name them.
 
 Names are untrusted: a name that could leave the store is refused before it becomes a path or a key.
 """
 
-from model.errors import CorruptBlob, ManifestError, ReleaseNotFound
+import re
+
+from model.errors import AdapterNotFound, CorruptBlob, ManifestError, ReleaseNotFound
 from model.store.manifest_json import split_name
 
 BLOBS = "blobs/sha256"
 RELEASES = "releases"
-_MAX_LISTED = 20  # release names in one message
+ADAPTERS = "adapters"
+_MAX_LISTED = 20  # names of releases or adapters in one message
 
 
 def blob_key(digest: str) -> str:
@@ -22,6 +25,18 @@ def release_key(name: str) -> str:
     """Return the key of "model/version". Raises ManifestError for any other name."""
     model, version = split_name(name)
     return f"{RELEASES}/{model}/{version}.json"
+
+
+def adapter_key(name: str) -> str:
+    """Return the key of an adapter's record. Raises AdapterNotFound for a name that could leave the store."""
+    if not is_adapter_name(name):
+        raise AdapterNotFound(f"{name!r:.80} is not the name of an adapter.", "Use letters, digits, '.', '_' and '-'.")
+    return f"{ADAPTERS}/{name}.json"
+
+
+def is_adapter_name(name: str) -> bool:
+    """True for 1 to 128 letters, digits, '.', '_' and '-', the first of them a letter or a digit."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is not None
 
 
 def is_digest(text: str) -> bool:
@@ -48,6 +63,14 @@ def release_not_found(name: str, url: str, names: list[str]) -> ReleaseNotFound:
         f"Release {name} was not found in {url}. Available: {', '.join(names[:_MAX_LISTED])}{unlisted}.",
         f"Name one of them, or run {publish}.",
     )
+
+
+def adapter_not_found(name: str, url: str, names: list[str]) -> AdapterNotFound:
+    """Return the error for a missing adapter. It lists the available `names`."""
+    unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+    available = f"Available: {', '.join(names[:_MAX_LISTED])}{unlisted}." if names else "It has no adapter."
+    add = f"`preheat add-lora {name} FILE --store {url}`"
+    return AdapterNotFound(f"Adapter {name} was not found in {url}. {available}", f"Name another one, or run {add}.")
 
 
 def blob_missing(digest: str, url: str) -> CorruptBlob:

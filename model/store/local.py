@@ -13,11 +13,16 @@ from io import BufferedReader
 from pathlib import Path
 
 from model.errors import PreheatError, StoreError
+from model.store.adapter_record import ADAPTER_LIMIT, AdapterRecord, parse_adapter
 from model.store.keys import (
+    ADAPTERS,
     RELEASES,
+    adapter_key,
+    adapter_not_found,
     blob_damaged,
     blob_key,
     blob_missing,
+    is_adapter_name,
     is_release_name,
     release_key,
     release_not_found,
@@ -132,6 +137,21 @@ class LocalStore:
         with self._reading("The list of releases"):
             paths = list((self.root / RELEASES).glob("*/*.json"))
         return sorted(name for path in paths if is_release_name(name := f"{path.parent.name}/{path.stem}"))
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def read_adapter(self, name: str) -> AdapterRecord:
+        try:
+            with self._reading(f"Adapter {name}"), open_regular_file(self.root / adapter_key(name)) as file:
+                data = file.read(ADAPTER_LIMIT + 1)
+        except FileMissing as error:
+            raise adapter_not_found(name, self.url, self.adapters()) from error
+        return parse_adapter(data, name)
+
+    def adapters(self) -> list[str]:
+        with self._reading("The list of adapters"):
+            names = [path.stem for path in (self.root / ADAPTERS).glob("*.json")]
+        return sorted(name for name in names if is_adapter_name(name))
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:

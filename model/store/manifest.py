@@ -26,7 +26,8 @@ ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds S
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
 PACKAGE_LIMIT = 256 * 2**20  # bytes, of an AOTInductor engine; it is read into memory whole
 SMALL_BLOB_LIMIT = 64 * 2**20  # bytes, of blobs that are read into memory whole: tokenizers and maps of constants
-_SIGNED_PREFIX = b"preheat release\n"  # so that a signature of a release is valid for nothing else
+# So that a signature of a release is valid for nothing else, and neither is that of an adapter.
+_SIGNED_PREFIX, SIGNED_ADAPTER_PREFIX = b"preheat release\n", b"preheat adapter\n"
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -39,18 +40,20 @@ Family = Literal["sdxl", "sd"]  # the pipelines that `model.pipeline.spec` descr
 Sentence = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,300}$")]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Base class of what stores hold as JSON: unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
 
 
-class Blob(_Record):
+class Blob(Record):
     """Immutable bytes, named by their SHA-256."""
 
     sha256: Digest
     bytes: Annotated[int, Field(ge=0, le=ENGINE_LIMIT)]
 
 
-class TensorSpec(_Record):
+class TensorSpec(Record):
     """One input or output of a component.
 
     `shape` holds sizes and symbols: "rows" is the batch, and "height/8" an eighth of the height in pixels.
@@ -61,7 +64,7 @@ class TensorSpec(_Record):
     shape: tuple[Dimension, ...]
 
 
-class Signature(_Record):
+class Signature(Record):
     """The inputs and outputs of a component, in the order of the compiled call."""
 
     inputs: Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
@@ -100,7 +103,7 @@ def _symbols(specs: tuple[TensorSpec, ...]) -> set[str]:
     return {size.partition("/")[0] for spec in specs for size in spec.shape if isinstance(size, str)}
 
 
-class Span(_Record):
+class Span(Record):
     """The multiples of `multiple` from `min` to `max`, both included. A static dimension has min == max."""
 
     min: Size
@@ -118,7 +121,7 @@ class Span(_Record):
         return self.min <= value <= self.max and value % self.multiple == 0
 
 
-class Bucket(_Record):
+class Bucket(Record):
     """The batch sizes, heights and widths (pixels) that an engine serves; text encoders have no height and width.
 
     `batch` is called "rows" in JSON.
@@ -139,7 +142,7 @@ class Bucket(_Record):
         )
 
 
-class Accuracy(_Record):
+class Accuracy(Record):
     """Error of an engine against eager PyTorch on the same inputs: largest and mean absolute, relative by norm."""
 
     worst: float
@@ -148,14 +151,14 @@ class Accuracy(_Record):
     cases: Annotated[int, Field(ge=1)]
 
 
-class Benchmark(_Record):
+class Benchmark(Record):
     """Milliseconds of one run of an engine on the machine that built it, at its bucket's largest shape."""
 
     median: Annotated[float, Field(gt=0)]
     runs: Annotated[int, Field(ge=1)]
 
 
-class TensorRTPlan(_Record):
+class TensorRTPlan(Record):
     """The entries of an engine that is one profile of a plan of TensorRT or TensorRT-RTX.
 
     A component's engines share one plan. `literals` is a safetensors blob of the graph's own small constants, `onnx`
@@ -181,7 +184,7 @@ class TensorRTPlan(_Record):
         return self
 
 
-class EngineRecord(_Record):
+class EngineRecord(Record):
     """Compiled code of one component for one target, bucket and precision. It holds no weights, except some plans.
 
     `key` is a digest of everything that was compiled (architecture, target, bucket, precision, layout, toolchain),
@@ -247,7 +250,7 @@ class EngineRecord(_Record):
 _ADDED_ENTRIES = ("accuracy", "benchmark", "tensorrt")  # since the first version of the schema, or optional since then
 
 
-class Constant(_Record):
+class Constant(Record):
     """The tensor of the weights that a constant of the compiled code is mapped to."""
 
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
@@ -255,7 +258,7 @@ class Constant(_Record):
     shape: tuple[Annotated[int, Field(ge=0, le=2**31 - 1)], ...]
 
 
-class WeightsRecord(_Record):
+class WeightsRecord(Record):
     """One component's weights in one precision and layout: ordered safetensors blobs of at most 256 MiB each."""
 
     component: Name
@@ -277,7 +280,7 @@ class WeightsRecord(_Record):
         return self
 
 
-class TokenizerRecord(_Record):
+class TokenizerRecord(Record):
     """A tokenizer.json of the `tokenizers` library, and the numbers that CLIP needs in addition."""
 
     blob: Blob
@@ -293,14 +296,14 @@ class TokenizerRecord(_Record):
         return self
 
 
-class RefinerFacts(_Record):
+class RefinerFacts(Record):
     """Facts about a refiner that the pipeline needs."""
 
     force_zeros_for_empty_prompt: bool
     requires_aesthetics_score: bool
 
 
-class ModelFacts(_Record):
+class ModelFacts(Record):
     """Facts about a model that the pipeline needs. Heights and widths in pixels."""
 
     native_height: Size
@@ -318,7 +321,7 @@ class ModelFacts(_Record):
         return self
 
 
-class Validation(_Record):
+class Validation(Record):
     """The comparison of FP8 engines with the model's own precision that the release was published with.
 
     `report`: JSON. `pictures`: a PNG of pairs, the worst first. Servers fetch neither. `accepted`: published although
@@ -339,7 +342,7 @@ class Validation(_Record):
         return self
 
 
-class Fp16Steps(_Record):
+class Fp16Steps(Record):
     """The first and last steps of an image on each UNet that run on the UNet in fp16, of a release with 8-bit UNets."""
 
     first: Annotated[int, Field(ge=0, le=MAX_STEPS, strict=True)] = 0
@@ -351,14 +354,14 @@ class Fp16Steps(_Record):
         return bool(self.first or self.last)
 
 
-class ReleaseSignature(_Record):
+class ReleaseSignature(Record):
     """The id of the Ed25519 key that signed the release, and its signature (64 bytes, base64) of `signed_bytes`."""
 
     key_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
     ed25519: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]{85}[AQgw]==$")]
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """One release.
 
     `defaults`: the request defaults that it changes. `schedulers`: the configs of diffusers' schedulers.
@@ -435,6 +438,11 @@ class Manifest(_Record):
         blobs += [blob for w in self.weights for blob in w.blobs]
         blobs += [self.validation.report, self.validation.pictures] if self.validation else []
         return blobs + [t.blob for t in self.tokenizers.values()]
+
+    @property
+    def title(self) -> str:
+        """The release in messages."""
+        return f"Release {self.name}"
 
     def to_json(self) -> bytes:
         """Return the manifest as the bytes of its file."""

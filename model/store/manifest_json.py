@@ -25,7 +25,7 @@ def parse_constants(data: bytes) -> dict[str, Constant]:
     try:
         return _CONSTANTS.validate_json(data, strict=True)
     except ValidationError as error:
-        raise ManifestError(f"The engine's map of constants is damaged at {_problem(error)}.") from error
+        raise ManifestError(f"The engine's map of constants is damaged at {problem(error)}.") from error
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -33,7 +33,7 @@ def split_name(name: str) -> tuple[str, str]:
     parts = name.split("/")
     if len(parts) != 2 or not all(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", part) for part in parts):
         raise ManifestError(
-            f"{_printable(name)!r} is not a release name.",
+            f"{printable(name)!r} is not a release name.",
             "Write model/version, for example tiny-sdxl/1 (letters, digits, '.', '_', '-').",
         )
     return parts[0], parts[1]
@@ -52,7 +52,7 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
             data, object_pairs_hook=refuse_repeated_keys, parse_constant=_refuse_constant, parse_float=_finite_float
         )
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"The manifest of {name} is not JSON ({_printable(str(error))}).", _PUBLISH) from error
+        raise ManifestError(f"The manifest of {name} is not JSON ({printable(str(error))}).", _PUBLISH) from error
     if not isinstance(raw, Mapping):
         raise ManifestError(f"The manifest of {name} is not a JSON object.", _PUBLISH)
     version = raw.get("schema_version")
@@ -60,14 +60,14 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
         raise ManifestError(f"The manifest of {name} states no schema_version.", _PUBLISH)
     if version > SCHEMA_VERSION:
         raise ManifestError(
-            f"The manifest of {name} has schema {_printable(str(version))}; this server reads up to {SCHEMA_VERSION}.",
+            f"The manifest of {name} has schema {printable(str(version))}; this server reads up to {SCHEMA_VERSION}.",
             "Upgrade Preheat, or build the release with this version (`preheat build`).",
         )
     try:
         # From the bytes, because strict validation of Python objects would refuse a list for a tuple.
         manifest = Manifest.model_validate_json(data, strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ManifestError(f"The manifest of {name} is damaged at {_problem(error)}.", _PUBLISH) from error
+        raise ManifestError(f"The manifest of {name} is damaged at {problem(error)}.", _PUBLISH) from error
     if manifest.name != name:
         raise ManifestError(
             f"The manifest of {name} is that of {manifest.name}.",
@@ -99,14 +99,14 @@ def _finite_float(literal: str) -> float:
     return value
 
 
-def _problem(error: ValidationError) -> str:
+def problem(error: ValidationError) -> str:
     """Return "path: cause" of the first problem."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = ".".join(str(part) for part in first["loc"]) or "the top"
-    return _printable(path) + ": " + _printable(first["msg"].removeprefix("Value error, "))
+    return printable(path) + ": " + printable(first["msg"].removeprefix("Value error, "))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Return untrusted text in a form that fits one line of a log."""
     printable = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
     return printable if len(printable) <= _MAX_SHOWN_CHARACTERS else printable[:_MAX_SHOWN_CHARACTERS] + "..."

@@ -15,8 +15,19 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from model.errors import StoreError
+from model.store.adapter_record import AdapterRecord, parse_adapter
 from model.store.blob_cache import BlobCache, PartialBlob
-from model.store.keys import RELEASES, blob_damaged, is_release_name, release_key, release_not_found
+from model.store.keys import (
+    ADAPTERS,
+    RELEASES,
+    adapter_key,
+    adapter_not_found,
+    blob_damaged,
+    is_adapter_name,
+    is_release_name,
+    release_key,
+    release_not_found,
+)
 from model.store.manifest import Blob, Manifest
 from model.store.manifest_json import parse_manifest
 from model.store.options import StoreOptions
@@ -160,6 +171,20 @@ class S3Store:
         keys = (key for key, _, _ in self._bucket.list_objects(folder) if key.endswith(".json"))
         names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
         return sorted(name for name in names if is_release_name(name))
+
+    # -- adapters ------------------------------------------------------------------------------------------------
+
+    def read_adapter(self, name: str) -> AdapterRecord:
+        data = self._bucket.read_small(adapter_key(name), f"Adapter {name}")
+        if data is None:
+            raise adapter_not_found(name, self.url, self.adapters())
+        return parse_adapter(data, name)
+
+    def adapters(self) -> list[str]:
+        folder = f"{ADAPTERS}/"
+        keys = (key for key, _, _ in self._bucket.list_objects(folder) if key.endswith(".json"))
+        names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
+        return sorted(name for name in names if is_adapter_name(name))
 
 
 def split_url(url: str) -> tuple[str, str]:

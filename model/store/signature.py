@@ -13,12 +13,13 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from model.errors import ConfigError, UntrustedRelease
-from model.store.manifest import Manifest
+from model.store.manifest import ReleaseSignature
 
 _PREFIX = "ed25519:"
+_ADD_AGAIN = "add it again, signed, under a new name (`preheat add-lora --sign KEYFILE`)."
 _REPUBLISH_REMEDY = "publish the release again, signed, under a new version (`preheat publish --sign KEYFILE`)."
 
 
@@ -77,33 +78,47 @@ def parse_public_keys(value: Any) -> list[PublicKey]:
     return [PublicKey.parse(text) for text in value]
 
 
-def check_signature(manifest: Manifest, keys: Sequence[PublicKey]) -> None:
-    """Raise UntrustedRelease unless one of `keys` has signed the release. Without keys nothing is checked."""
+class Signed(Protocol):
+    """A release or an adapter: what a signature covers, and the signature."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def signature(self) -> ReleaseSignature | None: ...
+
+    def signed_bytes(self) -> bytes: ...
+
+
+def check_signature(signed: Signed, keys: Sequence[PublicKey]) -> None:
+    """Raise UntrustedRelease unless one of `keys` has signed it. Without keys nothing is checked."""
     if not keys:
         return
+    kind = signed.title.partition(" ")[0].lower()
+    sign_again = _ADD_AGAIN if kind == "adapter" else _REPUBLISH_REMEDY
     trusted = ", ".join(key.key_id for key in keys)
-    signature = manifest.signature
+    signature = signed.signature
     if signature is None:
         raise UntrustedRelease(
-            f"Release {manifest.name} is not signed. This deployment loads only releases signed by {trusted}.",
-            f"Name a signed release, or {_REPUBLISH_REMEDY}",
+            f"{signed.title} is not signed. This deployment loads only {kind}s signed by {trusted}.",
+            f"Name a signed {kind}, or {sign_again}",
         )
     key = next((key for key in keys if key.key_id == signature.key_id), None)
     if key is None:
         raise UntrustedRelease(
-            f"Release {manifest.name} is signed by {signature.key_id}. This deployment loads only releases signed by "
-            f"{trusted}.",
-            "Name another release. If you trust that key's owner, add the key to public_key in config.yaml "
+            f"{signed.title} is signed by {signature.key_id}. This deployment loads only {kind}s signed by {trusted}.",
+            f"Name another {kind}. If you trust that key's owner, add the key to public_key in config.yaml "
             "(PREHEAT_PUBLIC_KEY).",
         )
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
     try:
-        Ed25519PublicKey.from_public_bytes(key.raw).verify(base64.b64decode(signature.ed25519), manifest.signed_bytes())
+        Ed25519PublicKey.from_public_bytes(key.raw).verify(base64.b64decode(signature.ed25519), signed.signed_bytes())
     except InvalidSignature as error:
         raise UntrustedRelease(
-            f"The signature of release {manifest.name} does not match this manifest and key {key.key_id}. Either the "
-            "manifest was changed after signing, or the signature belongs to another release.",
-            f"Find out who can write to the store, then {_REPUBLISH_REMEDY}",
+            f"The signature of {signed.title[0].lower()}{signed.title[1:]} does not match this "
+            f"{'manifest' if kind == 'release' else 'record'} and key {key.key_id}. Either it was changed after "
+            f"signing, or the signature belongs to another {kind}.",
+            f"Find out who can write to the store, then {sign_again}",
         ) from error

@@ -1,7 +1,8 @@
-"""The read protocol of a store: immutable blobs by SHA-256, and releases by name.
+"""The read protocol of a store: immutable blobs by SHA-256, and releases and adapters by name.
 
 blobs/sha256/<digest>               written once; readers verify the digest
 releases/<model>/<version>.json     the manifest of a release, written once
+adapters/<name>.json                the record of a LoRA adapter, written once
 records/<kind>/<name>.json          the builder's records: drafts, engines, graphs, kernel times, calibrations
 
 Nothing here writes to the store. The builder writes, with engine_builder/stores/.
@@ -13,6 +14,7 @@ from typing import Protocol
 from urllib.parse import unquote, urlsplit
 
 from model.errors import StoreError
+from model.store.adapter_record import AdapterRecord
 from model.store.local import LocalStore
 from model.store.manifest import Blob, Manifest
 from model.store.options import StoreOptions
@@ -49,6 +51,12 @@ class Store(Protocol):
 
     def releases(self) -> list[str]:
         """Return all release names, sorted. Raises StoreError."""
+
+    def read_adapter(self, name: str) -> AdapterRecord:
+        """Return the record of an adapter. Raises AdapterNotFound, AdapterError or StoreError."""
+
+    def adapters(self) -> list[str]:
+        """Return the names of all adapters, sorted. Raises StoreError."""
 
 
 def open_store(url: str | Path, options: StoreOptions | None = None) -> Store:

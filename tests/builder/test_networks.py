@@ -24,11 +24,12 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, varia
 from engine_builder.networks import blocks, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
 from engine_builder.networks.network import ModuleReader, load_network
-from engine_builder.networks.winograd import WinogradConv, replace_wide_convs, transform_weight
+from engine_builder.networks.winograd import WinogradConv, replace_wide_convs
 from engine_builder.stores.store import WritableStore
 from model.loading.target import Target
 from model.pipeline import spec
 from model.store.precision import BF16, FP16, FP32, Precision
+from model.weights.transforms import winograd_weight
 from tests.builder.helpers import edit_json, edit_weights, install_metadata
 from tests.conftest import MODEL_FOLDER
 from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS
@@ -284,7 +285,7 @@ def test_winograd_weights_match_the_literature() -> None:
     into = torch.tensor([[1.0, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, 1, 0, -1]], dtype=torch.float64)
     out = torch.tensor([[1.0, 1, 1, 0], [0, 1, -1, -1]], dtype=torch.float64)
     places = (into @ tile @ into.T).flatten(1)  # [in, 16]
-    weights = transform_weight(conv.weight)
+    weights = winograd_weight(conv.weight)
     assert weights.shape == (16, 7, 5) and weights.is_contiguous()
     products = torch.einsum("pnc,cp->np", weights, places).unflatten(1, (4, 4))
     torch.testing.assert_close(out @ products @ out.T, conv(tile[None])[0], rtol=1e-12, atol=1e-12)
@@ -292,7 +293,7 @@ def test_winograd_weights_match_the_literature() -> None:
 
 def test_winograd_weights_are_rounded_once() -> None:
     kernel = torch.randn(32, 16, 3, 3).half()
-    assert torch.equal(transform_weight(kernel), transform_weight(kernel.double()).half())
+    assert torch.equal(winograd_weight(kernel), winograd_weight(kernel.double()).half())
 
 
 @torch.inference_mode()

@@ -1,0 +1,100 @@
+"""Add an adapter to a store: match its file with a release's layers, and write its factors and its record.
+
+The record names layers of the checkpoint and fits every release that has them. The release is only read to learn the
+names and shapes of its layers. An engine's map of constants has them, so no weights are fetched.
+"""
+
+import hashlib
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import save
+
+from engine_builder.adapters.read import AdapterFile, BadAdapter, Factors, open_adapter, read_factors
+from engine_builder.backends.built import put_blob
+from engine_builder.building.weights import group_tensors
+from engine_builder.releases.signing import sign_adapter
+from engine_builder.stores.store import WritableStore
+from model.adapters.layers import COMPONENTS, Layer, find_layers
+from model.errors import AdapterExists
+from model.store.adapter_record import AdapterLayer, AdapterRecord
+from model.store.keys import adapter_key
+from model.store.manifest import Manifest
+from model.store.manifest_json import parse_constants
+from model.store.store import Store
+
+
+def add_adapter(
+    store: WritableStore, name: str, path: Path, release: str | None = None, key: Ed25519PrivateKey | None = None
+) -> tuple[AdapterRecord, str, bool]:
+    """Add the adapter of a file under `name`. Returns its record, a release that it fits, and False if it existed.
+
+    release: the release that it must fit; None: any of the store's. key: signs the record.
+
+    Raises BadAdapter, AdapterExists for another adapter of that name, ReleaseNotFound, or StoreError.
+    """
+    adapter_key(name)  # refuses an unsafe name before the file is read
+    file = open_adapter(path)
+    fitting, factors = _match(store, file, release)
+    record = AdapterRecord(
+        name=name,
+        source=hashlib.sha256(file.data).hexdigest(),
+        layers={
+            layer: AdapterLayer(rank=len(entry.down), scale=entry.scale, shape=entry.shape)
+            for layer, entry in factors.items()
+        },
+        blobs=tuple(
+            put_blob(store, save(tensors))
+            for tensors in group_tensors(
+                {
+                    f"{layer}.{role}": tensor.contiguous()
+                    for layer, entry in factors.items()
+                    for role, tensor in (("down", entry.down), ("up", entry.up))
+                }
+            )
+        ),
+    )
+    if key is not None:
+        record = sign_adapter(record, key)
+    try:
+        store.write_adapter(record)
+    except AdapterExists:
+        existing = store.read_adapter(name)
+        if existing.model_copy(update={"signature": record.signature}) != record or (key and existing != record):
+            raise
+        return existing, fitting, False
+    return record, fitting, True
+
+
+def release_layers(store: Store, manifest: Manifest) -> dict[str, Layer]:
+    """Return the layers of a release that adapters may change, by the constants of its engines."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for component in COMPONENTS:
+        engine = next((engine for engine in manifest.engines if engine.component == component), None)
+        if engine is not None:
+            constants = parse_constants(store.get(engine.constants.sha256, engine.constants.bytes).read_bytes())
+            shapes[component] = {constant.tensor: constant.shape for constant in constants.values()}
+    return find_layers(shapes)
+
+
+def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tuple[str, dict[str, Factors]]:
+    """Return a release that the adapter fits, the newest first, and its factors by layer."""
+    names = [release] if release else store.releases()
+    if not names:
+        raise BadAdapter(
+            f"{store.url} has no release, so the adapter cannot be compared with one.",
+            "Publish the model first (`preheat publish`).",
+        )
+    tried: set[tuple[tuple[str, str], ...]] = set()
+    failures: list[BadAdapter] = []
+    for name in reversed(names):
+        manifest = store.read_release(name)
+        architecture = tuple(sorted(manifest.architectures.items()))
+        if architecture in tried:
+            continue
+        tried.add(architecture)
+        try:
+            return name, read_factors(file, release_layers(store, manifest))
+        except BadAdapter as error:
+            failures.append(error)
+    raise failures[0]
