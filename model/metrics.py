@@ -19,7 +19,7 @@ _IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
     "preheat_errors_total",
-    "Requests without an image: refused, too_large, overloaded, unavailable, deadline, broken_image, failed, "
+    "Requests without an image: refused, too_large, overloaded, unavailable, deadline, broken_image, adapter, failed, "
     "cancelled.",
     ["kind"],
 )
@@ -49,13 +49,21 @@ REQUEST_SECONDS = Histogram(
     "preheat_request_seconds", "Time from arrival to the finished images, by task.", ["task"], buckets=_SECONDS_BOUNDS
 )
 IMAGES = Counter("preheat_images_total", "Finished images, by task: text_to_image, image_to_image, inpaint.", ["task"])
+ADAPTER_MERGES = Counter("preheat_adapter_merges_total", "Times that other adapters were merged into the weights.")
+ADAPTER_MERGE_SECONDS = Histogram(
+    "preheat_adapter_merge_seconds",
+    "Time of a merge on the host in seconds; GPU work may still be queued.",
+    buckets=_SECONDS_BOUNDS,
+)
+ADAPTERS_CACHED = Gauge("preheat_adapters_cached", "LoRA adapters whose factors are on the device.")
 HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, else 0.")
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
 )
 
 # All labels exist from the start, so that a rate includes the first event.
-for _kind in ("refused", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "failed", "cancelled"):
+for _kind in ("refused", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "adapter", "failed",
+              "cancelled"):  # fmt: skip
     ERRORS.labels(_kind)
 for _state in ("queued", "running"):
     CANCELLATIONS.labels(_state)

@@ -79,6 +79,7 @@ class Model:
 
         from model import metrics
         from model.api.service import Service
+        from model.loading.adapters import ServedAdapters
         from model.loading.load import load_release
         from model.loading.runtimes import find_targets, runtime_cache_folder
         from model.loading.warmup import batch_measurement, warm_up
@@ -99,6 +100,7 @@ class Model:
             settings.public_key,
             runtime_cache_folder(settings.store_options().cache_folder, targets),
             settings.served_precision,
+            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
         )
         metrics.watch_gpu_memory(loaded.model.device)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)

@@ -26,6 +26,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
     "runtime": ("PREHEAT_RUNTIME",),
     "precision": ("PREHEAT_PRECISION",),
     "public_key": ("PREHEAT_PUBLIC_KEY",),
+    "loras": ("PREHEAT_LORAS",),
     "cache_dir": ("PREHEAT_CACHE_DIR",),
     "cache_bytes": ("PREHEAT_CACHE_BYTES",),
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -55,6 +56,12 @@ def _parse_bytes(value: Any) -> int:
     return int(digits) * _UNITS[unit]
 
 
+def _split_names(value: Any) -> Any:
+    """Return the names of a text, which are separated by commas."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]  # infinity switches a limit off
 
@@ -78,6 +85,8 @@ class Limits(StrictModel):
     """Seconds without progress after which the device counts as failed."""
     sizes_at_once: Positive = 4
     """Sizes that are denoised alternately, step by step. A further size waits until one of them is done."""
+    lora_turn_seconds: Seconds = 2.0
+    """Seconds for which requests with the merged adapters go first, while a request with others waits."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,10 @@ class Settings(StrictModel):
     buckets: list[ServedBucket] = []
     """The sizes served; empty: all sizes of the release."""
     limits: Limits = Limits()
+    loras: Annotated[list[AdapterName], BeforeValidator(_split_names)] = []
+    """The adapters of the store that requests may use."""
+    lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
+    """Limit of the adapters that stay on the device when they are not used."""
     log_prompts: bool = False
 
     @property

@@ -62,7 +62,8 @@ def every_command(files: OddFiles) -> list[Command]:
     missing = [name for name in NAMES if name != "toy/1"]  # the good store has this one, and a server would start
     hours = [number for number in NUMBERS if number != "1_000"]  # a simulation of 1,000 hours takes a minute
     request = {"--width": NUMBERS, "--height": NUMBERS, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
-               "--seed": NUMBERS, "--images": NUMBERS, "--negative-prompt": TEXTS, "--scheduler": TEXTS}  # fmt: skip
+               "--seed": NUMBERS, "--images": NUMBERS, "--negative-prompt": TEXTS, "--scheduler": TEXTS,
+               "--lora": [*TEXTS, ":", "a:x", "a:nan"]}  # fmt: skip
     inputs = [*paths, *files.json]
     build = {"--refiner": models, "--precision": TEXTS, **store}
     return [

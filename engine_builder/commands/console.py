@@ -115,6 +115,15 @@ def parse_size(size: str, option: str = "--size") -> tuple[int, int]:
     return int(width), int(height)
 
 
+def parse_lora(text: str, option: str = "--lora") -> dict[str, str | float]:
+    """Parse "NAME:SCALE", or "NAME" for the scale 1, into an entry of a request. Raises typer.BadParameter."""
+    name, colon, scale = text.partition(":")
+    try:
+        return {"name": name, "scale": float(scale) if colon else 1.0}
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not NAME:SCALE, for example style:0.8", param_hint=option) from None
+
+
 def parse_bucket(text: str, option: str = "--size") -> tuple[int, int, int]:
     """Parse "1024x768@2" (width x height @ batch) into (batch, height, width). Without a batch it is 2.
 

@@ -29,6 +29,7 @@ from engine_builder.commands.console import (
     StoreOption,
     console,
     open_cli_store,
+    parse_lora,
     plain,
     steps_bar,
 )
@@ -137,6 +138,7 @@ def generate(
     scheduler: str | None = None,
     refiner: Annotated[bool | None, typer.Option(help="Finish with the refiner.")] = None,
     seed: int | None = None,
+    lora: Annotated[list[str] | None, typer.Option(help="An adapter as NAME or NAME:SCALE, repeatable.")] = None,
     images: Annotated[int, typer.Option(help="Number of images.")] = 1,
     image: Annotated[Path | None, typer.Option(help="PNG, JPEG or WebP file to start from.")] = None,
     strength: Annotated[float | None, typer.Option(help="Share of the steps that run, from 0 to 1.")] = None,
@@ -167,6 +169,7 @@ def generate(
         "composite": composite or None,
         "color_match": color_match or None,
         "upscale": upscale,
+        "loras": [parse_lora(text) for text in lora] if lora else None,
     }
     request: dict[str, Any] = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}
     request |= {key: value for key, value in options.items() if value is not None}

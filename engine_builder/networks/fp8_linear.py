@@ -7,10 +7,11 @@ computes the same product, for tests.
 import torch
 from torch import Tensor, nn
 
+from model.weights.fp8 import E4M3_MAX, quantize
+
 # Part of every quantized engine's key. Raise it when the code of a quantized network changes: here, or where blocks.py
 # and kernels.py take or return E4M3.
 LINEAR_VERSION = 2
-E4M3_MAX = 448.0
 MULTIPLE = 16  # of a product's width and depth
 
 
@@ -50,12 +51,6 @@ class QuantizedLinear(nn.Module):
     def quantize_inputs(self, inputs: Tensor) -> Tensor:
         """Return inputs as E4M3. Those that are E4M3 are returned as they are."""
         return inputs if inputs.dtype == torch.float8_e4m3fn else quantize(inputs, self.input_scale)
-
-
-def quantize(values: Tensor, scale: Tensor) -> Tensor:
-    """Return values / scale as E4M3. Numbers beyond its largest are clipped."""
-    scaled = values.float() * scale.reciprocal()
-    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def quantize_linear(linear: nn.Linear, input_clip: float) -> QuantizedLinear:

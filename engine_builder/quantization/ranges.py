@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import torch
 
-from engine_builder.networks.fp8_linear import E4M3_MAX
+from model.weights.fp8 import E4M3_MAX
 
 BINS_PER_OCTAVE = 16
 _LOWEST_OCTAVE, _HIGHEST_OCTAVE = -24, 20  # 2**-24 is the smallest fp16 number; values outside count in the end bins

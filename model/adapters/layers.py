@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from model.errors import AdapterError
 from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_2, UNET, UNET_TEXT, UNET_TIME
 
+AdapterSet = tuple[tuple[str, float], ...]
+"""Adapters by name and their scales, in the order of names. Images with equal sets may share a batch."""
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Mapping[str, Shape]]
 """Component -> tensor -> its shape in the server's layout."""

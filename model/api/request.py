@@ -17,6 +17,8 @@ from model.pipeline.params import GenerationParams
 from model.validation import (
     MAX_FEATHER,
     MAX_IMAGES,
+    MAX_LORA_SCALE,
+    MAX_LORAS,
     MAX_MASKS,
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
@@ -75,6 +77,18 @@ class MaskRequest(StrictModel):
     )
 
 
+class LoraRequest(StrictModel):
+    """A LoRA adapter, and how strongly it changes the model."""
+
+    name: str = Field(min_length=1, max_length=128, description="One of the adapters that this deployment offers.")
+    scale: float = Field(
+        1.0,
+        ge=-MAX_LORA_SCALE,
+        le=MAX_LORA_SCALE,
+        description="Its weight, as `adapter_weights` in diffusers: -10 to 10. 0 leaves it out.",
+    )
+
+
 class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
@@ -115,6 +129,11 @@ class GenerationRequest(StrictModel):
         False,
         description="With `masks`, true: the colours of the result are shifted so that the surroundings of the masks "
         "have the mean and contrast that they have in `image`.",
+    )
+    loras: Annotated[list[LoraRequest], Field(max_length=MAX_LORAS)] | None = Field(
+        None,
+        description=f"The LoRA adapters to use: 0 to {MAX_LORAS}, each once. They change the base model and its text "
+        "encoders. A refusal lists those that this deployment offers.",
     )
     width: Side | None = Field(
         None,
@@ -199,7 +218,7 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
-_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize"}
+_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize", "loras"}
 
 
 def resolve(
@@ -210,8 +229,9 @@ def resolve(
     `image_size`: width and height of the input image, the default size. The returned parameters have no image and no
     masks: see `model.api.images`.
 
-    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, a refiner or a VAE
-    encoder that the release lacks, a strength that leaves no step, or a field that needs another one.
+    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, an adapter that is
+    not offered, a refiner or a VAE encoder that the release lacks, a strength that leaves no step, or a field that
+    needs another one.
     """
     width, height = image_size or (served.native_width, served.native_height)
     values = served.defaults.model_dump()
@@ -232,6 +252,7 @@ def resolve(
         ) from error
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
+    values["loras"] = _resolve_loras(request, served, values["use_refiner"])
     _check_image_fields(request, served)
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
@@ -243,6 +264,27 @@ def resolve(
         if not request.masks or any(mask.strength is None for mask in request.masks):
             skipped_steps(values["strength"], steps)
     return GenerationParams(**values)
+
+
+def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner: bool) -> tuple[tuple[str, float], ...]:
+    """Return the adapters with a scale other than 0, in the order of names.
+
+    Raises RequestRefused for one that is not offered or named twice, and with the refiner.
+    """
+    scales: dict[str, float] = {}
+    for number, lora in enumerate(request.loras or ()):
+        field = f"loras.{number}.name"
+        if lora.name not in served.loras:
+            offered = f"one of {', '.join(served.loras)}" if served.loras else "no adapter: this deployment offers none"
+            raise RequestRefused(field, f"got {format_value(lora.name)}, expected {offered}.")
+        if lora.name in scales:
+            raise RequestRefused(field, f"{format_value(lora.name)} is named twice. Name each adapter once.")
+        scales[lora.name] = lora.scale
+    if use_refiner and scales:
+        raise RequestRefused(
+            "use_refiner", "true is not accepted with `loras`, which change only the base model. Set false."
+        )
+    return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
 
 
 def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None:

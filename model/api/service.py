@@ -22,6 +22,7 @@ from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
 from model.cold_start import ColdStart
 from model.errors import (
+    AdapterError,
     BodyTooLarge,
     BrokenImage,
     Cancelled,
@@ -48,6 +49,7 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     Overloaded: (429, "overloaded"),
     Cancelled: (499, "cancelled"),
     BrokenImage: (500, "broken_image"),
+    AdapterError: (500, "adapter"),
     Unavailable: (503, "unavailable"),
     DeadlineExceeded: (504, "deadline"),
 }
@@ -221,6 +223,7 @@ class Service:
                 "scheduler": params.scheduler,
                 "refiner": params.use_refiner,
                 "images": params.num_images,
+                "loras": [name for name, _ in params.loras],
                 "seed": params.seed,
             }
         if self._log_prompts:

@@ -55,6 +55,16 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
+    def finish_before_current(self) -> None:
+        """Make the current stream wait for all work that is queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def start_after_current(self) -> None:
+        """Make this stream wait for all work that is queued on the current stream."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
     def release_to_current(self, outputs: Iterable[torch.Tensor]) -> None:
         """Let the current stream read `outputs` of this stream. It first waits for all work that is queued here."""
         self.record(outputs).release_to_current()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
 from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.aot_inductor.engine import AotInductorEngine
@@ -20,6 +21,7 @@ from model.engines.graphed import GraphedEngine
 from model.engines.signatures import CfgLayout
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
+from model.loading.adapters import NO_ADAPTERS, ServedAdapters, open_library, read_adapters, unquantized_weights
 from model.loading.memory import check_memory
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
@@ -62,16 +64,17 @@ def load_release(
     public_keys: Sequence[PublicKey] = (),
     caches: RuntimeCacheFolder | None = None,
     precision: ServedPrecision | None = None,
+    adapters: ServedAdapters = NO_ADAPTERS,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
     If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
-    `select`.
+    `select`. `adapters`: those that requests may use.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
-    StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are raised before any blob is
-    read.
+    AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are
+    raised before any blob is read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     if device.type == "cuda":
@@ -81,13 +84,16 @@ def load_release(
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
         selection = select(manifest, targets, buckets, precision=precision)
-        served = served_model(selection, buckets)
+        served = served_model(selection, buckets, adapters.names)
+        adapter_records = read_adapters(store, adapters.names, public_keys, selection)
+        unquantized = unquantized_weights(selection) if adapter_records else None
         noise_schedules: dict[str, NoiseSchedule] = {
             name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
         }
         check_memory(device, selection)
     with WeightsCache(store, device) as cache:
-        cache.begin(selection.streamed_weights(), cold_start)
+        also_streamed = [unquantized] if unquantized else []
+        cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)
         with cold_start.phase("fetch"):
             store.fetch(_blobs_before_engines(selection))
         with cold_start.phase("verify"):
@@ -104,6 +110,13 @@ def load_release(
                 ]
                 for name, records in selection.weights.items()
             }
+        library: AdapterLibrary | None = None
+        if adapter_records:
+            with cold_start.phase("adapters"):
+                originals = _in_layout(cache.load(unquantized), unquantized) if unquantized else None
+                library = open_library(
+                    store, adapter_records, tensors, originals, release, device, adapters.cache_bytes
+                )
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
             engines: dict[str, EngineSet] = {}
@@ -124,6 +137,7 @@ def load_release(
         device=device,
         fp16_unets=fp16_unets,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
+        adapters=library,
     )
     unet = selection.engines[UNET][0]
     weight_bytes = cache.bytes + selection.plan_weight_bytes()

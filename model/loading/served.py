@@ -89,10 +89,12 @@ class ServedModel:
     """True if the release has a VAE encoder, which requests with an image need."""
     requires_masks: bool = False
     """True if the UNet was trained for inpainting only."""
+    loras: tuple[str, ...] = ()
+    """The names of the adapters that requests may use."""
 
 
-def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> ServedModel:
-    """Return the choices that a deployment with these buckets offers.
+def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = ()) -> ServedModel:
+    """Return the choices that a deployment with these buckets and adapters offers.
 
     Raises ManifestError or NoEngineForTarget if the release's own defaults are not served. Every request that omits
     these fields would otherwise be refused.
@@ -130,6 +132,7 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket]) -> Serve
         manifest.name,
         encodes_images=VAE_ENCODER in selection.engines,
         requires_masks=extra_channels > 0,
+        loras=tuple(loras),
     )
 
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from model.adapters.layers import AdapterSet
+from model.adapters.library import AdapterLibrary
 from model.cuda.streams import SideStream
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
@@ -35,6 +37,8 @@ class LoadedModel:
     fp16_steps: Fp16Steps = Fp16Steps()
     components: Components = field(default_factory=lambda: COMPONENTS)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
+    adapters: AdapterLibrary | None = None
+    """The adapters that requests may name; None: none are offered."""
     efficient_pixels: int | None = None
     """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""
     text_stream: SideStream = field(init=False)
@@ -47,6 +51,26 @@ class LoadedModel:
     def __post_init__(self) -> None:
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
         self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
+
+    @property
+    def active_adapters(self) -> AdapterSet:
+        """The adapters that are merged into the weights."""
+        return () if self.adapters is None else self.adapters.active
+
+    def use_adapters(self, adapters: AdapterSet) -> None:
+        """Merge adapters that are on the device into the weights, in place of the active ones.
+
+        No image may be between its first stage and the end of its last loop: all of it needs the same weights.
+        """
+        if adapters == self.active_adapters:
+            return
+        assert self.adapters is not None
+        text_streams = (self.text_stream, self.first_text_stream)
+        for stream in text_streams:
+            stream.finish_before_current()
+        self.adapters.merge(adapters)
+        for stream in text_streams:
+            stream.start_after_current()
 
     def loop(self, unet: str, height: int, width: int) -> Loop:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""

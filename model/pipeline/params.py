@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from model.validation import SEED_COUNT, ImageFormat
 
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
+    from model.adapters.layers import AdapterSet
     from model.images.encode import Pixels
     from model.images.inputs import Pixels as MaskPixels
 
@@ -32,6 +33,7 @@ class GenerationParams:
     image: the image to start from, uint8 [height, width, 3] (RGB); None: noise.
     strength: the share of the steps that run, if there is an image and no mask.
     masks: the parts of the image to repaint, one after the other, each on the result of the one before.
+    loras: the adapters, by name, with their scales.
     composite, color_match, upscale: see `model.pipeline.finish`.
     """
 
@@ -56,6 +58,8 @@ class GenerationParams:
     composite: bool = False
     color_match: bool = False
     upscale: int = 1
+
+    loras: "AdapterSet" = ()
 
     @property
     def task(self) -> Task:

@@ -1,8 +1,8 @@
 """Text to image without a queue: generate all images of one or several requests in one call.
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
-with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance. The
-engines may be of any runtime.
+with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance, but
+not in adapters. The engines may be of any runtime.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +20,13 @@ def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[lis
     """Generate every image of every request of `batch`.
 
     Returns the images (uint8 [height, width, 3], in the order of requests, then of seeds), the milliseconds of each
-    stage, and warnings. Raises RequestRefused, and BrokenImage for an image with NaN or infinity.
+    stage, and warnings. Raises RequestRefused, AdapterError, and BrokenImage for an image with NaN or infinity.
     """
     runner, timer = Runner(model), StageTimer(model.device)
+    [adapters] = {params.loras for params in batch}
+    if model.adapters is not None:
+        model.adapters.load([name for name, _ in adapters])
+    model.use_adapters(adapters)
     plans = [runner.plan(params) for params in batch]
     images = run_stages(runner, plans, timer.end)
     pixels = [image.pixels.wait() for image in images if image.pixels is not None]

@@ -58,6 +58,7 @@ class Job:
         self.params = plan.params
         self.listener = listener
         self.preview_every = preview_every
+        self.accepted_at = time.monotonic()
         self.waiting_images = deque(plan.images())  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
         self._lock = threading.Lock()  # guards the next two: the scheduler and the output workers change them

@@ -2,7 +2,8 @@
 
 Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
-itself; `model.scheduling.admission` limits how many run at once. Loops (one for each UNet and size) take turns of one
+itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.adapter_turns` decides which
+adapters do. Loops (one for each UNet and size) take turns of one
 step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
 
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
@@ -29,6 +30,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
 from model.pipeline.spec import unets
+from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import may_join, shortens_mean_latency
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
@@ -81,6 +83,9 @@ class Scheduler:
         self._last_progress: float | None = None
         self._last_image: float | None = None
         self._seconds_per_image = 1.0  # moving average
+        self._turns = AdapterTurns(self.model, limits.lora_turn_seconds, self._count_merge)
+        if self.model.adapters is not None:
+            self.model.adapters.on_loaded = self._wake
         self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
@@ -159,6 +164,8 @@ class Scheduler:
             self._wakeup.notify()
         self._thread.join()
         self._workers.close()
+        if self.model.adapters is not None:
+            self.model.adapters.close()
         self._drain_inbox()  # jobs and calls that arrived meanwhile, also from the workers
         for job in self._unfinished_jobs():
             job.fail(Unavailable(self._failure))
@@ -197,7 +204,7 @@ class Scheduler:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
         with self._wakeup:
             began: float | None = None  # by time.monotonic(), of being idle
-            while not (self._inbox or self._cancelled or self._active_loops or self._waiting or self._closed):
+            while not (self._inbox or self._cancelled or self._active_loops or self._closed or self._can_admit()):
                 began = time.monotonic() if began is None else began
                 self._last_progress = None
                 if self._idle_work is None:
@@ -216,6 +223,10 @@ class Scheduler:
                 item.result.set_result(item.work())
             except BaseException as error:
                 item.result.set_exception(error)
+
+    def _can_admit(self) -> bool:
+        """True if a job waits for more than its adapters."""
+        return bool(self._waiting) and not self._turns.blocked
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
         """Run one part of the work of `when_idle`. Called with the lock, which is released meanwhile."""
@@ -254,12 +265,16 @@ class Scheduler:
                     self._start_image(key, job, image)
                 except Exception as error:
                     self._fail({job}, error)
+        in_flight = bool(self._running) or any(self._waiting_for_loop.values())
+        while (failed := self._turns.update(self._waiting, in_flight)) is not None:
+            failed[0].fail(failed[1])
+            self._free(failed[0])
         images_ahead, full_loops = 0, set()
         for job in list(self._waiting):
             job.images_ahead = images_ahead
             images_ahead += len(job.waiting_images)
             key = job.plan.first_loop
-            if key in full_loops:
+            if key in full_loops or not self._turns.admits(job):
                 continue
             sizes = {key[1:] for key in self._active_loops}
             if key[1:] not in sizes and len(sizes) >= self.limits.sizes_at_once:
@@ -304,7 +319,11 @@ class Scheduler:
         running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
         running |= joining
         batch = unet_batch(list(running))
-        same_size = [other for other in self._waiting if other.plan.first_loop[1:] == key[1:]]
+        same_size = [
+            other
+            for other in self._waiting
+            if other.plan.first_loop[1:] == key[1:] and other.params.loras == job.params.loras
+        ]
         waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
         job_batch = needed * job.params.num_images
@@ -434,6 +453,16 @@ class Scheduler:
             with self._wakeup:
                 reason = str(cause).partition("\n")[0]
                 self._failure = f"The GPU has failed ({reason}); this server is being replaced."
+
+    def _wake(self) -> None:
+        """Let the thread, which may wait for an adapter, decide again. Any thread may call it."""
+        self.call(lambda: None)
+
+    def _count_merge(self, seconds: float) -> None:
+        metrics.ADAPTER_MERGES.inc()
+        metrics.ADAPTER_MERGE_SECONDS.observe(seconds)
+        if self.model.adapters is not None:
+            metrics.ADAPTERS_CACHED.set(self.model.adapters.cached_count)
 
     # -- callbacks of the output workers ------------------------------------------------------------------------------
 

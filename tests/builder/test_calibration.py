@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.calibrate import PROMPTS
 from engine_builder.commands.main import app
-from engine_builder.networks.fp8_linear import E4M3_MAX
 from engine_builder.networks.network import load_network
 from engine_builder.quantization.calibrate import CalibrationPlan, calibrate, digest_weights, observing, read_prompts
 from engine_builder.quantization.ranges import BINS, InputRange, bin_edges, bins_of, to_e4m3
@@ -28,6 +27,7 @@ from engine_builder.quantization.record import (
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP32
+from model.weights.fp8 import E4M3_MAX
 from tests.builder.helpers import edit_weights, folder_of, perturb
 from tests.conftest import REPOSITORY
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
-from engine_builder.networks.fp8_linear import E4M3_MAX, QuantizedLinear, can_quantize, quantize, quantize_linear
+from engine_builder.networks.fp8_linear import QuantizedLinear, can_quantize, quantize_linear
 from engine_builder.networks.network import Network, load_network, public_name
 from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.policy import BadPolicy, Policy
@@ -19,6 +19,7 @@ from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import CalibrationError
 from engine_builder.quantization.validation.report import ValidationReport
 from model.store.precision import FP8, FP32
+from model.weights.fp8 import E4M3_MAX, quantize
 
 Inputs = list[torch.Tensor]
 

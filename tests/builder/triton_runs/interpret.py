@@ -13,7 +13,7 @@ from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
 from engine_builder.networks import blocks, kernels, winograd
-from engine_builder.networks.fp8_linear import quantize
+from model.weights.fp8 import quantize
 from tests.builder.triton_runs.launches import Launch, intercept
 
 OUT_SCALE = torch.tensor(0.25)

@@ -1,0 +1,161 @@
+"""The adapters that a deployment offers: read from the store in the background, kept on the device, and merged.
+
+The least recently used adapters leave the device when their bytes exceed a limit. They are read again when they are
+needed, from the store's cache if it has one. A merge keeps no reference to an adapter.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from model.adapters.layers import AdapterSet, Layer
+from model.adapters.merge import AdaptableWeights, AdapterFactors, Factors
+from model.errors import AdapterError, PreheatError
+from model.store.adapter_record import AdapterRecord
+from model.store.store import Store
+from model.weights.stream import stream_weights
+
+logger = logging.getLogger("preheat")
+
+
+class AdapterLibrary:
+    """`merge` runs on the thread of all device work. Other threads may call `prepare` and read `cached_count`."""
+
+    def __init__(
+        self,
+        store: Store,
+        records: Sequence[AdapterRecord],
+        weights: AdaptableWeights,
+        device: torch.device,
+        cache_bytes: int,
+    ) -> None:
+        """`records`: the offered adapters. `cache_bytes`: of unused factors on the device, in float32."""
+        self.active: AdapterSet = ()
+        self.on_loaded: Callable[[], None] = lambda: None
+        """Called on a thread of its own when an adapter was loaded, or failed to load."""
+        self._store, self._device, self._cache_bytes = store, device, cache_bytes
+        self._records = {record.name: record for record in records}
+        self._weights = weights
+        self._lock = threading.Lock()  # guards the next three
+        self._loaded: OrderedDict[str, AdapterFactors] = OrderedDict()  # the least recently used first
+        self._loading: dict[str, Future[None]] = {}
+        self._failures: dict[str, AdapterError] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="preheat-adapters")
+
+    @property
+    def cached_count(self) -> int:
+        """The number of adapters whose factors are on the device."""
+        return len(self._loaded)
+
+    def prepare(self, names: Collection[str]) -> bool:
+        """Return True if these adapters are on the device. Otherwise start to load the missing ones.
+
+        They are kept until other names are prepared. Raises AdapterError if one of them could not be loaded since the
+        last call; a later call tries again.
+        """
+        with self._lock:
+            for name in names:
+                if name in self._failures:
+                    raise self._failures.pop(name)
+            self._evict(names)
+            missing = [name for name in names if name not in self._loaded]
+            for name in missing:
+                if name not in self._loading:
+                    self._loading[name] = self._pool.submit(self._load, name)
+        return not missing
+
+    def has(self, names: Collection[str]) -> bool:
+        """True if these adapters are on the device."""
+        with self._lock:
+            return all(name in self._loaded for name in names)
+
+    def load(self, names: Collection[str]) -> None:
+        """Load adapters, and return when they are on the device. Raises AdapterError."""
+        while not self.prepare(names):
+            for loading in list(self._loading.values()):
+                loading.result()
+
+    def merge(self, adapters: AdapterSet) -> None:
+        """Merge adapters that are on the device (`prepare`) into the weights, in place of the active ones."""
+        with self._lock:
+            for name, _ in adapters:
+                self._loaded.move_to_end(name)
+            factors = [(self._loaded[name], scale) for name, scale in adapters]
+        self._weights.merge(factors)
+        self.active = adapters
+
+    def close(self) -> None:
+        """End the loading thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self, name: str) -> None:
+        try:
+            with torch.inference_mode():
+                factors = load_factors(self._store, self._records[name], self._device)
+            with self._lock:
+                self._loaded[name] = factors
+        except Exception as error:
+            cause = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
+            logger.error("adapter %s cannot be loaded: %s", name, cause)
+            with self._lock:
+                self._failures[name] = AdapterError(f"Adapter {name} cannot be loaded. {cause}", "")
+        finally:
+            with self._lock:
+                del self._loading[name]
+            self.on_loaded()
+
+    def _evict(self, keep: Collection[str]) -> None:
+        """Drop the least recently used adapters beyond the limit, but none of `keep`."""
+        sizes = {name: factor_bytes(factors) for name, factors in self._loaded.items()}
+        for name in [name for name in self._loaded if name not in keep]:
+            if sum(sizes.values()) <= self._cache_bytes:
+                break
+            del self._loaded[name], sizes[name]
+
+
+def factor_bytes(factors: AdapterFactors) -> int:
+    """Return the bytes of an adapter's factors on the device."""
+    return sum(entry.down.nbytes + entry.up.nbytes for entry in factors.values())
+
+
+def load_factors(store: Store, record: AdapterRecord, device: torch.device) -> AdapterFactors:
+    """Copy an adapter's factors to the device, and check them. Raises AdapterError, CorruptBlob or StoreError."""
+    tensors: dict[str, torch.Tensor] = {}
+    for blob_tensors in stream_weights(store, record.blobs, device).values():
+        tensors |= blob_tensors
+    factors = {}
+    for name, layer in record.layers.items():
+        down, up = tensors.pop(f"{name}.down", None), tensors.pop(f"{name}.up", None)
+        shapes = ((layer.rank, *layer.shape[1:]), (layer.shape[0], layer.rank))
+        if down is None or up is None or (tuple(down.shape), tuple(up.shape)) != shapes:
+            raise AdapterError(
+                f"The factors of {name} in adapter {record.name} have other shapes than its record states."
+            )
+        factors[name] = Factors(down.float(), up.float(), layer.scale)
+    if tensors:
+        raise AdapterError(f"Adapter {record.name} has {min(tensors)}, which its record does not state.")
+    sums = torch.stack([entry.down.abs().amax() + entry.up.abs().amax() for entry in factors.values()])
+    if not bool(torch.isfinite(sums).all()):
+        raise AdapterError(f"Adapter {record.name} has NaN or infinite values.")
+    return factors
+
+
+def check_fit(record: AdapterRecord, layers: Mapping[str, Layer], release: str) -> list[Layer]:
+    """Return the layers of a release that an adapter changes. Raises AdapterError if it lacks one of them."""
+    fitting = []
+    for name, entry in record.layers.items():
+        layer = layers.get(name)
+        kernel = entry.shape[2:] if layer is None or len(entry.shape) > 2 else layer.shape[2:]
+        if layer is None or (*entry.shape[:2], *kernel) != layer.shape:
+            has = "no such layer" if layer is None else f"{list(layer.shape)}"
+            raise AdapterError(
+                f"Adapter {record.name} does not fit release {release}: it changes {name} of the shape "
+                f"{list(entry.shape)}, and the release has {has}.",
+                "Remove it from `loras` in the config, or serve a release of the model that it was trained for.",
+            )
+        fitting.append(layer)
+    return fitting

@@ -1,0 +1,102 @@
+"""The adapters that a deployment offers: their records are checked before weights are read, their factors later."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from model.adapters.layers import COMPONENTS, find_layers
+from model.adapters.library import AdapterLibrary, check_fit
+from model.adapters.merge import AdaptableWeights, Weights, copied_bytes
+from model.errors import AdapterError, OutOfDeviceMemory
+from model.loading.memory import free_host_memory
+from model.loading.select import Selection
+from model.pipeline.spec import UNET
+from model.store.adapter_record import AdapterRecord
+from model.store.manifest import WeightsRecord
+from model.store.signature import PublicKey, check_signature
+from model.store.store import Store
+
+_RESERVED_BYTES = 12 * 2**30  # of a GPU's memory, for the steps' activations and graphs, and for decoding
+
+
+@dataclass(frozen=True)
+class ServedAdapters:
+    """What a deployment configures about adapters. `cache_bytes`: see `AdapterLibrary`."""
+
+    names: tuple[str, ...] = ()
+    cache_bytes: int = 4 * 2**30
+
+
+NO_ADAPTERS = ServedAdapters()
+
+
+def read_adapters(
+    store: Store, names: Sequence[str], keys: Sequence[PublicKey], selection: Selection
+) -> list[AdapterRecord]:
+    """Read the records of adapters, and check their signatures.
+
+    Raises AdapterNotFound, AdapterError, UntrustedRelease or StoreError.
+    """
+    if names and any(engine.tensorrt for engines in selection.engines.values() for engine in engines):
+        raise AdapterError(
+            "Plans of TensorRT have their own copies of the weights, so adapters cannot be merged.",
+            "Set `runtime: aot_inductor`, or remove `loras` from the config.",
+        )
+    records = [store.read_adapter(name) for name in dict.fromkeys(names)]
+    for record in records:
+        check_signature(record, keys)
+    return records
+
+
+def unquantized_weights(selection: Selection) -> WeightsRecord | None:
+    """Return the weights that an 8-bit UNet's were quantized from, or None for other UNets.
+
+    A merge quantizes again. Most changes are smaller than the rounding of 8 bits, and would be lost if they were added
+    to rounded weights. Raises AdapterError if the release lacks them.
+    """
+    [served, *_] = selection.weights[UNET]
+    if not served.precision.is_quantized:
+        return None
+    wanted = (UNET, served.precision.unquantized, served.layout)
+    for record in selection.manifest.weights:
+        if (record.component, record.precision, record.layout) == wanted:
+            return record
+    raise AdapterError(
+        f"Release {selection.manifest.name} has no {served.precision.unquantized} weights of its UNet, which adapters "
+        f"need with precision {served.precision}.",
+        f"Build it also in {served.precision.unquantized} (`preheat build`) and publish a new release, or remove "
+        "`loras` from the config.",
+    )
+
+
+def open_library(
+    store: Store,
+    records: Sequence[AdapterRecord],
+    weights: Weights,
+    originals: Mapping[str, torch.Tensor] | None,
+    release: str,
+    device: torch.device,
+    cache_bytes: int,
+) -> AdapterLibrary:
+    """Copy the weights that the adapters change, and return the library.
+
+    `originals`: the UNet's weights in 16 bits or more, if the served ones have 8. The copies stay on the GPU if its
+    memory suffices, otherwise in host memory. Raises AdapterError for an adapter that does not fit the release, and
+    OutOfDeviceMemory on a CPU.
+    """
+    shapes = {name: {tensor: tuple(t.shape) for tensor, t in weights[name][0].items()} for name in COMPONENTS}
+    layers = find_layers(shapes)
+    changed = {layer.name: layer for record in records for layer in check_fit(record, layers, release)}
+    needed = copied_bytes(weights, changed.values())
+    on_host = False
+    if device.type == "cuda":
+        on_host = torch.cuda.mem_get_info(device)[0] < needed + _RESERVED_BYTES
+    elif (free := free_host_memory()) is not None and needed > free:
+        raise OutOfDeviceMemory(
+            f"The copies of the weights that adapters change take {needed / 2**30:.1f} GiB, and this machine has "
+            f"{free / 2**30:.1f} GiB free.",
+            "Use a machine with more memory, or remove `loras` from the config.",
+        )
+    adaptable = AdaptableWeights(weights, changed.values(), {UNET: originals} if originals else None, on_host)
+    return AdapterLibrary(store, records, adaptable, device, cache_bytes)

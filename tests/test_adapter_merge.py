@@ -1,0 +1,155 @@
+"""Merged weights are those of a checkpoint with merged layers, in every layout, and are restored exactly."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import UNet2DConditionModel
+
+from engine_builder.networks.fp8_linear import quantize_linear
+from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
+from engine_builder.networks.network import public_name
+from model.adapters.layers import find_layers
+from model.adapters.merge import AdaptableWeights, Factors
+from model.weights.layout import from_stored, to_stored
+from tests.support.adapters import Delta
+
+Tensors = dict[str, torch.Tensor]
+NETWORKS = {"unet": UnetNetwork, "unet_text": UnetTextNetwork, "unet_time": UnetTimeNetwork}
+
+
+def wide_unet() -> UNet2DConditionModel:
+    """A small UNet with all kinds of layers; some of its convolutions are wide enough for Winograd's weights."""
+    torch.manual_seed(1)
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(320, 640),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        norm_num_groups=4,
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=16 + 6 * 8,
+    )
+
+
+def server_tensors(unet: UNet2DConditionModel, gpu_layout: bool) -> dict[str, Tensors]:
+    """Return the tensors of the three networks of a UNet by component, as a server has them after loading."""
+    import copy
+
+    tensors = {}
+    for component, kind in NETWORKS.items():
+        options = {"use_winograd": True} if gpu_layout and component == "unet" else {}
+        network = kind(copy.deepcopy(unet), **options)
+        layout = "channels_last" if gpu_layout else "plain"
+        named = {public_name(name): tensor.detach() for name, tensor in network.named_parameters()}
+        tensors[component] = {n: from_stored(to_stored(t, layout).clone(), layout) for n, t in named.items()}
+    return tensors
+
+
+def deltas_of(unet: UNet2DConditionModel, rank: int, seed: int) -> dict[str, Delta]:
+    """Return random factors for every linear and convolution."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / 10
+
+    deltas = {}
+    for name, module in unet.named_modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            out, *inner = module.weight.shape
+            deltas[f"unet.{name}"] = (random(rank, *inner), random(out, rank), rank / 2)
+    return deltas
+
+
+def factors_of(deltas: Mapping[str, Delta]) -> dict[str, Factors]:
+    return {name: Factors(down, up, alpha / len(down)) for name, (down, up, alpha) in deltas.items()}
+
+
+def with_deltas(unet: UNet2DConditionModel, adapters: Sequence[tuple[Mapping[str, Delta], float]]) -> Any:
+    """Return a copy of the UNet with merged layers, computed in fp64."""
+    import copy
+
+    merged = copy.deepcopy(unet)
+    for deltas, scale in adapters:
+        for name, (down, up, alpha) in deltas.items():
+            weight = merged.get_submodule(name.removeprefix("unet.")).weight.data
+            delta = scale * alpha / len(down) * (up.double() @ down.double().flatten(1)).view_as(weight)
+            weight.copy_(weight.double() + delta)
+    return merged
+
+
+def adaptable(tensors: Mapping[str, Tensors]) -> AdaptableWeights:
+    shapes = {name: {n: tuple(t.shape) for n, t in by_name.items()} for name, by_name in tensors.items()}
+    return AdaptableWeights({name: [by_name] for name, by_name in tensors.items()}, find_layers(shapes).values())
+
+
+@pytest.mark.parametrize("gpu_layout", [False, True], ids=["plain", "channels_last-winograd"])
+def test_merges_every_layer_of_a_unet(gpu_layout: bool) -> None:
+    unet = wide_unet()
+    tensors = server_tensors(unet, gpu_layout)
+    assert any(t.ndim == 3 for t in tensors["unet"].values()) == gpu_layout
+    addresses = {name: t.data_ptr() for name, t in tensors["unet"].items()}
+    one, two = deltas_of(unet, 4, seed=1), deltas_of(unet, 2, seed=2)
+    weights = adaptable(tensors)
+    weights.merge([(factors_of(one), 0.5), (factors_of(two), -1.5)])
+    expected = server_tensors(with_deltas(unet, [(one, 0.5), (two, -1.5)]), gpu_layout)
+    for component in NETWORKS:
+        for name, tensor in tensors[component].items():
+            torch.testing.assert_close(tensor, expected[component][name], rtol=1e-4, atol=1e-4, msg=name)
+    assert {name: t.data_ptr() for name, t in tensors["unet"].items()} == addresses
+
+
+def test_rounds_half_precision_once() -> None:
+    unet = wide_unet().half()
+    tensors, deltas = server_tensors(unet, gpu_layout=False), deltas_of(unet.float(), 4, seed=1)
+    unet = unet.half()
+    adaptable(tensors).merge([(factors_of(deltas), 1.0)])
+    exact = server_tensors(with_deltas(unet.double(), [(deltas, 1.0)]), gpu_layout=False)
+    name = "mid_block.attentions.0.proj_in.weight"
+    rounded = exact["unet"][name].half()
+    differing = (tensors["unet"][name] != rounded).float().mean()
+    assert tensors["unet"][name].dtype == torch.float16 and differing < 0.01  # ties and sums in fp32
+
+
+@pytest.mark.parametrize("gpu_layout", [False, True], ids=["plain", "channels_last-winograd"])
+def test_restores_weights_exactly_after_100_swaps(gpu_layout: bool) -> None:
+    unet = wide_unet().half()
+    tensors = server_tensors(unet, gpu_layout)
+    before = {component: {name: t.clone() for name, t in by_name.items()} for component, by_name in tensors.items()}
+    adapters = [factors_of(deltas_of(unet.float(), 2, seed)) for seed in range(3)]
+    chosen = [{name: f for name, f in adapter.items() if "attn" in name or "conv1" in name} for adapter in adapters]
+    weights = adaptable(tensors)
+    for swap in range(100):
+        weights.merge([(chosen[swap % 3], 1.0), (chosen[(swap + 1) % 3], 0.5)][: swap % 2 + 1])
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_qkv.weight"
+    assert not torch.equal(tensors["unet"][name], before["unet"][name])
+    weights.merge([])
+    for component, by_name in tensors.items():
+        assert all(torch.equal(tensor, before[component][name]) for name, tensor in by_name.items())
+
+
+def test_quantizes_merged_weights_with_the_same_scale() -> None:
+    """Small changes remain, on average. They would be lost if they were added to rounded weights."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 256, bias=False).half()
+    quantized = quantize_linear(linear, 1.0)
+    name = "mid_block.attentions.0.proj_in.weight"
+    tensors = {"unet": {name: quantized.weight.data, name + "_scale": quantized.weight_scale}}
+    before = quantized.weight.data.clone()
+    layers = find_layers({"unet": {name: (256, 256)}})
+    weights = AdaptableWeights({"unet": [tensors["unet"]]}, layers.values(), {"unet": {name: linear.weight.data}})
+    down, up = torch.randn(1, 256), torch.randn(256, 1) * 5e-4
+    weights.merge([({"unet.mid_block.attentions.0.proj_in": Factors(down, up, 1.0)}, 1.0)])
+    change = (quantized.weight.data.float() - before.float()) * quantized.weight_scale
+    slope = (change * (up @ down)).sum() / (up @ down).square().sum()
+    assert 0.9 < slope < 1.1
+    weights.merge([])
+    assert torch.equal(quantized.weight.data.view(torch.uint8), before.view(torch.uint8))
