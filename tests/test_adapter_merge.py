@@ -1,8 +1,6 @@
 """Merged weights are those of a checkpoint with merged layers, in every layout, and are restored exactly."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +8,8 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from engine_builder.networks.fp8_linear import quantize_linear
-from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from engine_builder.networks.network import public_name
+from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from model.adapters.layers import find_layers
 from model.adapters.merge import AdaptableWeights, Factors
 from model.weights.layout import from_stored, to_stored

@@ -22,7 +22,7 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, width, "
+    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, width, "
     "height, num_inference_steps, guidance_scale, "
     "end_cfg_frac, scheduler, "
     "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every"

@@ -79,6 +79,8 @@ def dotted_name(stem: str) -> str:
         name = f"{UNET}.{name}"
     if old := re.fullmatch(r"(.+)\.processor\.(to_(?:q|k|v|out))", name):
         return f"{old[1]}.{_OLD_PROCESSOR[old[2]]}"
+    if old := re.fullmatch(r"(text_encoder.*\.self_attn)\.to_(q|k|v|out)", name):
+        name = f"{old[1]}.{old[2]}_proj"
     component, _, module = name.partition(".")
     # transformers 5 writes a CLIP without projection without this prefix.
     return f"{component}.text_model.{module}" if module.startswith("encoder.layers.") else name

@@ -43,6 +43,14 @@ CAPABILITIES: Tests = {
         "tests/builder/test_find_model.py::test_downloads_fp16_weights_where_they_exist",
         "tests/builder/test_presets.py::test_release_has_the_separate_vae",
     ),
+    "LoRA adapters": (
+        "tests/test_adapter_parity.py::test_image_with_one_adapter_is_that_of_diffusers",
+        "tests/test_adapter_parity.py::test_image_with_three_adapters_is_that_of_diffusers",
+        "tests/test_adapter_parity.py::test_swaps_compile_nothing",
+        "tests/test_adapter_merge.py::test_restores_weights_exactly_after_100_swaps",
+        "tests/builder/test_adapters.py::test_refuses_unusable_tensors",
+        "tests/scheduling/test_adapter_turns.py::test_equal_adapters_share_a_batch_and_others_wait",
+    ),
     "several GPUs": (
         "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",
         "tests/test_runtimes.py::test_targets_of_each_choice",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
-from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult, MaskRequest
+from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult, LoraRequest, MaskRequest
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
@@ -203,7 +203,7 @@ _JSON_TYPES = {
 # Each kind of refusal: when it is sent, and the caller's remedy. STATUS has the codes.
 _REFUSALS = {
     "refused": (
-        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner; or an "
+        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner, an adapter; or an "
         "image or a mask cannot be used",
         "change the named field",
     ),
@@ -220,6 +220,10 @@ _REFUSALS = {
     "broken_image": (
         "an image has NaN or infinite values. `error` names the seed",
         "report it: the VAE's precision is usually the cause",
+    ),
+    "adapter": (
+        "a LoRA adapter cannot be read from the store",
+        "report it: the store or the adapter's blobs are damaged, or the network has failed",
     ),
     "unavailable": ("the GPU failed, and the process is about to be replaced", "repeat it"),
     "deadline": (
@@ -239,7 +243,9 @@ disconnects, its request is removed before the next step, waiting or running.
 def page() -> str:
     """Return the text of docs/requests.md."""
     schema = GenerationRequest.model_json_schema()
-    parts = [_HEAD, *_fields(schema), "\nOne entry of `masks`:\n\n", *_fields(schema["$defs"][MaskRequest.__name__])]
+    parts = [_HEAD, *_fields(schema)]
+    for field, model in (("masks", MaskRequest), ("loras", LoraRequest)):
+        parts += [f"\nOne entry of `{field}`:\n\n", *_fields(schema["$defs"][model.__name__])]
     limits = {
         "FILE_MIB": MAX_FILE_BYTES // 2**20,
         "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
@@ -277,7 +283,7 @@ def _type(field: Mapping[str, Any]) -> str:
     if "maxLength" in choice:
         return f"string, {choice.get('minLength', 0)} to {choice['maxLength']:,} characters"
     if choice["type"] == "array":
-        return f"list of {choice['minItems']} to {choice['maxItems']} objects"
+        return f"list of {choice.get('minItems', 0)} to {choice['maxItems']} objects"
     bounds = f", {choice['minimum']} to {choice['maximum']}" if "minimum" in choice else ""
     return f"{choice['type']}{bounds}"
 

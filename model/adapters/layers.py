@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from model.errors import AdapterError
-from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_2, UNET, UNET_TEXT, UNET_TIME
+from model.pipeline.spec import TEXT_ENCODER, TEXT_ENCODER_2, TEXT_ENCODER_FINAL, UNET, UNET_TEXT, UNET_TIME
 
 AdapterSet = tuple[tuple[str, float], ...]
 """Adapters by name and their scales, in the order of names. Images with equal sets may share a batch."""
@@ -18,7 +18,9 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Mapping[str, Shape]]
 """Component -> tensor -> its shape in the server's layout."""
 
-COMPONENTS = (UNET, UNET_TEXT, UNET_TIME, TEXT_ENCODER, TEXT_ENCODER_2)
+_TEXT_ENCODERS = {TEXT_ENCODER: TEXT_ENCODER, TEXT_ENCODER_FINAL: TEXT_ENCODER, TEXT_ENCODER_2: TEXT_ENCODER_2}
+"""Component -> its name in a checkpoint."""
+COMPONENTS = (UNET, UNET_TEXT, UNET_TIME, *_TEXT_ENCODERS)
 """Components whose weights adapters change: those of the base model, without its VAE."""
 _TEXT_PREFIX = "text_model."  # of the names in a checkpoint; a CLIP without projection has none on the server
 _TEXT_LAYER = re.compile(r"encoder\.layers\.(\d+)\.(.+)")
@@ -46,7 +48,7 @@ def find_layers(shapes: Shapes) -> dict[str, Layer]:
     unet = {name: shape for name, shape in shapes.get(UNET, {}).items() if name.endswith(".weight")}
     layers = [*_unet_layers(unet), *_text_projections(unet, shapes.get(UNET_TEXT, {}))]
     layers += _time_layers(unet, shapes.get(UNET_TIME, {}))
-    for component in (TEXT_ENCODER, TEXT_ENCODER_2):
+    for component in _TEXT_ENCODERS:
         layers += _text_layers(component, shapes.get(component, {}))
     return {layer.name: layer for layer in layers}
 
@@ -134,7 +136,8 @@ def _text_layers(component: str, tensors: Mapping[str, Shape]) -> Iterator[Layer
         linears |= {f"encoder.layers.{index}.{part}": shape for part, shape in first.items()}
     for name, shape in linears.items():
         stem = name.removesuffix(".weight")
-        module = f"{component}.{_TEXT_PREFIX}{stem}" if _TEXT_LAYER.fullmatch(name) else f"{component}.{stem}"
+        checkpoint = _TEXT_ENCODERS[component]
+        module = f"{checkpoint}.{_TEXT_PREFIX}{stem}" if _TEXT_LAYER.fullmatch(name) else f"{checkpoint}.{stem}"
         tensor = prefix + name if _TEXT_LAYER.fullmatch(name) else name
         if stem.endswith(".to_qkv"):
             parent = module.rpartition(".")[0]

@@ -85,7 +85,11 @@ def open_library(
     memory suffices, otherwise in host memory. Raises AdapterError for an adapter that does not fit the release, and
     OutOfDeviceMemory on a CPU.
     """
-    shapes = {name: {tensor: tuple(t.shape) for tensor, t in weights[name][0].items()} for name in COMPONENTS}
+    shapes = {
+        name: {tensor: tuple(t.shape) for tensor, t in weights[name][0].items()}
+        for name in COMPONENTS
+        if name in weights
+    }
     layers = find_layers(shapes)
     changed = {layer.name: layer for record in records for layer in check_fit(record, layers, release)}
     needed = copied_bytes(weights, changed.values())

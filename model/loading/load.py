@@ -73,8 +73,8 @@ def load_release(
     `select`. `adapters`: those that requests may use.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
-    AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone are
-    raised before any blob is read.
+    AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
+    are raised before any blob is read.
     """
     device = torch.device("cuda:0" if targets[0].device == "cuda" else "cpu")
     if device.type == "cuda":

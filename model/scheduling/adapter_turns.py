@@ -4,12 +4,12 @@ Images in flight need the same weights from their first stage to the end of thei
 while no image is in flight. Requests take turns by their sets:
 
 1. Requests with the merged set are admitted as if there were no others, for `turn_seconds` while others wait.
-2. Then none of them is admitted any more. Images of admitted requests finish.
+2. Then none of them is admitted any more. All images of requests that have begun finish.
 3. Once no image is in flight, the set of the oldest waiting request whose adapters are on the device is merged. The
    same happens earlier if no request with the merged set waits.
 
-So a request waits at most one turn, and the time of the images in flight, for each set that is ahead of it. A request
-whose adapters are still being read is overtaken by others.
+So a request waits at most one turn, and the time of the requests that have begun, for each set that is ahead of it. A
+request whose adapters are still being read is overtaken by others.
 """
 
 import time
@@ -46,14 +46,15 @@ class AdapterTurns:
         if not others:
             return None
         ready, failed = self._first_ready(others)
-        has_own = any(job.params.loras == active and not job.done for job in waiting)
+        own = [job for job in waiting if job.params.loras == active and not job.done]
         if ready is None:
-            self.blocked = not has_own and not in_flight
+            self.blocked = not own and not in_flight
             return failed
         now = time.monotonic()
         since = max(ready.accepted_at, self._merged_at)
         self.draining = now - since >= self._turn_seconds
-        if not in_flight and (self.draining or not has_own):
+        has_begun = in_flight or any(job.joined_count for job in own)
+        if not has_begun and (self.draining or not own):
             self._model.use_adapters(ready.params.loras)
             self._merged_at = time.monotonic()
             self._on_merged(self._merged_at - now)

@@ -1,6 +1,8 @@
 """LoRA adapters with random factors, as files in the key formats of kohya's scripts, diffusers and PEFT."""
 
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -8,13 +10,15 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from engine_builder.stores.store import WritableStore
+
 Style = Literal["kohya", "kohya-sgm", "diffusers", "peft"]
 STYLES: tuple[Style, ...] = ("kohya", "kohya-sgm", "diffusers", "peft")
 Delta = tuple[torch.Tensor, torch.Tensor, float]
 """down [rank, in, ...], up [out, rank], and alpha."""
 
 LINEARS = re.compile(
-    r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_(in|out))|text_encoder.*(q_proj|fc1)"
+    r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_(in|out))|text_encoder.*([qkv]_proj|out_proj|fc[12])"
 )
 CONVOLUTIONS = re.compile(r"unet\..*(resnets.*conv\w*|samplers\.0\.conv|time_emb_proj)|unet\.conv_(in|out)")
 
@@ -62,11 +66,10 @@ def write_adapter(path: Path, deltas: Mapping[str, Delta], style: Style) -> Path
             tensors |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up}
             tensors[f"{stem}.alpha"] = torch.tensor(alpha)
         else:
-            ends = (
-                (".lora.down.weight", ".lora.up.weight")
-                if style == "diffusers"
-                else (".lora_A.weight", ".lora_B.weight")
-            )
+            ends = (".lora_A.weight", ".lora_B.weight")
+            if style == "diffusers":
+                middle = ".lora" if name.startswith("unet.") else ".lora_linear_layer"
+                ends = (f"{middle}.down.weight", f"{middle}.up.weight")
             tensors |= {name + ends[0]: down, name + ends[1]: up * (alpha / len(down))}
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
@@ -99,3 +102,11 @@ def sgm_name(name: str) -> str:
     first = 1 + 2 * block if side == "down" else 2 * block
     where = "input_blocks" if side == "down" else "output_blocks"
     return f"unet.{where}.{first + index}.{'1' if kind == 'attentions' else '0'}.{parts.get(rest, rest)}"
+
+
+def copy_store(store: WritableStore, folder: Path) -> Path:
+    """Return a folder with links to a local store's blobs and releases, to which a test may add adapters."""
+    source = Path(store.url.removeprefix("file://"))
+    for kind in ("blobs", "releases"):
+        shutil.copytree(source / kind, folder / kind, copy_function=os.symlink)
+    return folder

@@ -44,6 +44,14 @@ class Reference:
             self._refiner = {"image to image": refiner, "inpaint": _same(kinds["inpaint"], refiner)}
         self._is_sdxl = "XL" in type(base).__name__
         self._scheduler_config = dict(base.scheduler.config)
+        self._has_loras = False
+
+    def load_lora(self, name: str, path: Path) -> None:
+        """Load an adapter of a file. Requests that name it use it; see `generate`."""
+        # peft warns about each further adapter.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            self._base[TEXT_TO_IMAGE].load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+        self._has_loras = True
 
     def generate(self, params: GenerationParams) -> npt.NDArray[np.uint8]:
         """Return the first image of a request, [height, width, 3].
@@ -54,6 +62,12 @@ class Reference:
         # diffusers creates NumPy arrays in a way that NumPy has deprecated.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             image = params.image
+            if params.loras:
+                names, scales = zip(*params.loras, strict=True)
+                self._base[TEXT_TO_IMAGE].enable_lora()
+                self._base[TEXT_TO_IMAGE].set_adapters(list(names), list(scales))
+            elif self._has_loras:
+                self._base[TEXT_TO_IMAGE].disable_lora()
             for of_pass in params.passes():
                 image = self._generate(of_pass, image)
             assert image is not None
