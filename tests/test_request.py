@@ -84,14 +84,15 @@ def test_accepts_a_prompt_alone() -> None:
 LOWEST = {
     "prompt": "a", "negative_prompt": "", "image": "", "strength": 0,
     "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
-    "composite": False, "color_match": False, "width": 64, "height": 64, "num_inference_steps": 1, "guidance_scale": 0,
-    "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0, "num_images": 1,
-    "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
+    "composite": False, "color_match": False, "loras": [], "width": 64, "height": 64, "num_inference_steps": 1,
+    "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
+    "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
 }  # fmt: skip
 HIGHEST = {
     "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
         {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
-    ], "resize": "pad", "composite": True, "color_match": True, "width": 4096, "height": 4096,
+    ], "resize": "pad", "composite": True, "color_match": True,
+    "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "width": 4096, "height": 4096,
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
@@ -312,7 +313,7 @@ def test_keeps_given_values_also_zero_and_false() -> None:
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
     resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))
-    assert resolved == given | {"image": None, "strength": 1.0, "masks": ()}
+    assert resolved == given | {"image": None, "strength": 1.0, "masks": (), "loras": ()}
 
 
 def test_empty_seed_is_random_in_all_bits() -> None:
@@ -389,3 +390,45 @@ def test_refuses_a_field_name_that_is_not_text() -> None:
     """A map of MessagePack may have one."""
     with pytest.raises(pydantic.ValidationError, match="the name of a field is not text"):
         GenerationRequest.model_validate({b"prompt": "x"})
+
+
+WITH_ADAPTERS = dataclasses.replace(SERVED, loras=("style", "figure"))
+
+
+def test_adapters_are_in_the_order_of_names() -> None:
+    loras = [{"name": "style"}, {"name": "figure", "scale": -0.5}]
+    assert resolve(make_request(loras=loras), WITH_ADAPTERS).loras == (("figure", -0.5), ("style", 1.0))
+    assert resolve(make_request(loras=loras[::-1]), WITH_ADAPTERS).loras == (("figure", -0.5), ("style", 1.0))
+    assert resolve(make_request(loras=[{"name": "style", "scale": 0}]), WITH_ADAPTERS).loras == ()
+    assert resolve(make_request(loras=None), WITH_ADAPTERS).loras == ()
+
+
+@pytest.mark.parametrize(
+    "fields, served, field, message",
+    [
+        ({"loras": [{"name": "x"}]}, WITH_ADAPTERS, "loras.0.name", 'got "x", expected one of style, figure'),
+        ({"loras": [{"name": "x"}]}, SERVED, "loras.0.name", "this deployment offers none"),
+        ({"loras": [{"name": "style"}] * 2}, WITH_ADAPTERS, "loras.1.name", '"style" is named twice'),
+        ({"loras": [{"name": "style"}], "use_refiner": True}, WITH_ADAPTERS, "use_refiner", "only the base model"),
+    ],
+)
+def test_refuses_adapters(fields: dict[str, Any], served: ServedModel, field: str, message: str) -> None:
+    with pytest.raises(RequestRefused, match=message) as refused:
+        resolve(make_request(**fields), served)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    "loras, message",
+    [
+        ('[{"name": "a", "scale": 11}]', "expected a number from -10 to 10"),
+        ('[{"name": "a", "scale": "1"}]', "expected a number from -10 to 10"),
+        ('[{"name": ""}]', "expected a string of 1 to 128 characters"),
+        ('[{"scale": 1}]', "is required"),
+        ('[{"name": "a", "path": "b"}]', "is not a known field"),
+        ('"a"', "expected a list of 0 to 8 entries"),
+        (json.dumps([{"name": "a"}] * 9), "expected a list of 0 to 8 entries"),
+    ],
+)
+def test_refuses_malformed_adapters(loras: str, message: str) -> None:
+    assert any(message in problem for problem in problems(f'{{"prompt": "a", "loras": {loras}}}'))

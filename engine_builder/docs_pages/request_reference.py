@@ -203,8 +203,8 @@ _JSON_TYPES = {
 # Each kind of refusal: when it is sent, and the caller's remedy. STATUS has the codes.
 _REFUSALS = {
     "refused": (
-        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner, an adapter; or an "
-        "image or a mask cannot be used",
+        "this deployment does not serve a field's value: a size, a sampler, LCM's number of steps, the refiner, an "
+        "adapter; or an image or a mask cannot be used",
         "change the named field",
     ),
     "too_large": (
@@ -258,10 +258,11 @@ def page() -> str:
     parts += [_record(GenerationResponse), "\nOne entry of `images`:\n\n", _record(ImageResult)]
     parts += ["\n`engine`:\n\n", _record(EngineInfo)]
     parts.append(_STREAM.replace("@HEARTBEAT@", f"{HEARTBEAT_SECONDS:g} s"))
+    last_500 = max(kind for status, kind in STATUS.values() if status == 500)
     for status, kind in sorted(STATUS.values()):
         when, remedy = _REFUSALS[kind]
         parts.append(f"| {status} | `{kind}` | {when} | {remedy} |\n")
-        parts += [_OTHER_ERROR] if status == 500 else []
+        parts += [_OTHER_ERROR] if kind == last_500 else []
     return "".join([*parts, _TAIL])
 
 

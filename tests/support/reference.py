@@ -50,7 +50,7 @@ class Reference:
         """Load an adapter of a file. Requests that name it use it; see `generate`."""
         # peft warns about each further adapter.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            self._base[TEXT_TO_IMAGE].load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
+            self._base["text to image"].load_lora_weights(path.parent, weight_name=path.name, adapter_name=name)
         self._has_loras = True
 
     def generate(self, params: GenerationParams) -> npt.NDArray[np.uint8]:
@@ -64,10 +64,10 @@ class Reference:
             image = params.image
             if params.loras:
                 names, scales = zip(*params.loras, strict=True)
-                self._base[TEXT_TO_IMAGE].enable_lora()
-                self._base[TEXT_TO_IMAGE].set_adapters(list(names), list(scales))
+                self._base["text to image"].enable_lora()
+                self._base["text to image"].set_adapters(list(names), list(scales))
             elif self._has_loras:
-                self._base[TEXT_TO_IMAGE].disable_lora()
+                self._base["text to image"].disable_lora()
             for of_pass in params.passes():
                 image = self._generate(of_pass, image)
             assert image is not None
