@@ -9,6 +9,7 @@ import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from typer.testing import CliRunner
 
+from engine_builder.adapters.add import add_adapter
 from engine_builder.commands.main import app
 from engine_builder.releases.mirror import copy_release
 from engine_builder.releases.runnable_targets import parse_target
@@ -18,6 +19,8 @@ from model.loading.target import Target
 from model.store.manifest import EngineRecord, Manifest, Span, TensorRTPlan
 from tests.conftest import Opener
 from tests.support import object_store as ceph
+from tests.support.adapter_model import put_adapter
+from tests.support.adapters import LINEARS, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -361,3 +364,29 @@ def test_refuses_a_path_that_is_not_a_file(kind: str, tmp_path: Path) -> None:
         os.mkfifo(path)
     code, output = check(path)
     assert code == 1 and f"refused {path} is not a valid config.yaml" in output
+
+
+def test_checks_the_adapters(store: WritableStore, release: str, tmp_path: Path) -> None:
+    """They must be in the store, fit the release and have a trusted signature."""
+    own = open_writable_store(copy_store(store, tmp_path / "store"))
+    deltas = random_deltas(module_shapes(ROOT / "data" / "tiny-sdxl"), LINEARS, 2, seed=0)
+    add_adapter(own, "style", write_adapter(tmp_path / "style.safetensors", deltas, "kohya"))
+    put_adapter(own, "other", 1.0)
+    settings = {"store": own.url, "release": release}
+
+    def check_adapters(**changes: object) -> tuple[int, str]:
+        config = yaml.safe_load(CPU_DEMO.read_text())
+        config["model_metadata"]["preheat"] |= settings | changes
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        return check(tmp_path / "config.yaml")
+
+    code, output = check_adapters(loras=["style"])
+    assert code == 0 and "adapters style" in output, output
+    for changes, message in (
+        ({"loras": ["missing"]}, "Adapter missing was not found in .* Available: other, style. .*add-lora"),
+        ({"loras": ["other"]}, "Adapter other does not fit release .* Remove it from `loras`"),
+        ({"loras": ["style"], "public_key": str(public_key(KEY))}, "Adapter style is not signed.*add-lora --sign"),
+        ({"loras": ["../x"]}, "loras"),
+    ):
+        code, output = check_adapters(**changes)
+        assert code == 1 and re.search(message, output), output

@@ -79,6 +79,8 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
         selection = check.attempt(lambda: _select(manifest, config, torch, settings))
         if selection is not None:
             served = check.attempt(lambda: served_model(selection, settings.buckets))
+            if settings.loras:
+                check.attempt(lambda: _check_adapters(settings, selection))
             if served is not None and not check.refusals:
                 check.served = _describe(selection, served, settings)
     return check
@@ -108,6 +110,20 @@ def _read_release(settings: Settings) -> Manifest:
             "Name your own under model_metadata.preheat.store, and publish a release there.",
         )
     return open_store(store, settings.store_options()).read_release(settings.required("release"))
+
+
+def _check_adapters(settings: Settings, selection: Selection) -> None:
+    """Raise what the load of a server would raise for the configured adapters."""
+    from engine_builder.adapters.add import release_layers
+    from model.adapters.library import check_fit  # imports PyTorch, which other checks do not need
+    from model.loading.adapters import read_adapters, unquantized_weights
+
+    store = open_store(settings.store, settings.store_options())
+    records = read_adapters(store, settings.loras, settings.public_key, selection)
+    unquantized_weights(selection)
+    layers = release_layers(store, selection.manifest)
+    for record in records:
+        check_fit(record, layers, selection.manifest.name)
 
 
 def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> None:
@@ -184,4 +200,5 @@ def _describe(selection: Selection, served: ServedModel, settings: Settings) -> 
         f"target   {selection.target}",
         f"sizes    {listed} (width x height @ the UNet's largest batch; an image with guidance takes two)",
         f"fetches  {total / 2**20:.0f} MiB at a cold start",
+        *([f"adapters {', '.join(settings.loras)}"] if settings.loras else []),
     ]
