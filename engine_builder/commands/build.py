@@ -27,7 +27,7 @@ from engine_builder.commands.console import (
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
-from model.pipeline.spec import UNET, VAE_DECODER
+from model.pipeline.spec import UNET, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP8, FP16, FP32, Precision
 
@@ -145,6 +145,7 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
             f"Its scheduler, {replaced[0]}, is not served, because it reads several previous steps. Requests without "
             f"`scheduler` use {replaced[1]}; set another one in defaults.json."
         )
+    console.print(_image_remark(plan))
     started = time.perf_counter()
     remaining = RemainingTime()
     with _progress(remaining.seconds) as report:
@@ -285,6 +286,15 @@ def _source_remark(plan: "BuildPlan") -> str:
     return (f"; VAE: {plain(str(base.vae))}" if base.vae else "") + (
         f"; preset {base.preset.name}" if base.preset else ""
     )
+
+
+def _image_remark(plan: "BuildPlan") -> str:
+    """Describe what the build adds for requests with an image."""
+    sizes = len({(size.height, size.width) for size in plan.sizes}) or 1
+    engines = f"{sizes} engine{'s' if sizes > 1 else ''} of {VAE_ENCODER}, for requests with an image"
+    if plan.base.widths().extra_channels:
+        return f"Includes {engines}. The UNet is for inpainting: every request needs an image and masks"
+    return f"Includes {engines}"
 
 
 def _sizes_remark(plan: "BuildPlan") -> str:
