@@ -5,14 +5,19 @@
 
 import argparse
 import asyncio
+import base64
 import importlib
+import io
 import logging
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from PIL import Image
 from starlette.requests import Request
 
 from engine_builder.architecture.promises import CAPABILITIES, CHECKS, list_promises
@@ -30,11 +35,13 @@ from model.model import Model
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
+SIDE = 256  # pixels, of the input image
 SETTLE_SECONDS = 0.5  # enough for all threads to finish the work of a load or request
 _THREADS = {  # the beginning of a thread's name -> its title
     "MainThread": "Main thread (the server's event loop)",
     "preheat-worker": "Scheduler",
     "preheat-encode": "Output workers",
+    "asyncio": "A worker thread that decodes images",
 }
 _INTRODUCTION = """# Architecture
 
@@ -64,6 +71,11 @@ _REFINED = """### With the refiner
 With the refiner the same request also runs these functions. A function from the list above is repeated if it leads to
 a new function of its module.
 """
+_INPAINTED = """### With an image and a mask
+
+With an image and a mask the request also runs these functions. A function from the first list is repeated if it leads
+to a new function of its module.
+"""
 _LOAD = """## A load
 
 The release is in a local store. The warm-up generates an image, so a load also runs the functions of a request. These
@@ -78,8 +90,11 @@ that Preheat can do, the second its checks.
 """
 
 
-def record_runs(store: str, release: str) -> tuple[Recording, Recording, Recording]:
-    """Load a release and answer requests. Returns recordings of a load, a request, and a request with the refiner."""
+def record_runs(store: str, release: str) -> tuple[Recording, Recording, Recording, Recording]:
+    """Load a release and answer requests.
+
+    Returns recordings of a load, and of requests: a plain one, one with the refiner, one with an image and a mask.
+    """
     tracer = Tracer(ROOT / "model", _THREADS)
     tracer.install()
     model = Model(config={"model_metadata": {"preheat": {"store": store, "release": release}}})
@@ -96,32 +111,46 @@ def record_runs(store: str, release: str) -> tuple[Recording, Recording, Recordi
         await model.predict(request, Request(scope, receive_nothing))
         await asyncio.sleep(SETTLE_SECONDS)
 
-    async def record(prompt: str, seed: int, steps: int, use_refiner: bool) -> Recording:
-        request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, use_refiner=use_refiner)
+    async def record(prompt: str, seed: int, steps: int, **fields: Any) -> Recording:
+        request = GenerationRequest(prompt=prompt, seed=seed, num_inference_steps=steps, **fields)
         with tracer.recording() as recording:
             await answer(request)
         return recording
 
     async def record_requests() -> list[Recording]:
         recordings = []
-        for use_refiner in (False, True):
-            await record("a red circle", 1, STEPS, use_refiner)  # fills caches
-            recording = await record("a blue square", 2, STEPS, use_refiner)
-            longer_recording = await record("a blue square", 2, 2 * STEPS, use_refiner)
+        for fields in ({"use_refiner": False}, {"use_refiner": True}, _inputs()):
+            await record("a red circle", 1, STEPS, **fields)  # fills caches
+            recording = await record("a blue square", 2, STEPS, **fields)
+            longer_recording = await record("a blue square", 2, 2 * STEPS, **fields)
             mark_steps(recording, longer_recording, additional_steps=STEPS)
             recordings.append(recording)
         return recordings
 
-    request, refined_request = asyncio.run(record_requests())
-    return load, request, refined_request
+    request, refined_request, inpainted_request = asyncio.run(record_requests())
+    return load, request, refined_request, inpainted_request
 
 
-def render_page(load: Recording, request: Recording, refined_request: Recording) -> str:
+def _inputs() -> dict[str, Any]:
+    """Return the fields of a request with an image and a mask of it, all of whose steps run."""
+
+    def png(levels: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+        file = io.BytesIO()
+        Image.fromarray(levels).save(file, "png")
+        return base64.b64encode(file.getvalue()).decode()
+
+    image, mask = np.zeros((SIDE, SIDE, 3), np.uint8), np.full((SIDE, SIDE), 255, np.uint8)
+    return {"image": png(image), "masks": [{"image": png(mask), "strength": 1.0}], "composite": True}
+
+
+def render_page(load: Recording, request: Recording, refined_request: Recording, inpainted_request: Recording) -> str:
     """Return the text of the page."""
     only_refined, only_load = subtract(refined_request, request), subtract(load, request)
+    only_inpainted = subtract(inpainted_request, request)
     parts = [
         _INTRODUCTION, _REQUEST, draw_diagram(request), "", *list_functions(request),
         _REFINED, *list_functions(only_refined, refined_request),
+        _INPAINTED, *list_functions(only_inpainted, inpainted_request),
         _LOAD, draw_diagram(only_load), "", *list_functions(only_load, load),
         _PROMISES, *list_promises(CAPABILITIES), "", *list_promises(CHECKS),
     ]  # fmt: skip
@@ -220,8 +249,7 @@ def main(command_line: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "architecture.md")
     arguments = parser.parse_args(command_line)
     logging.disable(logging.INFO)
-    load, request, refined_request = record_runs(arguments.store, arguments.release)
-    arguments.out.write_text(render_page(load, request, refined_request), encoding="utf-8")
+    arguments.out.write_text(render_page(*record_runs(arguments.store, arguments.release)), encoding="utf-8")
     print(f"wrote {arguments.out}", flush=True)
     os._exit(0)  # without waiting for the model's threads
 

@@ -18,6 +18,16 @@ CAPABILITIES: Tests = {
         "tests/test_stable_diffusion.py::test_image_is_that_of_diffusers",
         "tests/test_stable_diffusion.py::test_images_from_an_image_are_those_of_diffusers",
         "tests/test_stable_diffusion.py::test_refuses_a_mixed_folder",
+    "image to image": (
+        "tests/test_image_parity.py::test_image_to_image_is_that_of_diffusers",
+        "tests/test_image_request.py::test_refuses_what_does_not_fit_together",
+        "tests/scheduling/test_images.py::test_encoding_does_not_hold_up_running_images",
+    ),
+    "inpainting": (
+        "tests/test_image_parity.py::test_inpainting_is_that_of_diffusers",
+        "tests/test_image_parity.py::test_three_masks_are_three_chained_calls",
+        "tests/test_image_parity.py::test_tasks_of_a_batch_do_not_affect_each_other",
+        "tests/builder/test_inpainting_unet.py::test_image_is_that_of_diffusers",
     ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
@@ -91,6 +101,7 @@ CHECKS: Tests = {
     "Every image": (
         "tests/test_pipeline_parity.py::test_image_is_that_of_diffusers",
         "tests/test_pipeline_parity.py::test_requests_of_a_batch_do_not_affect_each_other",
+        "tests/test_image_parity.py::test_inpainting_is_that_of_diffusers",
     ),
     "Every engine": (
         "tests/builder/test_build.py::test_does_not_store_an_engine_that_fails_its_check",

@@ -28,7 +28,8 @@ def resolve_with_images(request: GenerationRequest, served: ServedModel) -> Gene
     params = resolve(request, served, (image.width, image.height))
     size = (params.width, params.height)
     check_fit((image.width, image.height), size, request.resize)
-    pixels = np.ascontiguousarray(fit(decode_rgb(image), size, request.resize))
+    # A copy: PyTorch needs writable memory.
+    pixels = np.array(fit(decode_rgb(image), size, request.resize))
     return replace(params, image=pixels, masks=tuple(_mask(request, params, *pair) for pair in masks))
 
 
@@ -37,7 +38,7 @@ def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskReques
     levels = fit(decode_mask(file), (params.width, params.height), request.resize)
     binary = np.where(levels >= 128, np.uint8(255), np.uint8(0))
     return Mask(
-        np.ascontiguousarray(feather(binary, mask.feather)),
+        np.array(feather(binary, mask.feather)),
         prompt=params.prompt if mask.prompt is None else mask.prompt,
         negative_prompt=params.negative_prompt if mask.negative_prompt is None else mask.negative_prompt,
         strength=params.strength if mask.strength is None else mask.strength,
