@@ -69,6 +69,8 @@ such as LCM-SDXL, reads no negative prompt. The answer then has a warning.
 
 ## Input images
 
+[Image to image and inpainting](image-to-image.md) describes what strength and masks do, with pictures.
+
 Change a picture, and repaint two parts of it. The masks are white there and black elsewhere, and have its size:
 
 ```sh

@@ -436,20 +436,26 @@ def first_line(plan: BuildPlan, store: WritableStore, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "options, sizes",
+    "options, sizes, encoders",
     [
-        ([], ""),
-        (["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"], "; sizes @ batch: 64x64@8, 96x64@2"),
+        ([], "", "1 engine"),
+        (
+            ["--size", "64x64@8", "--size", "96x64", "--size", "64x64@8"],
+            "; sizes @ batch: 64x64@8, 96x64@2",
+            "2 engines",
+        ),
     ],
     ids=["default", "three"],
 )
 def test_prints_the_sizes_of_the_build(
-    options: list[str], sizes: str, folder_copy: Path, target: Target, tmp_path: Path
+    options: list[str], sizes: str, encoders: str, folder_copy: Path, target: Target, tmp_path: Path
 ) -> None:
     shutil.rmtree(folder_copy / "tokenizer")  # so that the build is refused
     result = CliRunner().invoke(app, ["build", str(folder_copy), "--store", str(tmp_path / "store"), *options])
     assert isinstance(result.exception, CheckpointError)
-    assert " ".join(result.output.split()) == f"Building copy for {target.key} in fp32{sizes}"
+    assert " ".join(result.output.split()) == (
+        f"Building copy for {target.key} in fp32{sizes} Includes {encoders} of vae_encoder, for requests with an image"
+    )
 
 
 def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) -> None:
