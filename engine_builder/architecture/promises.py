@@ -18,6 +18,7 @@ CAPABILITIES: Tests = {
         "tests/test_stable_diffusion.py::test_image_is_that_of_diffusers",
         "tests/test_stable_diffusion.py::test_images_from_an_image_are_those_of_diffusers",
         "tests/test_stable_diffusion.py::test_refuses_a_mixed_folder",
+    ),
     "image to image": (
         "tests/test_image_parity.py::test_image_to_image_is_that_of_diffusers",
         "tests/test_image_request.py::test_refuses_what_does_not_fit_together",
