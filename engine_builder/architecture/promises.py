@@ -14,6 +14,10 @@ CAPABILITIES: Tests = {
         "tests/test_request.py::test_accepts_the_limits_of_every_field",
         "tests/test_serving.py::test_images_of_a_request_have_successive_seeds",
     ),
+    "Playground V2 and V2.5": (
+        "tests/test_edm.py::test_image_is_that_of_diffusers",
+        "tests/test_edm.py::test_schedule_denoises_like_diffusers",
+    ),
     "Stable Diffusion 1.5 and 2.1": (
         "tests/test_stable_diffusion.py::test_image_is_that_of_diffusers",
         "tests/test_stable_diffusion.py::test_images_from_an_image_are_those_of_diffusers",

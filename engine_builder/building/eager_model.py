@@ -10,7 +10,7 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
-from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
@@ -27,7 +27,7 @@ def open_eager_model(
     engines: Mapping[str, EagerEngine],
     facts: ModelFacts,
     tokenizers: Mapping[str, TokenizerRecord],
-    schedulers: Mapping[str, NoiseSchedule],
+    schedulers: Mapping[str, AnyNoiseSchedule],
     store: Store,
     device: str,
 ) -> LoadedModel:

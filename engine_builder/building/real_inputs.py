@@ -7,7 +7,7 @@ import torch
 from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
 from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest
-from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.shapes import bind_shapes
 from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.spec import COMPONENTS, find_component
@@ -25,7 +25,7 @@ def record_real_inputs(
     networks: dict[str, Network],
     facts: ModelFacts,
     tokenizers: dict[str, TokenizerRecord],
-    schedulers: dict[str, NoiseSchedule],
+    schedulers: dict[str, AnyNoiseSchedule],
     store: Store,
     device: str,
     sizes: Collection[tuple[int, int]],

@@ -48,6 +48,9 @@ def _presets() -> list[Preset]:
         Preset("lcm", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 8.0}, True),
         Preset("lcm-lora", _BOTH, {}, {"scheduler": "LCM", "num_inference_steps": 4, "guidance_scale": 1.0}),
     ]
+    for name, steps in (("playground-v2", 50), ("playground-v2.5", 50)):  # playgroundai, ...-1024px-aesthetic
+        guided = {"num_inference_steps": steps, "guidance_scale": 3.0}
+        presets.append(Preset(name, ("sdxl",), {}, guided))
     # ByteDance/SDXL-Lightning
     presets += [Preset(f"lightning-{steps}", ("sdxl",), _EULER, _unguided(steps)) for steps in (2, 4, 8)]
     # ByteDance/Hyper-SD, and its models that keep guidance

@@ -6,9 +6,10 @@ from typing import Any
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
 from engine_builder.checkpoints.tokenizers import export_tokenizer
 from engine_builder.stores.store import WritableStore
-from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_config
 from model.denoising.sampler_names import configured_sampler
-from model.errors import ManifestError
+from model.denoising.samplers import sampler_schedule
+from model.errors import ManifestError, RequestRefused
 from model.loading.served import read_defaults
 from model.pipeline.spec import tokenizers_of
 from model.store.manifest import Blob, Family, ModelFacts, RefinerFacts, TokenizerRecord
@@ -20,9 +21,8 @@ _SCALING: dict[Family, float] = {"sdxl": 0.13025, "sd": 0.18215}  # of the famil
 def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts:
     """Return the facts that the pipeline needs. Raises CheckpointError for a model that cannot be served."""
     widths, vae = base.widths(), base.config("vae")
-    if vae.get("latents_mean") or vae.get("latents_std"):
-        raise CheckpointError(f"{base.folder('vae')} normalizes latents (latents_mean), which is not supported.")
     family = base.family
+    latents_mean, latents_std = _normalization(base, widths.latent_channels)
     # The configs of Stable Diffusion 1 and 2 are older than this entry.
     scaling = vae.get("scaling_factor", _SCALING["sd"]) if family == "sd" else vae["scaling_factor"]
     if type(scaling) not in (int, float) or not 0 < scaling < math.inf:
@@ -51,9 +51,38 @@ def read_model_facts(base: Checkpoint, refiner: Checkpoint | None) -> ModelFacts
         vae_scale_factor=widths.vae_scale,
         vae_scaling_factor=scaling,
         latent_channels=widths.latent_channels,
+        latents_mean=latents_mean,
+        latents_std=latents_std,
         force_zeros_for_empty_prompt=family == "sdxl" and base.index.get("force_zeros_for_empty_prompt", True),
         refiner=refiner_facts,
     )
+
+
+def _normalization(base: Checkpoint, channels: int) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Return the mean and the deviation of the VAE's latents by channel, None if diffusers does not apply them."""
+    vae, names = base.config("vae"), ("latents_mean", "latents_std")
+    values: list[Any] = [vae.get(name) for name in names]
+    if values == [None, None]:
+        return None, None
+    if base.family == "sd":
+        raise CheckpointError(
+            f"{base.folder('vae')}/config.json: latents_mean and latents_std are set, and diffusers' pipelines of "
+            f"{FAMILY_TITLES['sd']} ignore them.",
+            "Set both to null, or use another VAE.",
+        )
+    for name, numbers in zip(names, values, strict=True):
+        are_numbers = isinstance(numbers, list) and all(type(one) in (int, float) for one in numbers)
+        if not are_numbers or len(numbers) != channels or not all(map(math.isfinite, numbers)):
+            raise CheckpointError(
+                f"{base.folder('vae')}/config.json: {name} is {numbers!r:.80}.",
+                f"Set {channels} numbers in each of both.",
+            )
+    mean, deviation = (tuple(map(float, numbers)) for numbers in values)
+    if min(deviation) <= 0:
+        raise CheckpointError(
+            f"{base.folder('vae')}/config.json: latents_std is {values[1]!r:.80}.", "Set positive numbers."
+        )
+    return mean, deviation
 
 
 def _native_size(base: Checkpoint, vae_scale: int) -> tuple[int, int]:
@@ -86,13 +115,18 @@ def _defaults_json(base: Checkpoint) -> dict[str, Any]:
     return entries
 
 
-def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, NoiseSchedule]:
+def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[str, AnyNoiseSchedule]:
     """Return the noise schedules that the networks were trained with.
 
     Raises CheckpointError for unsupported settings, or if the refiner's schedule differs.
     """
     schedules = {"base": _read_noise_schedule(base)}
     if refiner is not None:
+        if isinstance(schedules["base"], EdmSchedule):
+            raise CheckpointError(
+                f"{base.root} is a model in the EDM formulation, which has no refiner.",
+                "Leave out the refiner (--no-refiner).",
+            )
         schedules["refiner"] = _read_noise_schedule(refiner)
         if schedules["refiner"] != schedules["base"]:
             raise CheckpointError(
@@ -103,11 +137,13 @@ def read_noise_schedules(base: Checkpoint, refiner: Checkpoint | None) -> dict[s
     return schedules
 
 
-def _read_noise_schedule(checkpoint: Checkpoint) -> NoiseSchedule:
+def _read_noise_schedule(checkpoint: Checkpoint) -> AnyNoiseSchedule:
     try:
-        schedule = NoiseSchedule.from_config(checkpoint.config("scheduler", "scheduler_config.json"))
+        schedule = schedule_from_config(checkpoint.config("scheduler", "scheduler_config.json"))
     except ManifestError as error:
         raise CheckpointError(f"{checkpoint.root}/scheduler: {error.args[0]}", "Fix that file.") from error
+    if isinstance(schedule, EdmSchedule):
+        return schedule
     if checkpoint.family == "sd" and schedule.steps_offset != 1:
         raise CheckpointError(
             f"{checkpoint.root}/scheduler: steps_offset is {schedule.steps_offset}, and diffusers' "
@@ -133,6 +169,10 @@ def read_release_defaults(base: Checkpoint, refiner: Checkpoint | None) -> dict[
         checked = read_defaults(defaults)
     except ManifestError as error:
         raise CheckpointError(f"{base.root}/defaults.json: {error.args[0]}", "Fix that file.") from error
+    try:
+        sampler_schedule(checked.scheduler, checked.num_inference_steps, _read_noise_schedule(base))
+    except RequestRefused as error:
+        raise CheckpointError(f"{base.root}: the default for {error}", "Fix defaults.json or the preset.") from error
     if checked.use_refiner and refiner is None:
         raise CheckpointError(
             f"{base.root}/defaults.json: use_refiner is true, but there is no refiner.",

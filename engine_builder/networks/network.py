@@ -34,6 +34,7 @@ _PROVENANCE = (
     "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",
 )  # fmt: skip
 _APPLIED_OUTSIDE = ("scaling_factor", "force_upcast")
+_NORMALIZATION = ("latents_mean", "latents_std")  # applied outside, too; kept as null, as other VAEs have them
 
 
 def library_versions() -> dict[str, str]:
@@ -81,6 +82,7 @@ def architecture(config: dict[str, Any], component: str) -> dict[str, Any]:
     engines also serve models that were trained from it to embed guidance or to inpaint.
     """
     entries = {key: value for key, value in config.items() if key not in _PROVENANCE + _APPLIED_OUTSIDE}
+    entries |= {key: None for key in _NORMALIZATION if key in entries}
     if "time_cond_proj_dim" in entries and find_component(component)[0].phase != "request":
         entries["time_cond_proj_dim"] = None
     if "in_channels" in entries and find_component(component)[0].phase in ("prompt", "request"):

@@ -24,6 +24,12 @@ DPM_VARIANTS = {
     ("dpmsolver++", True): "DPM++ 2M Karras",
     ("sde-dpmsolver++", True): "DPM++ 2M SDE Karras",
 }
+# diffusers' classes for models in the EDM formulation, with the sampler of each algorithm_type.
+EDM_CLASSES: dict[str, dict[str, str]] = {
+    "EDMEulerScheduler": {"dpmsolver++": "Euler"},
+    "EDMDPMSolverMultistepScheduler": {"dpmsolver++": "DPM++ 2M Karras", "sde-dpmsolver++": "DPM++ 2M SDE Karras"},
+}
+EDM_SAMPLERS = ("Euler", "DPM++ 2M Karras", "DPM++ 2M SDE Karras")
 
 
 def sampler_name(name: str) -> str:
@@ -62,10 +68,15 @@ def configured_sampler(config: Mapping[str, Any]) -> str:
     name = str(config.get("_class_name"))
     if name in REPLACED_CLASSES:
         return REPLACED_CLASSES[name]
+    if name in EDM_CLASSES:
+        algorithm = str(config.get("algorithm_type", "dpmsolver++"))
+        if algorithm not in EDM_CLASSES[name]:
+            raise ManifestError(f"scheduler_config.json: algorithm_type is {algorithm!r}, not one of {name}.", "")
+        return EDM_CLASSES[name][algorithm]
     if name not in DIFFUSERS_CLASSES:
         raise ManifestError(
             f"scheduler_config.json: _class_name is {name!r}, not one of "
-            f"{', '.join([*DIFFUSERS_CLASSES, *REPLACED_CLASSES])}.",
+            f"{', '.join([*DIFFUSERS_CLASSES, *REPLACED_CLASSES, *EDM_CLASSES])}.",
             "",
         )
     if name != "DPMSolverMultistepScheduler":

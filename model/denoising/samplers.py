@@ -26,8 +26,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import Floats, NoiseSchedule
-from model.denoising.sampler_names import sampler_name
+from model.denoising.sampler_names import EDM_SAMPLERS, sampler_name
 from model.errors import RequestRefused
 from model.validation import MAX_STEPS, MAX_STEPS_LCM
 
@@ -71,12 +72,21 @@ class SamplerSchedule:
 
 
 @lru_cache(maxsize=256)  # requests use the same few schedules
-def sampler_schedule(sampler: str, steps: int, noise_schedule: NoiseSchedule) -> SamplerSchedule:
+def sampler_schedule(sampler: str, steps: int, noise_schedule: AnyNoiseSchedule) -> SamplerSchedule:
     """Return the schedule of a sampler, by any name that `sampler_name` accepts.
 
-    Raises RequestRefused for too many steps.
+    Raises RequestRefused for too many steps, and for a sampler that a model in the EDM formulation does not have.
     """
     name = sampler_name(sampler)
+    if isinstance(noise_schedule, EdmSchedule):
+        if name not in EDM_SAMPLERS:
+            raise RequestRefused(
+                "scheduler",
+                f"{name!r} is not served by a model in the EDM formulation. Set one of {', '.join(EDM_SAMPLERS)}.",
+            )
+        if not 1 <= steps <= MAX_STEPS:
+            raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {MAX_STEPS}, the range of {name}.")
+        return _edm(name, steps, noise_schedule)
     max_steps = min(MAX_STEPS_LCM, noise_schedule.original_inference_steps) if name == "LCM" else MAX_STEPS
     if not 1 <= steps <= max_steps:
         raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {max_steps}, the range of {name}.")
@@ -85,7 +95,7 @@ def sampler_schedule(sampler: str, steps: int, noise_schedule: NoiseSchedule) ->
 
 
 def split_schedule(
-    schedule: SamplerSchedule, noise_schedule: NoiseSchedule, denoising_frac: float
+    schedule: SamplerSchedule, noise_schedule: AnyNoiseSchedule, denoising_frac: float
 ) -> tuple[SamplerSchedule, SamplerSchedule]:
     """Divide the steps between base and refiner, by diffusers' rule. Raises RequestRefused outside 0 to 1.
 
@@ -103,6 +113,8 @@ def split_schedule(
     """
     if not 0 <= denoising_frac <= 1:
         raise RequestRefused("denoising_frac", f"{denoising_frac} is not 0 to 1.")
+    if isinstance(noise_schedule, EdmSchedule):
+        raise RequestRefused("use_refiner", "a model in the EDM formulation has no refiner. Set false.")
     training_steps = noise_schedule.num_train_timesteps
     base_steps = int(np.count_nonzero(schedule.timesteps >= round(training_steps - denoising_frac * training_steps)))
     base = replace(
@@ -270,25 +282,48 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
         high, low = sigmas[-1] ** (1 / 7), sigmas[0] ** (1 / 7)
         start = (high + np.linspace(0, 1, steps) * (low - high)) ** 7
         timesteps = np.interp(np.log(start), np.log(sigmas), np.arange(len(sigmas))).round()
-    end = np.append(start[1:], 0.0)
-    alpha, alpha_end, shrink = 1 / np.sqrt(start**2 + 1), 1 / np.sqrt(end**2 + 1), end / start
-    sde = name == "DPM++ 2M SDE Karras"
-    decay = shrink**2 if sde else shrink
-    m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(steps)
-    correction[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
+    alpha = 1 / np.sqrt(start**2 + 1)
     a, b = _denoised(schedule, alpha, alpha * start)
-    coefficients = _coefficients(
-        steps,
-        c_in=1.0,
-        a=a,
-        b=b,
-        x=decay * alpha_end / alpha,
-        denoised=m0 + correction,
-        prev=-correction,
-        noise=end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
-    )
+    columns = _second_order(start, alpha, sde=name == "DPM++ 2M SDE Karras")
+    coefficients = _coefficients(steps, c_in=1.0, a=a, b=b, **columns)
     noising = np.stack([alpha, alpha * start], axis=1)
-    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.full(steps, sde))
+    return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.full(steps, name == "DPM++ 2M SDE Karras"))
+
+
+def _second_order(start: Floats, alpha: Floats, sde: bool) -> dict[str, Floats | float]:
+    """Return the coefficients of the steps of `_dpm`, for x = alpha * (x0 + start * noise) before each step."""
+    end, alpha_end = np.append(start[1:], 0.0), np.append(alpha[1:], 1.0)
+    shrink = end / start
+    decay = shrink**2 if sde else shrink
+    m0, h, correction = alpha_end * (1 - decay), -np.log(shrink[:-1]), np.zeros(len(start))
+    correction[1:-1] = m0[1:-1] * h[1:] / h[:-1] / 2
+    return {
+        "x": decay * alpha_end / alpha,
+        "denoised": m0 + correction,
+        "prev": -correction,
+        "noise": end * alpha_end * np.sqrt(1 - decay) if sde else 0.0,
+    }
+
+
+def _edm(name: str, steps: int, schedule: EdmSchedule) -> SamplerSchedule:
+    """Euler and DPM++ of diffusers' EDM classes, with the preconditioning of Karras et al. 2022, table 1.
+
+    x is x0 + sigma * noise. The sigmas are those of equation 5. `_euler` and `_dpm` explain the steps.
+    """
+    high, low = (sigma ** (1 / schedule.rho) for sigma in (schedule.sigma_max, schedule.sigma_min))
+    start = ((high + np.linspace(0, 1, steps) * (low - high)) ** schedule.rho).astype(np.float32).astype(np.float64)
+    timesteps = (0.25 * np.log(start)).astype(np.float32).astype(np.float64)
+    data, both = schedule.sigma_data, np.hypot(start, schedule.sigma_data)
+    sign = -1 if schedule.prediction_type == "v_prediction" else 1
+    prediction = {"c_in": 1 / both, "a": data**2 / both**2, "b": sign * start * data / both}
+    sde = name == "DPM++ 2M SDE Karras"
+    shrink = np.append(start[1:], 0.0) / start
+    euler: dict[str, Floats | float] = {"x": shrink, "denoised": 1 - shrink}
+    columns = euler if name == "Euler" else _second_order(start, np.ones(steps), sde)
+    noising = np.stack([np.ones(steps), start], axis=1)
+    init_sigma = math.hypot(schedule.sigma_max, 1.0)
+    coefficients = _coefficients(steps, **prediction, **columns)
+    return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, sde))
 
 
 def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:

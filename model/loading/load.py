@@ -13,7 +13,7 @@ import torch
 
 from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
-from model.denoising.noise_schedule import NoiseSchedule
+from model.denoising.edm_schedule import AnyNoiseSchedule, schedule_from_dict
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
@@ -87,8 +87,8 @@ def load_release(
         served = served_model(selection, buckets, adapters.names)
         adapter_records = read_adapters(store, adapters.names, public_keys, selection)
         unquantized = unquantized_weights(selection) if adapter_records else None
-        noise_schedules: dict[str, NoiseSchedule] = {
-            name: NoiseSchedule.from_dict(entries) for name, entries in manifest.schedulers.items()
+        noise_schedules: dict[str, AnyNoiseSchedule] = {
+            name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()
         }
         check_memory(device, selection)
     with WeightsCache(store, device) as cache:

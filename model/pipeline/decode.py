@@ -15,5 +15,10 @@ def decode_latents(model: LoadedModel, latents: torch.Tensor) -> torch.Tensor:
     decoder, scale = model.engines[VAE_DECODER], model.settings.vae_scale_factor
     dtype = DTYPES[decoder.signature.inputs[0].dtype]
     height, width = latents.shape[-2] * scale, latents.shape[-1] * scale
-    inputs = {"latents": (latents / model.settings.vae_scaling_factor).to(dtype)}
+    if model.latents_normalization is not None:
+        mean, deviation = model.latents_normalization
+        latents = latents * deviation / model.settings.vae_scaling_factor + mean
+    else:
+        latents = latents / model.settings.vae_scaling_factor
+    inputs = {"latents": latents.to(dtype)}
     return decoder.run(inputs, height, width)["pixels"].float()

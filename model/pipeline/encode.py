@@ -39,9 +39,13 @@ def encode_pixels(model: LoadedModel, pixels: torch.Tensor) -> LatentDistributio
 
     Call it on `model.encode_stream`. The arithmetic is that of diffusers' `AutoencoderKL.encode`.
     """
-    encoder, scaling = model.engines[VAE_ENCODER], model.settings.vae_scaling_factor
+    encoder = model.engines[VAE_ENCODER]
+    scaling: float | torch.Tensor = model.settings.vae_scaling_factor
     dtype = DTYPES[encoder.signature.inputs[0].dtype]
     moments = encoder.run({"pixels": pixels.to(dtype)}, *pixels.shape[-2:])["moments"]
     mean, log_variance = moments.float().chunk(2, dim=1)
     deviation = torch.exp(0.5 * log_variance.clamp(*_LOG_VARIANCE_RANGE))
+    if model.latents_normalization is not None:
+        latents_mean, latents_deviation = model.latents_normalization
+        mean, scaling = mean - latents_mean, scaling / latents_deviation
     return LatentDistribution(scaling * mean, scaling * deviation)

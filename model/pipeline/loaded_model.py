@@ -8,10 +8,10 @@ from model.adapters.layers import AdapterSet
 from model.adapters.library import AdapterLibrary
 from model.cuda.streams import SideStream
 from model.denoising.eager_loop import EagerLoop
+from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
-from model.denoising.noise_schedule import NoiseSchedule
 from model.engines.engine import EngineSet
 from model.pipeline.spec import COMPONENTS, Components, step_components
 from model.pipeline.tokenizer import ClipTokenizer
@@ -30,7 +30,7 @@ class LoadedModel:
 
     engines: dict[str, EngineSet]
     tokenizers: dict[str, ClipTokenizer]
-    noise_schedules: dict[str, NoiseSchedule]
+    noise_schedules: dict[str, AnyNoiseSchedule]
     settings: ModelFacts
     device: torch.device
     fp16_unets: dict[str, EngineSet] = field(default_factory=dict)
@@ -48,7 +48,15 @@ class LoadedModel:
     """CUDA streams of text encoding (the first text encoder has its own), and of encoding and decoding images. An
     engine must always run on the same stream."""
 
+    latents_normalization: tuple[torch.Tensor, torch.Tensor] | None = field(init=False)
+    """Mean and deviation of the VAE's latents, each float32 [1, channels, 1, 1] on the device."""
+
     def __post_init__(self) -> None:
+        mean, deviation = self.settings.latents_mean, self.settings.latents_std
+        self.latents_normalization = None
+        if mean is not None and deviation is not None:
+            on_device = [torch.tensor(values, device=self.device)[:, None, None] for values in (mean, deviation)]
+            self.latents_normalization = on_device[0][None], on_device[1][None]
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
         self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 

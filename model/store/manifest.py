@@ -304,7 +304,10 @@ class RefinerFacts(Record):
 
 
 class ModelFacts(Record):
-    """Facts about a model that the pipeline needs. Heights and widths in pixels."""
+    """Facts about a model that the pipeline needs. Heights and widths in pixels.
+
+    `latents_mean`, `latents_std`: of the VAE's latents, by channel; the UNet reads (latents - mean) / std * scaling.
+    """
 
     native_height: Size
     native_width: Size
@@ -313,6 +316,24 @@ class ModelFacts(Record):
     latent_channels: Annotated[int, Field(ge=1, le=1024)]
     force_zeros_for_empty_prompt: bool
     refiner: RefinerFacts | None = None
+    latents_mean: Annotated[tuple[float, ...], Field(min_length=1, max_length=1024)] | None = None
+    latents_std: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1, max_length=1024)] | None = (
+        None
+    )
+
+    @model_serializer(mode="wrap")
+    def _omit_normalization(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit missing entries that older versions do not support, so that they can read the record."""
+        entries: dict[str, Any] = write(self)
+        added = ("latents_mean", "latents_std")
+        return {key: value for key, value in entries.items() if value is not None or key not in added}
+
+    @model_validator(mode="after")
+    def _check_normalization(self) -> "ModelFacts":
+        lengths = {len(values) for values in (self.latents_mean, self.latents_std) if values is not None}
+        if (self.latents_mean is None) != (self.latents_std is None) or lengths - {self.latent_channels}:
+            raise ValueError("the latents' mean and deviation do not have one number for each channel")
+        return self
 
     @model_validator(mode="after")
     def _check_native_size(self) -> "ModelFacts":

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from model.pipeline.params import GenerationParams
-from tests.support.schedulers import DIFFUSERS_SCHEDULERS
+from tests.support.schedulers import DIFFUSERS_SCHEDULERS, EDM_SCHEDULERS
 
 Kind = Literal["text to image", "image to image", "inpaint"]
 PIPELINES: dict[str, dict[Kind, Any]] = {
@@ -43,6 +43,7 @@ class Reference:
             refiner = _pipeline(kinds["image to image"], folder / "refiner")
             self._refiner = {"image to image": refiner, "inpaint": _same(kinds["inpaint"], refiner)}
         self._is_sdxl = "XL" in type(base).__name__
+        self._is_edm = type(base.scheduler).__name__.startswith("EDM")
         self._scheduler_config = dict(base.scheduler.config)
         self._has_loras = False
 
@@ -107,7 +108,7 @@ class Reference:
         return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
 
     def _scheduler(self, sampler: str) -> Any:
-        scheduler, settings = DIFFUSERS_SCHEDULERS[sampler]
+        scheduler, settings = (EDM_SCHEDULERS if self._is_edm else DIFFUSERS_SCHEDULERS)[sampler]
         return scheduler.from_config(self._scheduler_config, **settings)
 
 

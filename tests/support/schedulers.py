@@ -5,6 +5,8 @@ from typing import Any
 from diffusers import (
     DDIMScheduler,
     DPMSolverMultistepScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     LCMScheduler,
@@ -22,4 +24,10 @@ DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
         {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"},
     ),
     "LCM": (LCMScheduler, {}),
+}
+# The same for models in the EDM formulation.
+EDM_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "Euler": (EDMEulerScheduler, {}),
+    "DPM++ 2M Karras": (EDMDPMSolverMultistepScheduler, {}),
+    "DPM++ 2M SDE Karras": (EDMDPMSolverMultistepScheduler, {"algorithm_type": "sde-dpmsolver++"}),
 }
