@@ -10,7 +10,7 @@ import torch
 from prometheus_client import Counter, Gauge, Histogram
 
 from model.pipeline.params import Task
-from model.pipeline.spec import unets
+from model.pipeline.spec import loop_unets
 
 # Upper bounds of the histograms.
 _SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
@@ -70,7 +70,7 @@ for _state in ("queued", "running"):
 for _task in get_args(Task):
     IMAGES.labels(_task)
     REQUEST_SECONDS.labels(_task)
-for _unet in unets():
+for _unet in loop_unets():
     ACTIVE.labels(_unet.name)
     STEPS.labels(_unet.name)
 

@@ -223,6 +223,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.tensorrt:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
+    if plan.lora_rank:
+        options |= {"lora_rank": str(plan.lora_rank)}
     if plan.quantization:
         options |= {"quantization": plan.quantization.digest, "fp8": str(LINEAR_VERSION)}
     if preset := plan.base.preset:

@@ -15,7 +15,7 @@ from model.denoising.sampler_names import REPLACED_CLASSES
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import components_of, find_component, model_parts
+from model.pipeline.spec import UNET_LORA, components_of, find_component, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -57,6 +57,7 @@ class BuildPlan:
     tensorrt: options of plans, whose target differs from AOTInductor's. None: AOTInductor engines.
     more_targets: further targets that the same plans serve, if TensorRT-RTX builds them.
     quantization: how the UNets are quantized. Required for FP8, otherwise None.
+    lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     """
 
@@ -70,6 +71,7 @@ class BuildPlan:
     vae_precision: Precision | None = None
     more_targets: tuple[Target, ...] = ()
     quantization: Quantization | None = None
+    lora_rank: int = 0
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -90,11 +92,12 @@ class BuildPlan:
     def components(self) -> tuple[str, ...]:
         """The components to build, each followed by its variants that have sizes."""
         variant_sizes = self.variant_sizes
-        return tuple(
+        components = tuple(
             name
             for spec in components_of(self.base.family, model_parts(self.refiner is not None))
             for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
+        return components + ((UNET_LORA,) if self.lora_rank else ())
 
     @property
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
@@ -134,7 +137,8 @@ class BuildPlan:
         """
         spec = find_component(component)[0]
         if spec.precision_rule == "model":
-            return self.precision if spec.phase == "step" else self.precision.unquantized
+            is_quantized = spec.phase == "step" and not spec.low_rank_of
+            return self.precision if is_quantized else self.precision.unquantized
         if self.vae_precision is not None:
             return self.vae_precision
         return FP32 if self.precision.unquantized == FP16 and self.upcasts_vae else self.precision.unquantized
@@ -149,6 +153,7 @@ class BuildPlan:
             self.network_device,
             reader,
             plain=self.tensorrt is not None,
+            lora_rank=self.lora_rank,
         )
         if not precision.is_quantized:
             return network

@@ -7,11 +7,12 @@ import torch
 from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
 from engine_builder.networks.network import Network
 from model.api.request import GenerationRequest
+from model.denoising.buffers import SAMPLE
 from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.shapes import bind_shapes
 from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.spec import COMPONENTS, find_component
-from model.store.manifest import Bucket, ModelFacts, TokenizerRecord
+from model.store.manifest import Bucket, ModelFacts, Signature, TokenizerRecord
 from model.store.store import Store
 
 _PROMPT = "a large red circle on a blue background"
@@ -46,7 +47,21 @@ def record_real_inputs(
         [pixels] = generate_eagerly(model, request)
         encode_pixels(model, to_pixels(torch.from_numpy(pixels).to(device)))
     # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
-    return {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
+    recorded = {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
+    for name, network in networks.items():
+        if plain := find_component(name)[0].low_rank_of:  # with adapters of any kind: no request of a build has one
+            recorded[name] = [inputs | _random_factors(network.signature, inputs) for inputs in recorded[plain]]
+    return recorded
+
+
+def _random_factors(signature: Signature, inputs: Inputs) -> Inputs:
+    """Return random low-rank factors for a UNet's inputs."""
+    sample = inputs[SAMPLE]
+    shapes = {spec.name: spec.shape for spec in signature.inputs if spec.name not in inputs}
+    return {
+        name: 0.02 * torch.randn(len(sample), int(shape[1]), dtype=sample.dtype, device=sample.device)
+        for name, shape in shapes.items()
+    }
 
 
 def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

@@ -100,6 +100,15 @@ def build(
     level: Annotated[
         int, typer.Option(min=0, max=5, help="TensorRT: optimization level; higher builds take longer.")
     ] = 3,
+    lora_rank: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=128,
+            help="Build a further UNet that takes LoRA adapters of up to this rank as inputs, so that images with "
+            "different adapters share a batch; 0: only merging.",
+        ),
+    ] = 0,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -117,6 +126,7 @@ def build(
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
+        lora_rank=lora_rank,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -170,7 +180,7 @@ def parse_plan(
     vae_precision: str | None = None, sizes: Sequence[str] = (), runtime: str = "aot_inductor",
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
-    vae: str | None = None, preset: str | None = None,
+    vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -193,6 +203,8 @@ def parse_plan(
         targets = plan_targets(targets[0], gpus, options)
     elif gpus:
         raise typer.BadParameter("is an option of --runtime tensorrt-rtx", param_hint="--gpu")
+    if lora_rank and runtime != "aot_inductor":
+        raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--lora-rank")
     target = targets[0]
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
@@ -221,6 +233,7 @@ def parse_plan(
         vae_precision=decoder,
         more_targets=targets[1:],
         quantization=quantization,
+        lora_rank=lora_rank,
     )
 
 

@@ -300,7 +300,8 @@ def geglu(projection: Any, tokens: Tensor, out_scale: Tensor | None = None) -> T
         # multiprocessors without a tile, and cuBLAS splits them better.
         is_large = batch * count >= (_MIN_GEGLU_TOKENS_WIDE if inner >= 1280 else _MIN_GEGLU_TOKENS) and inner >= 640
         # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs 129.
-        if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
+        is_plain = isinstance(projection, nn.Linear | QuantizedLinear)  # and has no change for each entry of the batch
+        if is_plain and is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
             from engine_builder.networks import kernels
 
             if not isinstance(projection, QuantizedLinear):

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
+from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.unet import text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
@@ -119,12 +120,14 @@ def load_network(
     device: str = "cpu",
     reader: ModuleReader | None = None,
     plain: bool = False,
+    lora_rank: int = 0,
 ) -> Network:
     """Load a component in eval mode on `device`. On "meta" it has shapes only, and no weights are read.
 
     `component` is the name of a component or variant in `model.pipeline.spec`. Refiner components need the refiner's
     own checkpoint. Pass one `reader` to load several components one after the other. `plain` selects the CPU's weight
-    layout and convolutions on any device, because ONNX can express those. Raises CheckpointError if the component is
+    layout and convolutions on any device, because ONNX can express those. `lora_rank`: of a UNet with low-rank inputs.
+    Raises CheckpointError if the component is
     missing or not SDXL's.
     """
     spec, variant = find_component(component)
@@ -137,10 +140,12 @@ def load_network(
     network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
     if spec.checkpoint_folder == "unet":
         widths = replace(widths, time_embeds_width=time_width(network), keys_values_width=text_width(network))
-    options = {}
+    options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
     module = wrapper.wrap(network, **options)
+    if isinstance(module, LowRankUnetNetwork):
+        widths = replace(widths, lora_down=module.packing.down_width, lora_up=module.packing.up_width)
     multiples = {"cfg_half": checkpoint.size_step(), "image": widths.vae_scale}
     module = module.to(device).eval().requires_grad_(False)
     if layout == "channels_last":

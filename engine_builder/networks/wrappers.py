@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
     GuidedUnetNetwork,
@@ -20,13 +21,14 @@ from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
-    `wrap` takes the network and, if `accepts_winograd`, the option `use_winograd`.
+    `wrap` takes the network and, if `accepts_winograd`, the option `use_winograd`, and if `accepts_rank`, `rank`.
     """
 
     package: str
     class_name: str
     wrap: Callable[..., nn.Module]
     accepts_winograd: bool = False
+    accepts_rank: bool = False
 
 
 _UNET = ("diffusers", "UNet2DConditionModel")
@@ -38,6 +40,7 @@ WRAPPERS = {
     "UnetTextNetwork": Wrapper(*_UNET, UnetTextNetwork),
     "UnetTimeNetwork": Wrapper(*_UNET, time_network),
     "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
+    "LowRankUnetNetwork": Wrapper(*_UNET, LowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
     "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),

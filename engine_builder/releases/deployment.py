@@ -173,7 +173,7 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         for library in LIBRARIES.values()
     }
     targets = list_runnable_targets(manifest, name, torch, versions, settings.runtime)
-    return select(manifest, targets, settings.buckets, versions, settings.served_precision)
+    return select(manifest, targets, settings.buckets, versions, settings.served_precision, bool(settings.loras))
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

@@ -5,15 +5,18 @@ needed, from the store's cache if it has one. A merge keeps no reference to an a
 """
 
 import logging
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import torch
 
 from model.adapters.layers import AdapterSet, Layer
 from model.adapters.merge import AdaptableWeights, AdapterFactors, Factors
+from model.adapters.packing import Packing, can_pack
 from model.errors import AdapterError, PreheatError
 from model.store.adapter_record import AdapterRecord
 from model.store.store import Store
@@ -32,8 +35,14 @@ class AdapterLibrary:
         weights: AdaptableWeights,
         device: torch.device,
         cache_bytes: int,
+        layers: Mapping[str, Layer] = MappingProxyType({}),
+        packing: Packing | None = None,
     ) -> None:
-        """`records`: the offered adapters. `cache_bytes`: of unused factors on the device, in float32."""
+        """`records`: the offered adapters. `cache_bytes`: of factors on the device, in float32. `layers`: the model's.
+
+        `packing`: of the UNet that takes adapters as inputs; None: adapters are merged.
+        """
+        self.layers, self.packing = layers, packing
         self.active: AdapterSet = ()
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on a thread of its own when an adapter was loaded, or failed to load."""
@@ -51,22 +60,27 @@ class AdapterLibrary:
         """The number of adapters whose factors are on the device."""
         return len(self._loaded)
 
-    def prepare(self, names: Collection[str]) -> bool:
-        """Return True if these adapters are on the device. Otherwise start to load the missing ones.
+    def prepare(self, groups: Sequence[Collection[str]]) -> None:
+        """Start to load the adapters of `groups` that are not on the device, in order, as far as the limit allows.
 
-        They are kept until other names are prepared. Raises AdapterError if one of them could not be loaded since the
-        last call; a later call tries again.
+        The first group is always loaded. Adapters that are loaded for a group are kept until the next call.
         """
+        keep: list[str] = []
+        for number, names in enumerate(groups):
+            more = [name for name in dict.fromkeys(names) if name not in keep]
+            if number and sum(map(self._size, keep + more)) > self._cache_bytes:
+                break
+            keep += more
         with self._lock:
-            for name in names:
-                if name in self._failures:
-                    raise self._failures.pop(name)
-            self._evict(names)
-            missing = [name for name in names if name not in self._loaded]
-            for name in missing:
-                if name not in self._loading:
+            self._evict(keep)
+            for name in keep:
+                if name not in self._loaded and name not in self._loading and name not in self._failures:
                     self._loading[name] = self._pool.submit(self._load, name)
-        return not missing
+
+    def take_failure(self, names: Collection[str]) -> AdapterError | None:
+        """Return why one of these adapters could not be loaded, or None. A later `prepare` tries again."""
+        with self._lock:
+            return next((self._failures.pop(name) for name in names if name in self._failures), None)
 
     def has(self, names: Collection[str]) -> bool:
         """True if these adapters are on the device."""
@@ -75,22 +89,41 @@ class AdapterLibrary:
 
     def load(self, names: Collection[str]) -> None:
         """Load adapters, and return when they are on the device. Raises AdapterError."""
-        while not self.prepare(names):
+        while not self.has(names):
+            self.prepare([names])
             for loading in list(self._loading.values()):
                 loading.result()
+            if (failure := self.take_failure(names)) is not None:
+                raise failure
 
-    def merge(self, adapters: AdapterSet) -> None:
-        """Merge adapters that are on the device (`prepare`) into the weights, in place of the active ones."""
+    def can_pack(self, adapters: AdapterSet) -> bool:
+        """True if a UNet takes these adapters as inputs: they change only its linears, and fit into its rank."""
+        if self.packing is None or not adapters:
+            return False
+        records = [self._records[name] for name, _ in adapters]
+        ranks = [max(layer.rank for layer in record.layers.values()) for record in records]
+        return sum(ranks) <= self.packing.rank and all(can_pack(record.layers, self.layers) for record in records)
+
+    def factors(self, adapters: AdapterSet) -> list[tuple[AdapterFactors, float]]:
+        """Return the factors of adapters that are on the device, with their scales."""
         with self._lock:
             for name, _ in adapters:
                 self._loaded.move_to_end(name)
-            factors = [(self._loaded[name], scale) for name, scale in adapters]
-        self._weights.merge(factors)
+            return [(self._loaded[name], scale) for name, scale in adapters]
+
+    def merge(self, adapters: AdapterSet) -> None:
+        """Merge adapters that are on the device (`prepare`) into the weights, in place of the active ones."""
+        self._weights.merge(self.factors(adapters))
         self.active = adapters
 
     def close(self) -> None:
         """End the loading thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _size(self, name: str) -> int:
+        """Return the bytes of an adapter's factors on the device, in float32."""
+        layers = self._records[name].layers.values()
+        return sum(4 * layer.rank * (math.prod(layer.shape[1:]) + layer.shape[0]) for layer in layers)
 
     def _load(self, name: str) -> None:
         try:
@@ -110,16 +143,12 @@ class AdapterLibrary:
 
     def _evict(self, keep: Collection[str]) -> None:
         """Drop the least recently used adapters beyond the limit, but none of `keep`."""
-        sizes = {name: factor_bytes(factors) for name, factors in self._loaded.items()}
+        total = sum(self._size(name) for name in {*self._loaded, *keep})
         for name in [name for name in self._loaded if name not in keep]:
-            if sum(sizes.values()) <= self._cache_bytes:
+            if total <= self._cache_bytes:
                 break
-            del self._loaded[name], sizes[name]
-
-
-def factor_bytes(factors: AdapterFactors) -> int:
-    """Return the bytes of an adapter's factors on the device."""
-    return sum(entry.down.nbytes + entry.up.nbytes for entry in factors.values())
+            del self._loaded[name]
+            total -= self._size(name)
 
 
 def load_factors(store: Store, record: AdapterRecord, device: torch.device) -> AdapterFactors:

@@ -10,6 +10,7 @@ from model.store.manifest import Signature, TensorSpec
 from model.store.precision import Dtype
 
 TEXT_EMBEDS = "text_embeds"  # the pooled text, as diffusers calls it
+LORA_DOWN, LORA_UP = "lora_down", "lora_up"  # the factors of adapters, see `model.adapters.packing`
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 
 CfgLayout = Literal["uncond", "both"]
@@ -33,6 +34,8 @@ class Widths:
     extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
     time_embeds_width: int = 0  # this and the next are set once the UNet is read
     keys_values_width: int = 0
+    lora_down: int = 1  # of a UNet with low-rank inputs, set once it is read
+    lora_up: int = 1
 
     @property
     def latents(self) -> tuple[str | int, ...]:
@@ -104,6 +107,14 @@ def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
         ),
         outputs=(TensorSpec(name="noise", dtype=dtype, shape=widths.latents),),
     )
+
+
+def lora_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """The inputs of `unet_signature` and the low-rank factors of all linears -> the predicted noise."""
+    plain = unet_signature(widths, dtype)
+    factors = ((LORA_DOWN, widths.lora_down), (LORA_UP, widths.lora_up))
+    inputs = (*plain.inputs, *(TensorSpec(name=name, dtype=dtype, shape=("rows", width)) for name, width in factors))
+    return Signature(inputs=inputs, outputs=plain.outputs)
 
 
 def vae_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:

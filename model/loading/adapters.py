@@ -8,6 +8,7 @@ import torch
 from model.adapters.layers import COMPONENTS, find_layers
 from model.adapters.library import AdapterLibrary, check_fit
 from model.adapters.merge import AdaptableWeights, Weights, copied_bytes
+from model.adapters.packing import make_packing, rank_of
 from model.errors import AdapterError, OutOfDeviceMemory
 from model.loading.memory import free_host_memory
 from model.loading.select import Selection
@@ -78,11 +79,13 @@ def open_library(
     release: str,
     device: torch.device,
     cache_bytes: int,
+    lora_down: int = 0,
 ) -> AdapterLibrary:
     """Copy the weights that the adapters change, and return the library.
 
     `originals`: the UNet's weights in 16 bits or more, if the served ones have 8. The copies stay on the GPU if its
-    memory suffices, otherwise in host memory. Raises AdapterError for an adapter that does not fit the release, and
+    memory suffices, otherwise in host memory. `lora_down`: elements of this input of the UNet that takes adapters as
+    inputs; 0: there is none. Raises AdapterError for an adapter that does not fit the release, and
     OutOfDeviceMemory on a CPU.
     """
     shapes = {
@@ -103,4 +106,5 @@ def open_library(
             "Use a machine with more memory, or remove `loras` from the config.",
         )
     adaptable = AdaptableWeights(weights, changed.values(), {UNET: originals} if originals else None, on_host)
-    return AdapterLibrary(store, records, adaptable, device, cache_bytes)
+    packing = make_packing(layers, rank_of(layers, lora_down)) if lora_down else None
+    return AdapterLibrary(store, records, adaptable, device, cache_bytes, layers, packing)

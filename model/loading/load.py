@@ -18,7 +18,7 @@ from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
-from model.engines.signatures import CfgLayout
+from model.engines.signatures import LORA_DOWN, CfgLayout
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import NO_ADAPTERS, ServedAdapters, open_library, read_adapters, unquantized_weights
@@ -27,7 +27,7 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import COMPONENTS, UNET, find_component
+from model.pipeline.spec import COMPONENTS, UNET, UNET_LORA, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
@@ -83,7 +83,7 @@ def load_release(
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
-        selection = select(manifest, targets, buckets, precision=precision)
+        selection = select(manifest, targets, buckets, precision=precision, with_adapters=bool(adapters.names))
         served = served_model(selection, buckets, adapters.names)
         adapter_records = read_adapters(store, adapters.names, public_keys, selection)
         unquantized = unquantized_weights(selection) if adapter_records else None
@@ -115,7 +115,14 @@ def load_release(
             with cold_start.phase("adapters"):
                 originals = _in_layout(cache.load(unquantized), unquantized) if unquantized else None
                 library = open_library(
-                    store, adapter_records, tensors, originals, release, device, adapters.cache_bytes
+                    store,
+                    adapter_records,
+                    tensors,
+                    originals,
+                    release,
+                    device,
+                    adapters.cache_bytes,
+                    _lora_down(selection),
                 )
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
@@ -142,6 +149,12 @@ def load_release(
     unet = selection.engines[UNET][0]
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
+
+
+def _lora_down(selection: Selection) -> int:
+    """Return the elements of the input `lora_down` of the UNet that takes adapters as inputs, 0 without one."""
+    engines = selection.engines.get(UNET_LORA, ())
+    return next((int(i.shape[1]) for engine in engines[:1] for i in engine.signature.inputs if i.name == LORA_DOWN), 0)
 
 
 def _in_layout(tensors: Mapping[str, torch.Tensor], record: WeightsRecord) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.spec import COMPONENTS, step_components, unets
+from model.pipeline.spec import COMPONENTS, loop_unets, step_components
 from model.store.manifest import EngineRecord
 
 
@@ -65,7 +65,7 @@ def _read_numbers(path: Path) -> dict[str, int]:
 def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
     """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component."""
     total = 0
-    for spec in unets():
+    for spec in loop_unets():
         of_unet = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
         by_precision = _by_precision(of_unet)
         for records in by_precision:

@@ -89,7 +89,7 @@ class Prefetch:
             self._opened.set()
             release = store.read_release(settings.release)
             keys, buckets, precision = settings.public_key, settings.buckets, settings.served_precision
-            fetch_selected(store, release, keys, targets, buckets, precision)
+            fetch_selected(store, release, keys, targets, buckets, precision, bool(settings.loras))
             return
         self._process.send_request(settings, options, targets)
         manifest = self._process.manifest()

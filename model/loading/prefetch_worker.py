@@ -62,6 +62,7 @@ class PrefetchProcess:
             "targets": [asdict(target) for target in targets],
             "buckets": [bucket.model_dump() for bucket in settings.buckets],
             "precision": settings.precision,
+            "with_adapters": bool(settings.loras),
             "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
         }
         with suppress(OSError):  # the process has ended, and `manifest` returns None
@@ -97,10 +98,11 @@ def fetch_selected(
     targets: Sequence[Target],
     buckets: Sequence[ServedBucket],
     precision: ServedPrecision,
+    with_adapters: bool,
 ) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
     check_signature(manifest, keys)
-    store.fetch(select(manifest, targets, buckets, precision=precision).blobs())
+    store.fetch(select(manifest, targets, buckets, precision=precision, with_adapters=with_adapters).blobs())
 
 
 def main() -> None:
@@ -134,6 +136,7 @@ def main() -> None:
                 request["precision"] and Precision.named(request["precision"]),
                 request["fp16_steps"] and Fp16Steps(**request["fp16_steps"]),
             ),
+            request["with_adapters"],
         )
     except PreheatError:
         return  # the load raises and reports the same error

@@ -10,7 +10,16 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
-from model.pipeline.spec import COMPONENTS, UNET, ComponentSpec, components_of, model_parts, tokenizers_of, unets
+from model.pipeline.spec import (
+    COMPONENTS,
+    LOW_RANK,
+    UNET,
+    ComponentSpec,
+    components_of,
+    model_parts,
+    tokenizers_of,
+    unets,
+)
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, Manifest, WeightsRecord
 from model.store.precision import FP16, Precision
@@ -72,11 +81,13 @@ def select(
     buckets: Sequence[ServedBucket],
     versions: Mapping[str, str | None] | None = None,
     precision: ServedPrecision | None = None,
+    with_adapters: bool = False,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
     If `buckets` is empty, every bucket of the release is selected. `versions`: runtime -> the server's version of that
-    library; None: the installed ones. `precision`: None selects the defaults. Raises MissingComponent,
+    library; None: the installed ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes
+    adapters as inputs, if the release has it. Raises MissingComponent,
     NoEngineForTarget or EngineError, before any blob is read.
     """
     names = required_components(manifest)
@@ -85,7 +96,7 @@ def select(
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
-    names += optional_components(manifest, target, wanted)
+    names += optional_components(manifest, target, wanted, with_adapters)
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if fp16_steps is not None:
@@ -132,9 +143,12 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
     return names
 
 
-def optional_components(manifest: Manifest, target: str, precision: Precision | None = None) -> tuple[str, ...]:
+def optional_components(
+    manifest: Manifest, target: str, precision: Precision | None = None, with_adapters: bool = False
+) -> tuple[str, ...]:
     """Return the optional components that the release has engines of for a target. `precision`: of the UNet."""
     specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
+    specs += LOW_RANK.values() if with_adapters else ()
     return tuple(spec.name for spec in specs if servable_engines(manifest, spec.name, target, precision))
 
 

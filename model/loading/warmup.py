@@ -21,7 +21,7 @@ from model.pipeline.params import GenerationParams
 from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.prompt import encode_prompt
-from model.pipeline.spec import BASE, REFINER
+from model.pipeline.spec import BASE, REFINER, UNET_LORA
 from model.pipeline.text_to_image import generate
 from model.scheduling.efficiency import measure_efficient_batches
 
@@ -45,6 +45,8 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdSt
         with cold_start.phase("warm_up"), cold_start.timing_parts():
             for width, height in _sizes(served):
                 params = _warm_up_params(served, width, height, loaded.model)
+                if UNET_LORA in loaded.model.engines:
+                    loaded.model.loop(UNET_LORA, height, width)  # makes its buffers and graphs
                 with warm_up_part(f"image_{width}x{height}"):
                     generate(loaded.model, [_from_image(params) if served.encodes_images else params])
             with warm_up_part("texts"):

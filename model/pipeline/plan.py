@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from model.adapters.layers import AdapterSet
+from model.adapters.merge import AdapterFactors
 from model.denoising.loop import Conditioning, ImageState
 from model.denoising.noise_schedule import Floats
 from model.denoising.sampler_names import skipped_steps
@@ -16,7 +18,7 @@ from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import GenerationParams
-from model.pipeline.spec import BASE, REFINER, Denoiser
+from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
 from model.store.manifest import RefinerFacts
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
@@ -62,7 +64,9 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class RequestPlan:
-    """A request, or one pass of it, and what follows from it. Stages read it and change only the last two fields.
+    """A request, or one pass of it, and what follows from it.
+
+    Stages read it and change only `encoded`, `encoded_images` and `factors`.
 
     A request that repaints several masks has several passes over all stages. This plan is the first one, and `later`
     has the others.
@@ -76,6 +80,9 @@ class RequestPlan:
     encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
         fills it for the first image. Each image takes one, so the tensors are freed with the last.
     encoded_images: the same for the request's image and its masked image, by the name that `share` gets.
+    merged: the adapters that must be merged into the weights while the request runs.
+    packed: the adapters that the UNet takes as inputs. They share no image's weights.
+    factors: those of the packed adapters with their scales, for all passes. `EncodePrompt` fills it.
     """
 
     params: GenerationParams
@@ -89,6 +96,9 @@ class RequestPlan:
     later: "tuple[RequestPlan, ...]" = ()
     encoded: dict[str, list[CfgConditioning]] = field(default_factory=dict)
     encoded_images: dict[str, list[LatentDistribution]] = field(default_factory=dict)
+    merged: AdapterSet = ()
+    packed: AdapterSet = ()
+    factors: list[tuple[AdapterFactors, float]] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -98,6 +108,10 @@ class RequestPlan:
     def of(self, image: ImageState) -> "RequestPlan":
         """Return the plan of the pass that an image is in."""
         return (self, *self.later)[image.pass_index]
+
+    def unet_of_loop(self, unet: str) -> str:
+        """Return the UNet that runs the steps of `unet`: for packed adapters the one that takes them as inputs."""
+        return UNET_LORA if self.packed and unet == UNET else unet
 
     def share(self, name: str, encode: Callable[[], LatentDistribution]) -> LatentDistribution:
         """Return the distribution of an image's latents. `encode` is called once for all images of a first pass.
@@ -121,7 +135,7 @@ class RequestPlan:
 
     def images(self) -> list[ImageState]:
         """Make the states of the request's images before their first stage."""
-        first = self.denoise[self.first_loop[0]]
+        first = next(iter(self.denoise.values()))
         return [
             ImageState(index, self.generator(index), first.schedule, first.guidance)
             for index in range(self.params.num_images)
@@ -138,8 +152,12 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     plans = [_plan_pass(model, of_pass, None if number else levels) for number, of_pass in enumerate(params.passes())]
     warnings = [text for plan in plans for text in plan.warnings]
     later: tuple[RequestPlan, ...] = ()
+    packed = model.adapters is not None and model.adapters.can_pack(params.loras)
+    merged, inputs = ((), params.loras) if packed else (params.loras, ())
+    factors: list[tuple[AdapterFactors, float]] = []
     for plan in reversed(plans):
-        first = replace(plan, later=later)
+        first = replace(plan, later=later, merged=merged, packed=inputs, factors=factors)
+        first = replace(first, first_loop=(first.unet_of_loop(plan.first_loop[0]), *plan.first_loop[1:]))
         later = (first, *later)
     return replace(first, params=params, warnings=list(dict.fromkeys(warnings)))
 

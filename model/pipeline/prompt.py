@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from model.adapters.merge import AdapterFactors
+from model.adapters.packing import add_to_keys_values, pack
 from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
 from model.engines.shapes import DTYPES
@@ -29,7 +31,10 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
         if plan.guided and plan.zero_negative:
             hidden = torch.cat([hidden, torch.zeros_like(hidden)])
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
-        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled)
+        if request.packed and not request.factors:
+            assert model.adapters is not None
+            request.factors.extend(model.adapters.factors(request.packed))
+        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, request.factors)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
@@ -61,15 +66,26 @@ def _encode_texts(
 
 
 def _conditionings(
-    model: LoadedModel, denoiser: Denoiser, plan: DenoisePlan, hidden: torch.Tensor, pooled: torch.Tensor | None
+    model: LoadedModel,
+    denoiser: Denoiser,
+    plan: DenoisePlan,
+    hidden: torch.Tensor,
+    pooled: torch.Tensor | None,
+    factors: Sequence[tuple[AdapterFactors, float]],
 ) -> Sequence[Conditioning]:
     """Return the conditioning of each text, from hidden [texts, tokens, width] and pooled [texts, width].
 
-    Without pooled text the embeddings of time are those of every text.
+    Without pooled text the embeddings of time are those of every text. `factors`: of adapters that the UNet takes as
+    inputs, with their scales.
     """
     text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
     keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
+    packed: dict[str, torch.Tensor] = {}
+    if factors:
+        assert model.adapters is not None and model.adapters.packing is not None
+        keys_values = add_to_keys_values(keys_values, hidden, model.adapters.layers, factors)
+        packed = pack(model.adapters.packing, factors, dtype)
     steps = plan.schedule.steps
     timesteps = torch.tensor(plan.schedule.timesteps, dtype=torch.float32)
     inputs = {"timestep": to_device(timesteps, model.device)}
@@ -82,5 +98,6 @@ def _conditionings(
             inputs["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
         if pooled is not None or not conditionings:
             time_embeds = time.run(inputs)["time_embeds"]
-        conditionings.append(Conditioning({"keys_values": keys_values[index : index + 1], "time_embeds": time_embeds}))
+        inputs_of_text = {"keys_values": keys_values[index : index + 1], "time_embeds": time_embeds}
+        conditionings.append(Conditioning(inputs_of_text | packed))
     return conditionings

@@ -51,6 +51,8 @@ class ComponentSpec:
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
     variants: its further engines.
+    low_rank_of: a UNet that this one replaces for images with adapters, which it takes as inputs. Their weights are the
+        same. It is built and loaded only if adapters are asked for.
     optional: true if releases may lack it. Requests that need it are then refused.
     """
 
@@ -67,6 +69,7 @@ class ComponentSpec:
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
     variants: tuple[Variant, ...] = ()
+    low_rank_of: str = ""
     optional: bool = False
 
 
@@ -97,6 +100,7 @@ UNET_TIME = "unet_time"
 UNET = "unet"
 UNET_UNCONDITIONAL = "unet_unconditional"
 UNET_GUIDED = "unet_guided"
+UNET_LORA = "unet_lora"
 VAE_ENCODER = "vae_encoder"
 VAE_DECODER = "vae_decoder"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
@@ -170,7 +174,14 @@ SD = _table(
 
 FAMILIES: dict[Family, Components] = {"sdxl": SDXL, "sd": SD}
 """The components of each family by name, in the order in which they are built. Variants are entries of theirs."""
-COMPONENTS: Components = SDXL | SD
+LOW_RANK = _table(
+    ComponentSpec(
+        UNET_LORA, "base", "unet", "LowRankUnetNetwork", signatures.lora_unet_signature, "step", "cfg_half",
+        "denoising", ("time_embeds",), low_rank_of=UNET, optional=True,
+    ),
+)  # fmt: skip
+"""UNets that any family may have in addition."""
+COMPONENTS: Components = SDXL | SD | LOW_RANK
 """The components of all families. A name means the same network in each of them."""
 
 BASE = Denoiser(
@@ -210,6 +221,11 @@ def find_component(name: str, components: Components = COMPONENTS) -> tuple[Comp
 
 
 def unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
+    """Return the UNets, without those that replace one of them for images with adapters."""
+    return tuple(spec for spec in loop_unets(components) if not spec.low_rank_of)
+
+
+def loop_unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
     """Return the components that denoising loops run."""
     return tuple(spec for spec in components.values() if spec.phase == "step" and not spec.feeds)
 

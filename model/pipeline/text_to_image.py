@@ -2,7 +2,7 @@
 
 The arithmetic is that of diffusers' StableDiffusionXLPipeline and, for the refiner, of StableDiffusionXLImg2ImgPipeline
 with denoising_end/denoising_start. Images of one batch may differ in prompt, seed, sampler, steps and guidance, but
-not in adapters. The engines may be of any runtime.
+not in merged adapters. The engines may be of any runtime.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +23,11 @@ def generate(model: LoadedModel, batch: Sequence[GenerationParams]) -> tuple[lis
     stage, and warnings. Raises RequestRefused, AdapterError, and BrokenImage for an image with NaN or infinity.
     """
     runner, timer = Runner(model), StageTimer(model.device)
-    [adapters] = {params.loras for params in batch}
-    if model.adapters is not None:
-        model.adapters.load([name for name, _ in adapters])
-    model.use_adapters(adapters)
     plans = [runner.plan(params) for params in batch]
+    if model.adapters is not None:
+        model.adapters.load([name for params in batch for name, _ in params.loras])
+    [merged] = {plan.merged for plan in plans}
+    model.use_adapters(merged)
     images = run_stages(runner, plans, timer.end)
     pixels = [image.pixels.wait() for image in images if image.pixels is not None]
     timer.end("decode")

@@ -8,6 +8,9 @@ while no image is in flight. Requests take turns by their sets:
 3. Once no image is in flight, the set of the oldest waiting request whose adapters are on the device is merged. The
    same happens earlier if no request with the merged set waits.
 
+A request whose adapters are inputs of the UNet needs the weights of the model itself, and takes its turn with the
+requests without adapters.
+
 So a request waits at most one turn, and the time of the requests that have begun, for each set that is ahead of it. A
 request whose adapters are still being read is overtaken by others.
 """
@@ -15,7 +18,6 @@ request whose adapters are still being read is overtaken by others.
 import time
 from collections.abc import Callable, Sequence
 
-from model.adapters.layers import AdapterSet
 from model.errors import AdapterError
 from model.pipeline.loaded_model import LoadedModel
 from model.scheduling.job import Job
@@ -41,21 +43,26 @@ class AdapterTurns:
         Returns a job whose adapters could not be loaded, with the error.
         """
         self.draining = self.blocked = False
-        active = self._model.active_adapters
-        others = [job for job in waiting if job.params.loras != active and not job.done]
-        if not others:
+        active, library = self._model.active_adapters, self._model.adapters
+        if library is None:
             return None
-        ready, failed = self._first_ready(others)
-        own = [job for job in waiting if job.params.loras == active and not job.done]
-        if ready is None:
-            self.blocked = not own and not in_flight
-            return failed
+        jobs = [job for job in waiting if not job.done]
+        needing = [job for job in jobs if self._needed(job)]
+        library.prepare(list({job.params.loras: self._needed(job) for job in needing}.values()))
+        for job in needing:
+            if (error := library.take_failure(self._needed(job))) is not None:
+                return job, error
+        own = [job for job in jobs if job.plan.merged == active]
+        others = [job for job in jobs if job.plan.merged != active]
+        next_job = next((job for job in others if self._is_ready(job)), None)
+        if next_job is None:
+            self.blocked = not in_flight and bool(jobs) and not any(map(self._is_ready, own))
+            return None
         now = time.monotonic()
-        since = max(ready.accepted_at, self._merged_at)
-        self.draining = now - since >= self._turn_seconds
+        self.draining = now - max(next_job.accepted_at, self._merged_at) >= self._turn_seconds
         has_begun = in_flight or any(job.joined_count for job in own)
-        if not has_begun and (self.draining or not own):
-            self._model.use_adapters(ready.params.loras)
+        if not has_begun and (self.draining or not any(map(self._is_ready, own))):
+            self._model.use_adapters(next_job.plan.merged)
             self._merged_at = time.monotonic()
             self._on_merged(self._merged_at - now)
             self.draining = False
@@ -63,26 +70,14 @@ class AdapterTurns:
 
     def admits(self, job: Job) -> bool:
         """True if images of a job may start now, as far as its adapters decide."""
-        return job.params.loras == self._model.active_adapters and (not self.draining or job.joined_count > 0)
+        in_turn = job.plan.merged == self._model.active_adapters and (not self.draining or job.joined_count > 0)
+        return in_turn and self._is_ready(job)
 
-    def _first_ready(self, jobs: Sequence[Job]) -> tuple[Job | None, tuple[Job, AdapterError] | None]:
-        """Return the oldest job whose adapters are on the device, or a job whose adapters failed to load.
+    def _needed(self, job: Job) -> list[str]:
+        """Return the adapters whose factors a job needs before it starts. Those that are merged are needed no more."""
+        is_merged = job.plan.merged and job.plan.merged == self._model.active_adapters
+        return [] if is_merged or job.joined_count else [name for name, _ in job.params.loras]
 
-        Only the adapters of the oldest job are loaded: those of others could push them out.
-        """
-        tried: set[AdapterSet] = set()
-        for job in jobs:
-            if (adapters := job.params.loras) in tried:
-                continue
-            tried.add(adapters)
-            try:
-                if not adapters or self._on_device([name for name, _ in adapters], load=job is jobs[0]):
-                    return job, None
-            except AdapterError as error:
-                return None, (job, error)
-        return None, None
-
-    def _on_device(self, names: list[str], load: bool) -> bool:
+    def _is_ready(self, job: Job) -> bool:
         library = self._model.adapters
-        assert library is not None
-        return library.prepare(names) if load else library.has(names)
+        return library is None or library.has(self._needed(job))

@@ -29,7 +29,7 @@ from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
-from model.pipeline.spec import unets
+from model.pipeline.spec import loop_unets
 from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import may_join, shortens_mean_latency
 from model.scheduling.job import ImageEvent, Job, StepEvent
@@ -67,7 +67,7 @@ class Scheduler:
         self.limits = limits
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
-        self._unets = [spec.name for spec in unets(self.model.components)]
+        self._unets = [spec.name for spec in loop_unets(self.model.components)]
         self._wakeup = threading.Condition()  # guards the next six attributes
         self._idle_work: Iterator[None] | None = None
         self._inbox: deque[Job | _Call] = deque()
@@ -322,7 +322,7 @@ class Scheduler:
         same_size = [
             other
             for other in self._waiting
-            if other.plan.first_loop[1:] == key[1:] and other.params.loras == job.params.loras
+            if other.plan.first_loop[1:] == key[1:] and other.plan.merged == job.plan.merged
         ]
         waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)

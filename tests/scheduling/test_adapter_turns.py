@@ -162,7 +162,7 @@ def test_least_recently_used_adapter_leaves_the_device(small_cache: AdapterModel
     for loras in (A, B, A, C, A, B):
         results(scheduler.submit(params(0, loras=loras)))
     scheduler.close()
-    library.prepare([])
+    library.prepare([[]])
     assert library.cached_count == 2
     names = {digest: name for name, digest in blobs.items()}
     assert [names[digest] for digest in small_cache.store.reads] == ["a", "b", "c", "b"]

@@ -20,6 +20,8 @@ Delta = tuple[torch.Tensor, torch.Tensor, float]
 LINEARS = re.compile(
     r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_(in|out))|text_encoder.*([qkv]_proj|out_proj|fc[12])"
 )
+PACKABLE = re.compile(r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_(in|out))")
+"""Linears that a UNet with low-rank inputs covers."""
 CONVOLUTIONS = re.compile(r"unet\..*(resnets.*conv\w*|samplers\.0\.conv|time_emb_proj)|unet\.conv_(in|out)")
 
 

@@ -20,6 +20,7 @@ from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
+from model.engines.signatures import LORA_DOWN, LORA_UP
 from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
 
@@ -113,7 +114,9 @@ def example_inputs(
             time_ids = [height, width, 0, 0, height, width] if shape[1] == 6 else [height, width, 0, 0, 6.0]
             value = torch.tensor([time_ids] * batch, dtype=torch.float32)
         else:
-            value = torch.randn(shape, generator=generator).to(DTYPES[spec.dtype])
+            spread = 0.02 if spec.name in (LORA_DOWN, LORA_UP) else 1.0  # as small as the factors of real adapters
+            value = spread * torch.randn(shape, generator=generator)
+            value = value.to(DTYPES[spec.dtype])
         inputs[spec.name] = value.to(device)
     return inputs
 

@@ -40,6 +40,7 @@ class CompileJob:
     """One engine to compile into the file `package`.
 
     key: the engine key. precision: of the network as it is loaded. clips: of the layers that are then quantized.
+    lora_rank: see `load_network`.
     """
 
     key: str
@@ -50,6 +51,7 @@ class CompileJob:
     bucket: Bucket
     package: Path
     clips: Mapping[str, float] = field(default_factory=dict)
+    lora_rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,9 @@ def _run_worker(builder: Connection, threads: int) -> None:
             return
         result: CompileResult | Exception
         try:
-            network = load_network(job.checkpoint, job.component, job.precision, job.target.device, reader)
+            network = load_network(
+                job.checkpoint, job.component, job.precision, job.target.device, reader, lora_rank=job.lora_rank
+            )
             if job.clips:
                 network = quantize_layers(network, job.clips)
             result = _compile(job, network)

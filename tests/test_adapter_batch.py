@@ -1,0 +1,186 @@
+"""Images with different LoRA adapters share a batch, on a UNet that takes the adapters as inputs."""
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine_builder.adapters.add import add_adapter
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.releases.publish import publish
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.adapters.merge import Factors
+from model.adapters.packing import make_packing, pack
+from model.cold_start import ColdStart
+from model.images.encode import Pixels
+from model.loading.adapters import ServedAdapters
+from model.loading.load import Loaded, load_release
+from model.loading.target import detect_targets
+from model.loading.warmup import warm_up
+from model.pipeline.params import GenerationParams
+from model.pipeline.plan import plan_request
+from model.pipeline.runner import Runner
+from model.pipeline.spec import UNET, UNET_LORA
+from model.pipeline.text_to_image import generate
+from model.scheduling.scheduler import Scheduler
+from model.settings import Limits
+from tests.conftest import KEPT_TOYS, file_lock, make_build_report
+from tests.support.adapters import PACKABLE, module_shapes, random_deltas, write_adapter
+from tests.support.images import pixels
+from tests.support.linear_networks import PLAIN
+from tests.support.reference import Reference
+from tests.support.scheduling import paused, results
+
+RANK = 8
+TOLERANCE = 2  # of 255: float32 rounding, in another order
+RANKS = {"four": 4, "three": 3, "one": 1, "nine": 9}
+"""The ranks of the adapters. The last is larger than the UNet's."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_diffusers() -> Iterator[None]:
+    logger = logging.getLogger("diffusers")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def lora_store(
+    toy_plan: BuildPlan, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
+) -> WritableStore:
+    """A store with the toy, built with a UNet that takes adapters as inputs, as toy-lora/1."""
+    plan = replace(toy_plan, model="toy-lora", lora_rank=RANK)
+    folder = tmp_path_factory.mktemp("lora-store") / "store"
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
+        build(plan, open_writable_store(KEPT_TOYS), make_build_report(show_progress, "toy store"))
+        shutil.copytree(KEPT_TOYS, folder, ignore=shutil.ignore_patterns("drafts"))
+    store = open_writable_store(folder)
+    build(plan, store)
+    publish(store, "toy-lora")
+    return store
+
+
+@pytest.fixture(scope="module")
+def files(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    folder, shapes = tmp_path_factory.mktemp("adapters"), module_shapes(toy_folder)
+    files = {}
+    for seed, (name, rank) in enumerate(RANKS.items()):
+        deltas = random_deltas(shapes, PACKABLE, rank, seed, spread=0.3)
+        files[name] = write_adapter(folder / f"{name}.safetensors", deltas, "peft")
+    return files
+
+
+@pytest.fixture(scope="module")
+def adapted(lora_store: WritableStore, files: Mapping[str, Path]) -> Loaded:
+    for name, path in files.items():
+        add_adapter(lora_store, name, path)
+    return load_release(
+        lora_store, "toy-lora/1", detect_targets(), [], ColdStart(), adapters=ServedAdapters(tuple(files))
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(toy_folder: Path, files: Mapping[str, Path]) -> Reference:
+    reference = Reference(toy_folder)
+    for name, path in files.items():
+        reference.load_lora(name, path)
+    return reference
+
+
+def params(*loras: tuple[str, float], seed: int = 7) -> GenerationParams:
+    return replace(PLAIN, width=64, height=64, guidance_scale=3.0, seed=seed, loras=tuple(sorted(loras)))
+
+
+def difference(one: Pixels, other: Pixels) -> int:
+    return int(np.abs(one.astype(int) - other.astype(int)).max())
+
+
+REQUESTS = [
+    params(("four", 1.0), seed=1),
+    params(("three", -0.7), seed=2),
+    params(("four", 0.5), ("three", 1.0), ("one", 1.5), seed=3),
+    replace(params(("one", 1.0), seed=4), negative_prompt="two"),
+    replace(params(("four", 0.3), seed=5), guidance_scale=1.0),
+]
+
+
+def test_images_of_a_batch_are_those_of_diffusers(adapted: Loaded, reference: Reference) -> None:
+    images, _, _ = generate(adapted.model, REQUESTS)
+    for request, image in zip(REQUESTS, images, strict=True):
+        assert plan_request(adapted.model, request).first_loop[0] == UNET_LORA
+        assert difference(image, reference.generate(request)) <= TOLERANCE
+        [[without]] = [generate(adapted.model, [replace(request, loras=())])[0]]
+        assert difference(image, without) > 5 * TOLERANCE
+    assert adapted.model.active_adapters == ()
+
+
+def test_image_does_not_depend_on_the_batch(adapted: Loaded) -> None:
+    images, _, _ = generate(adapted.model, REQUESTS)
+    for request, image in zip(REQUESTS, images, strict=True):
+        [[alone]] = [generate(adapted.model, [request])[0]]
+        assert difference(image, alone) <= 1
+
+
+def test_both_ways_give_the_same_image(adapted: Loaded) -> None:
+    assert adapted.model.adapters is not None
+    packed = generate(adapted.model, REQUESTS[:1])[0][0]
+    packing, adapted.model.adapters.packing = adapted.model.adapters.packing, None
+    try:
+        merged = generate(adapted.model, REQUESTS[:1])[0][0]
+        assert adapted.model.active_adapters == REQUESTS[0].loras
+    finally:
+        adapted.model.adapters.packing = packing
+    assert difference(packed, merged) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "loras, unet",
+    [
+        ([("four", 1.0)], UNET_LORA),
+        ([("four", 1.0), ("three", 1.0)], UNET_LORA),
+        ([("four", 1.0), ("three", 1.0), ("one", 1.0)], UNET_LORA),
+        ([("nine", 1.0)], UNET),
+        ([("nine", 1.0), ("one", 1.0)], UNET),
+        ([], UNET),
+    ],
+)
+def test_sum_of_ranks_decides_the_way(loras: list[tuple[str, float]], unet: str, adapted: Loaded) -> None:
+    plan = plan_request(adapted.model, params(*loras))
+    assert plan.first_loop[0] == unet
+    assert plan.merged == (() if unet == UNET_LORA else tuple(sorted(loras)))
+
+
+def test_scheduler_runs_different_adapters_together(adapted: Loaded) -> None:
+    """The results are those of each request alone, and only the adapter that does not fit is merged."""
+    assert adapted.model.adapters is not None
+    warm_up(adapted)
+    requests = [*REQUESTS, params(seed=6), params(("nine", 1.0), seed=7)]
+    alone = [generate(adapted.model, [request])[0][0] for request in requests]
+    scheduler = Scheduler(Runner(adapted.model), Limits(), lambda: None)
+    with paused(scheduler):
+        jobs = [scheduler.submit(request) for request in requests]
+    finished = results(*jobs)
+    scheduler.close()
+    for image, result in zip(alone, finished, strict=True):
+        assert difference(image, pixels(result.images[0])) <= 1
+
+
+def test_packed_factors_keep_small_scales() -> None:
+    """In fp16 a factor of 1e-7 would be lost. Balanced with the other one it is exact to fp16's rounding."""
+    from model.adapters.layers import find_layers
+
+    layers = find_layers({"unet": {"mid_block.attentions.0.proj_in.weight": (32, 16)}})
+    down, up = torch.randn(2, 16), 1e-6 * torch.randn(32, 2)
+    packing = make_packing(layers, 4)
+    factors = {"unet.mid_block.attentions.0.proj_in": Factors(down, up, 0.1)}
+    packed = pack(packing, [(factors, 0.5)], torch.float16)
+    product = packed["lora_up"].view(4, 32).float().T @ packed["lora_down"].view(4, 16).float()
+    torch.testing.assert_close(product, 0.05 * up @ down, rtol=0.01, atol=1e-10)
