@@ -71,7 +71,7 @@ def every_command(files: OddFiles) -> list[Command]:
                           "--vae": models, "--preset": TEXTS, "--size": SIZES,
                           "--runtime": [*TEXTS, "tensorrt", "tensorrt-rtx"], "--gpu": [*TEXTS, "h100"],
                           "--refit": TEXTS, "--compatibility": TEXTS,
-                          "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS},
+                          "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS, "--lora-rank": NUMBERS},
                 {}, (models,)),
         Command("calibrate", {"--refiner": models, "--precision": TEXTS, **store, "--prompts": paths, "--size": SIZES,
                               "--steps": NUMBERS, "--guidance": NUMBERS, "--count": NUMBERS,

@@ -62,6 +62,8 @@ CAPABILITIES: Tests = {
         "tests/test_adapter_parity.py::test_image_with_one_adapter_is_that_of_diffusers",
         "tests/test_adapter_parity.py::test_image_with_three_adapters_is_that_of_diffusers",
         "tests/test_adapter_parity.py::test_swaps_compile_nothing",
+        "tests/test_adapter_batch.py::test_images_of_a_batch_are_those_of_diffusers",
+        "tests/test_adapter_batch.py::test_image_does_not_depend_on_the_batch",
         "tests/test_adapter_merge.py::test_restores_weights_exactly_after_100_swaps",
         "tests/builder/test_adapters.py::test_refuses_unusable_tensors",
         "tests/scheduling/test_adapter_turns.py::test_equal_adapters_share_a_batch_and_others_wait",

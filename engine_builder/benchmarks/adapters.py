@@ -1,6 +1,6 @@
-"""Measure how long a swap of LoRA adapters takes on this device.
+"""Measure how long a swap of LoRA adapters takes on this device, and a batch of images with different adapters.
 
-    python -m engine_builder.benchmarks.adapters .preheat/store tiny-sdxl/1 --rank 64
+    python -m engine_builder.benchmarks.adapters .preheat/store tiny-sdxl/1 --rank 64 --images 8 --batch-rank 32
 
 The adapters have random factors for all linears of the UNet's transformers and of both text encoders, as most adapters
 have. They are kept in a temporary folder, and the store is not changed. Measured in turn, in one run:
@@ -11,29 +11,39 @@ have. They are kept in a temporary folder, and the store is not changed. Measure
     restore    back to the model
     read       from the store's blobs to factors on the device, in the background
 
-Times end when the device has finished. Nothing else runs meanwhile.
+Times end when the device has finished. Nothing else runs meanwhile. If the release has a UNet that takes adapters as
+inputs (`preheat build --lora-rank`), also, alternately:
+
+    plain batch     the denoising of `--images` images without adapters
+    adapter batch   the denoising of as many images, each with another adapter of rank `--batch-rank`
 """
 
+import argparse
 import hashlib
 import re
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from engine_builder.adapters.add import release_layers
 from engine_builder.benchmarks.bench import precision_of, release_parser
-from engine_builder.benchmarks.rows import finish, make_row
+from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.stores.local import WritableLocalStore
 from model.adapters.layers import AdapterSet, Layer
 from model.adapters.library import load_factors
+from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.loading.adapters import ServedAdapters
-from model.loading.load import load_release
+from model.loading.load import Loaded, load_release
 from model.loading.runtimes import find_targets
 from model.loading.warmup import warm_up
+from model.pipeline.spec import UNET_LORA
+from model.pipeline.text_to_image import generate
 from model.settings import read_settings
 from model.store.adapter_record import AdapterLayer, AdapterRecord
 from model.store.manifest import BLOB_LIMIT, Blob, Manifest
@@ -44,6 +54,7 @@ _LAYERS = re.compile(
     r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_in|proj_out)"
     r"|text_encoder.*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)"
 )
+_UNET_LAYERS = re.compile(r"unet\..*(attn[12]\.to_(q|k|v|out\.0)|ff\.net\.(0\.proj|2)|proj_in|proj_out)")
 _NAMES = ("one", "two", "three")
 
 
@@ -108,23 +119,60 @@ def put_random_adapter(store: WritableLocalStore, name: str, layers: Iterable[La
     store.write_adapter(AdapterRecord(name=name, source=source, layers=entries, blobs=tuple(blobs)))
 
 
+def batch_rows(loaded: Loaded, options: argparse.Namespace, names: Sequence[str]) -> list[Row]:
+    """Return the rows of a plain batch, and of one whose images have different adapters: milliseconds of denoising."""
+    assert loaded.model.adapters is not None
+    loaded.model.adapters.load(names)
+    width, _, height = options.size.partition("x")
+    size = {"width": int(width), "height": int(height)} if options.size else {}
+    fields = {"prompt": "a large red circle on a blue background", "negative_prompt": "blurred", "seed": 1}
+    fields |= {"num_inference_steps": options.steps, "use_refiner": False, **size}
+    request = GenerationRequest.model_validate(fields)
+    plain = resolve(request, loaded.served)
+    seeds = range(len(names))
+    batches = {
+        "plain batch": [replace(plain, seed=seed) for seed in seeds],
+        "adapter batch": [replace(plain, seed=seed, loras=((names[seed], 0.8),)) for seed in seeds],
+    }
+    times: dict[str, list[float]] = {case: [] for case in batches}
+    for run in range(-options.warm_ups, options.runs):
+        for case, batch in batches.items():
+            _, stages, _ = generate(loaded.model, batch)
+            if run >= 0:
+                times[case].append(stages["denoise"])
+    ratio = statistics.median(times["adapter batch"]) / statistics.median(times["plain batch"])
+    print(f"{len(names)} images of {plain.width}x{plain.height}: with adapters {ratio:.3f} times the plain batch")
+    return [
+        make_row(
+            f"{loaded.release} adapters: {case}", values, "ms", precision_of(loaded), options.steps, len(names),
+            rank=options.batch_rank, ratio=round(ratio, 3), guidance=plain.guidance_scale,
+        )
+        for case, values in times.items()
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = release_parser(__doc__)
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--warm-ups", type=int, default=3)
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--batch-rank", type=int, default=32)
+    parser.add_argument("--size", default="", help="WIDTHxHEIGHT of the images; default: the release's")
+    parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
     options = parser.parse_args()
     settings = read_settings()
     store = open_store(options.store, settings.store_options())
     with tempfile.TemporaryDirectory(prefix="preheat-adapters-") as folder:
         adapters = WritableLocalStore(Path(folder))
-        layers = [
-            layer
-            for layer in release_layers(store, store.read_release(options.release)).values()
-            if _LAYERS.fullmatch(layer.name)
-        ]
+        known = release_layers(store, store.read_release(options.release)).values()
+        layers = [layer for layer in known if _LAYERS.fullmatch(layer.name)]
         for seed, name in enumerate(_NAMES):
             put_random_adapter(adapters, name, layers, options.rank, seed)
+        batch_names = tuple(f"image-{number}" for number in range(options.images))
+        for seed, name in enumerate(batch_names):
+            unet_layers = [layer for layer in known if _UNET_LAYERS.fullmatch(layer.name)]
+            put_random_adapter(adapters, name, unet_layers, options.batch_rank, seed)
         overlay = AdapterOverlay(store, adapters)
         loaded = load_release(
             overlay,
@@ -133,7 +181,7 @@ def main() -> None:
             settings.buckets,
             ColdStart(),
             precision=settings.served_precision,
-            adapters=ServedAdapters(_NAMES, cache_bytes=2**40),
+            adapters=ServedAdapters(_NAMES + batch_names, cache_bytes=2**40),
         )
         model = loaded.model
         assert model.adapters is not None
@@ -170,6 +218,7 @@ def main() -> None:
             make_row(f"{loaded.release} adapters: {case}", values, "ms", precision_of(loaded), 0, 0, **extra)
             for case, values in cases.items()
         ]
+        rows += batch_rows(loaded, options, batch_names) if UNET_LORA in model.engines else []
         print(f"{len(record.layers)} layers of rank {options.rank}, {options.warm_ups} warm-ups, {options.runs} runs")
         for row in rows:
             print(f"{row.case:50} p50 {row.p50:8.1f}  p90 {row.p90:8.1f}  p99 {row.p99:8.1f} ms")
