@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from engine_builder.local_server.server import Server
 from model.api.body_limit import MAX_BODY_BYTES, SMALL_BODY_BYTES, BodyLimit, find_application, limit_bodies
@@ -119,6 +120,51 @@ def test_limits_the_bodies_of_all_requests() -> None:
         echo.answer.set()
         assert [(await task).status_code for task in (*held, small)] == [200, 200, 200]
         assert (await echo.post(bytes(LIMIT))).status_code == 200, "the memory was not given back"
+
+    run_within_timeout(run())
+
+
+def test_tells_the_application_that_its_client_left_while_another_body_is_refused() -> None:
+    async def run() -> None:
+        refusing, answered = asyncio.Event(), asyncio.Event()
+        received: list[Message] = []
+        waiting = asyncio.Event()
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            received.append(await receive())
+            if scope["path"] == "/running":
+                waiting.set()
+                await refusing.wait()
+                received.append(await receive())
+
+        def messages(*sent: Message) -> Receive:
+            waiting_messages = list(sent)
+
+            async def receive() -> Message:
+                return waiting_messages.pop(0)
+
+            return receive
+
+        async def ignore(message: Message) -> None:
+            pass
+
+        async def hold(message: Message) -> None:
+            refusing.set()
+            await answered.wait()
+
+        def scope(path: str) -> Scope:
+            return {"type": "http", "path": path, "method": "POST", "headers": []}
+
+        body = {"type": "http.request", "body": bytes(LIMIT), "more_body": False}
+        left = {"type": "http.disconnect"}
+        limited = BodyLimit(application, refuse, LIMIT, TOTAL)
+        running = asyncio.create_task(limited(scope("/running"), messages(body, left), ignore))
+        await waiting.wait()
+        refused = asyncio.create_task(limited(scope("/refused"), messages(body), hold))
+        await running
+        assert received == [body, left]
+        answered.set()
+        await refused
 
     run_within_timeout(run())
 

@@ -28,7 +28,8 @@ class Preset:
 
 
 _BOTH: tuple[Family, ...] = ("sdxl", "sd")
-_TRAILING = {"timestep_spacing": "trailing"}
+# Of a folder whose config is of DPM++, the other entries choose among the samplers of that class.
+_TRAILING = {"timestep_spacing": "trailing", "use_karras_sigmas": False, "algorithm_type": "dpmsolver++"}
 _EULER, _EULER_A, _DDIM = (
     {"_class_name": name} | _TRAILING
     for name in ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "DDIMScheduler")

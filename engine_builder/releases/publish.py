@@ -92,7 +92,7 @@ def check_fp16_steps(manifest: Manifest) -> None:
 
 
 def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> list[Manifest]:
-    """Return the model's drafts that have the same source as its newest draft, newest first.
+    """Return the model's drafts that have the same source, preset and VAE as its newest draft, newest first.
 
     Of drafts with 8-bit engines, only those with the newest one's quantization are returned: a release has one.
     without_fp8: ignores drafts with 8-bit engines, also as the newest draft.
@@ -120,13 +120,18 @@ def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> 
         if not drafts:
             raise NothingToPublish(f"{store.url} has only drafts of {model} with 8-bit engines.")
     drafts.sort(key=lambda draft: draft.created, reverse=True)
-    current = [draft for draft in drafts if draft.builder.get("source") == drafts[0].builder.get("source")]
+    current = [draft for draft in drafts if _model_of(draft) == _model_of(drafts[0])]
     quantizations = [draft.builder.get("quantization") for draft in current if quantized_engines(draft)]
     return [
         draft
         for draft in current
         if not quantized_engines(draft) or draft.builder.get("quantization") == quantizations[0]
     ]
+
+
+def _model_of(draft: Manifest) -> tuple[str | None, ...]:
+    """Return what a draft's requests depend on: its source, the preset, and the VAE that replaces the source's."""
+    return tuple(draft.builder.get(name) for name in ("source", "preset", "vae"))
 
 
 def merge_drafts(drafts: list[Manifest]) -> Manifest:

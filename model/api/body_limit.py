@@ -59,6 +59,8 @@ class BodyLimit:
         async def receive_within_limit() -> Message:
             nonlocal received, refused
             message = await receive()
+            if message["type"] != "http.request":  # the client has left, which the application must learn
+                return message
             size = len(message.get("body", b""))
             received += size
             self._held_bytes += size

@@ -94,6 +94,21 @@ def test_images_of_a_preset_are_those_of_diffusers(name: str, loaded: Loaded, tm
     assert largest_difference(image, plain) > TOLERANCE
 
 
+def test_preset_replaces_the_sampler_of_the_folder(toy_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(toy_folder, folder)
+    edit_json(
+        folder / "scheduler" / "scheduler_config.json",
+        _class_name="DPMSolverMultistepScheduler",
+        use_karras_sigmas=True,
+        algorithm_type="sde-dpmsolver++",
+    )
+    assert read_release_defaults(Checkpoint(folder), None)["scheduler"] == "DPM++ 2M SDE Karras"
+    base = Checkpoint(folder, preset=PRESETS["lightning-4"])
+    assert read_release_defaults(base, None)["scheduler"] == "Euler"
+    assert read_noise_schedules(base, None)["base"].timestep_spacing == "trailing"
+
+
 def test_preset_sets_the_native_size(toy_folder: Path) -> None:
     facts = read_model_facts(Checkpoint(toy_folder, preset=PRESETS["sdxl-turbo"]), None)
     assert (facts.native_width, facts.native_height) == (512, 512)

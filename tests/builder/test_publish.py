@@ -57,8 +57,9 @@ def test_release_does_not_name_tensorrts_options(store_copy: WritableStore) -> N
     assert "tensorrt" not in first.builder
 
 
-def test_omits_a_draft_of_an_older_source(store_copy: WritableStore) -> None:
-    older = read_draft(store_copy).builder | {"source": "older"}
+@pytest.mark.parametrize("entry", ["source", "preset", "vae"])
+def test_omits_a_draft_of_an_older_source(store_copy: WritableStore, entry: str) -> None:
+    older = read_draft(store_copy).builder | {entry: "older"}
     add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", builder=older)
     manifest, new = publish(store_copy, "toy-sdxl")
     assert (manifest.name, new) == ("toy-sdxl/1", False)
