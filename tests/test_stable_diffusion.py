@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from engine_builder.adapters.add import add_adapter
 from engine_builder.backends.aot_inductor.compile import dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import export_graph
 from engine_builder.backends.onnx.graph_store import validate_graph
@@ -30,6 +31,7 @@ from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import EngineError, RequestRefused
+from model.loading.adapters import ServedAdapters
 from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
@@ -41,6 +43,7 @@ from model.store.precision import FP16, FP32
 from tests.builder.helpers import edit_json
 from tests.conftest import KEPT_TOYS, MODEL_FOLDER, file_lock
 from tests.support import toy_sd
+from tests.support.adapters import LINEARS, Style, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.images import largest_difference
 from tests.support.reference import Reference
 
@@ -242,6 +245,26 @@ def test_vae_of_sd_is_not_upcast(folders: dict[str, Path], target: Target) -> No
     """diffusers' pipelines of SD ignore force_upcast, which newer versions write into every config."""
     plan = BuildPlan("toy-sd", Checkpoint(folders["1.5"]), None, target, FP16)
     assert plan.precision_of(spec.VAE_DECODER) == FP16
+
+
+@pytest.mark.parametrize("style", ["kohya", "diffusers", "peft"])
+def test_image_with_an_adapter_is_that_of_diffusers(
+    style: Style, toy: Loaded, folders: dict[str, Path], store_folder: Path, tmp_path: Path
+) -> None:
+    """The projections of 1.5 are convolutions in its files, and linears in an engine."""
+    deltas = random_deltas(module_shapes(folders["1.5"]), LINEARS, 4, seed=0, spread=0.3)
+    assert {len(down.shape) for down, _, _ in deltas.values()} == {2, 4}
+    file = write_adapter(tmp_path / "adapter.safetensors", deltas, style)
+    store = open_writable_store(copy_store(open_writable_store(store_folder), tmp_path / "store"))
+    add_adapter(store, "adapter", file)
+    adapters = ServedAdapters(("adapter",))
+    adapted = load_release(store, "toy-sd/1", detect_targets(), [], ColdStart(), adapters=adapters)
+    params = params_of(toy, num_inference_steps=4, guidance_scale=3.0)
+    reference = Reference(folders["1.5"])
+    reference.load_lora("adapter", file)
+    [image], _, _ = generate(adapted.model, [replace(params, loras=(("adapter", 0.8),))])
+    assert largest_difference(image, reference.generate(replace(params, loras=(("adapter", 0.8),)))) <= TOLERANCE
+    assert largest_difference(image, generate(adapted.model, [params])[0][0]) > 5 * TOLERANCE
 
 
 # -- Folders of mixed models -----------------------------------------------------------------------------------------

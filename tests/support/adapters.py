@@ -37,6 +37,8 @@ def module_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     }
     shapes = {}
     for component, kind in classes.items():
+        if not (folder / component).is_dir():
+            continue
         for name, module in kind.from_pretrained(folder / component).named_modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
                 prefix = "text_model." if name.startswith("encoder.") else ""
