@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine_builder.adapters.add import add_adapter
+from engine_builder.adapters.offline import read_merge
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.releases.publish import publish
@@ -156,6 +157,20 @@ def test_sum_of_ranks_decides_the_way(loras: list[tuple[str, float]], unet: str,
     plan = plan_request(adapted.model, params(*loras))
     assert plan.first_loop[0] == unet
     assert plan.merged == (() if unet == UNET_LORA else tuple(sorted(loras)))
+
+
+def test_offline_merge_gives_the_same_image(
+    adapted: Loaded, toy_plan: BuildPlan, lora_store: WritableStore, files: Mapping[str, Path]
+) -> None:
+    merge = read_merge(toy_plan.base, [(files["four"], 1.0), (files["nine"], -0.5)])
+    result = build(replace(toy_plan, model="toy-merged", merge=merge), lora_store)
+    assert result.compiled == ()
+    publish(lora_store, "toy-merged")
+    merged = load_release(lora_store, "toy-merged/1", detect_targets(), [], ColdStart())
+    [expected] = generate(adapted.model, [params(("four", 1.0), ("nine", -0.5))])[0]
+    [image] = generate(merged.model, [params()])[0]
+    assert difference(image, expected) <= TOLERANCE
+    assert difference(image, generate(adapted.model, [params()])[0][0]) > 5 * TOLERANCE
 
 
 def test_scheduler_runs_different_adapters_together(adapted: Loaded) -> None:

@@ -93,7 +93,7 @@ def build(
     steps = 2 * len(plan.components) + 1
     networks: dict[str, Network] = {}
     weights = []
-    reader = ModuleReader()
+    reader = ModuleReader(plan.merge.change if plan.merge else None)
     for done, name in enumerate(plan.components):
         report(name, "writing weights", done, steps)
         networks[name] = plan.load(name, reader)
@@ -223,6 +223,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.tensorrt:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}
         options = {"tensorrt": json.dumps(asdict(plan.tensorrt) | plans, sort_keys=True)}
+    if plan.merge:
+        options |= {"adapters": json.dumps(plan.merge.sources)}
     if plan.lora_rank:
         options |= {"lora_rank": str(plan.lora_rank)}
     if plan.quantization:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine_builder.adapters.offline import OfflineMerge
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
@@ -57,6 +58,7 @@ class BuildPlan:
     tensorrt: options of plans, whose target differs from AOTInductor's. None: AOTInductor engines.
     more_targets: further targets that the same plans serve, if TensorRT-RTX builds them.
     quantization: how the UNets are quantized. Required for FP8, otherwise None.
+    merge: adapters that are merged into the weights of `base`; None: no adapter.
     lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     """
@@ -72,6 +74,7 @@ class BuildPlan:
     more_targets: tuple[Target, ...] = ()
     quantization: Quantization | None = None
     lora_rank: int = 0
+    merge: OfflineMerge | None = None
 
     @property
     def targets(self) -> tuple[Target, ...]:

@@ -109,6 +109,10 @@ def build(
             "different adapters share a batch; 0: only merging.",
         ),
     ] = 0,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="Merge an adapter into the weights for good: PATH or PATH:SCALE, repeatable; needs --name."),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -126,7 +130,7 @@ def build(
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
-        lora_rank=lora_rank,
+        lora_rank=lora_rank, loras=lora or (),
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -181,6 +185,7 @@ def parse_plan(
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
+    loras: Sequence[str] = (),
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -191,6 +196,7 @@ def parse_plan(
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
     with console.status("Loading PyTorch and the model libraries"):
+        from engine_builder.adapters.offline import parse_adapters, read_merge
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.backends.tensorrt.options import parse_options, plan_targets
         from engine_builder.building.build_plan import BuildPlan, Size, default_sizes
@@ -203,6 +209,16 @@ def parse_plan(
         targets = plan_targets(targets[0], gpus, options)
     elif gpus:
         raise typer.BadParameter("is an option of --runtime tensorrt-rtx", param_hint="--gpu")
+    if loras and name is None:
+        raise typer.BadParameter("needs --name, because the merged model is another one", param_hint="--lora")
+    if loras and precision == FP8.name:
+        raise typer.BadParameter(
+            "is not supported with --precision fp8: calibrations are of other weights", param_hint="--lora"
+        )
+    try:
+        adapters = parse_adapters(loras)
+    except ValueError as error:
+        raise typer.BadParameter(f"is not PATH:SCALE ({error})", param_hint="--lora") from error
     if lora_rank and runtime != "aot_inductor":
         raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--lora-rank")
     target = targets[0]
@@ -234,6 +250,7 @@ def parse_plan(
         more_targets=targets[1:],
         quantization=quantization,
         lora_rank=lora_rank,
+        merge=read_merge(base, adapters) if adapters else None,
     )
 
 

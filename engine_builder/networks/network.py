@@ -9,8 +9,9 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -97,7 +98,9 @@ class ModuleReader:
     Each call returns new modules, which the caller may change. They share the cached tensors.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Path, str, nn.Module], None] | None = None) -> None:
+        """`change` changes the weights of each network that was read; its arguments are root, subfolder and network."""
+        self._change = change
         self._last: tuple[object, nn.Module] | None = None
 
     def read(
@@ -107,7 +110,10 @@ class ModuleReader:
         identity = (checkpoint.folder(subfolder), dtype)
         if self._last is None or self._last[0] != identity:
             self._last = None  # free it before the next network is read
-            self._last = (identity, _load(library, class_name, checkpoint, subfolder, dtype))
+            network = _load(library, class_name, checkpoint, subfolder, dtype)
+            if self._change is not None:
+                self._change(checkpoint.root, subfolder, network)
+            self._last = (identity, network)
         network = self._last[1]
         tensors = [*network.parameters(), *network.buffers()]
         return copy.deepcopy(network, {id(tensor): tensor for tensor in tensors})

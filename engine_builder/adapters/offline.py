@@ -1,0 +1,86 @@
+"""Merge adapters into a checkpoint's weights while it is built, so that a release has them for good."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine_builder.adapters.read import Factors, open_adapter, read_factors
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.networks.network import load_meta_module
+from engine_builder.networks.wrappers import WRAPPERS
+from model.adapters.layers import Layer
+from model.pipeline.spec import components_of
+
+_FOLDERS = ("unet", "text_encoder", "text_encoder_2")
+
+
+@dataclass(frozen=True)
+class OfflineMerge:
+    """Adapters to merge into one checkpoint: their factors by layer, and their scales.
+
+    sources: SHA-256 of the files, each with its scale.
+    """
+
+    root: Path
+    layers: Mapping[str, Layer]
+    adapters: tuple[tuple[Mapping[str, Factors], float], ...]
+    sources: tuple[str, ...]
+
+    def change(self, root: Path, subfolder: str, network: nn.Module) -> None:
+        """Merge the adapters into a network of a checkpoint, in place. Others are not changed."""
+        if root != self.root:
+            return
+        for factors, scale in self.adapters:
+            for name, entry in factors.items():
+                layer = self.layers[name]
+                if layer.component == subfolder:
+                    weight = network.get_submodule(layer.tensor).get_parameter("weight")
+                    delta = (entry.up.float() @ entry.down.float().flatten(1)).view(weight.shape)
+                    with torch.no_grad():
+                        weight.copy_(weight.float() + entry.scale * scale * delta)
+
+
+def read_merge(checkpoint: Checkpoint, adapters: Iterable[tuple[Path, float]]) -> OfflineMerge:
+    """Read adapters for a checkpoint. Raises BadAdapter."""
+    from hashlib import sha256
+
+    layers = checkpoint_layers(checkpoint)
+    read: list[tuple[Mapping[str, Factors], float]] = []
+    sources = []
+    for path, scale in adapters:
+        file = open_adapter(path)
+        read.append((read_factors(file, layers), scale))
+        sources.append(f"{sha256(file.data).hexdigest()}:{scale:g}")
+    return OfflineMerge(checkpoint.root, layers, tuple(read), tuple(sources))
+
+
+def checkpoint_layers(checkpoint: Checkpoint) -> dict[str, Layer]:
+    """Return the linears and convolutions of a checkpoint. A layer's component is its folder, its tensor the module."""
+    layers = {}
+    specs = {spec.checkpoint_folder: spec for spec in components_of(checkpoint.family, ["base"])}
+    for folder in _FOLDERS:
+        if folder not in specs:
+            continue
+        wrapper = WRAPPERS[specs[folder].wrapper]
+        network = load_meta_module(wrapper.package, wrapper.class_name, checkpoint, folder, torch.float32)
+        for module_name, module in network.named_modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                prefix = "text_model." if module_name.startswith("encoder.") else ""
+                name = f"{folder}.{prefix}{module_name}"
+                layers[name] = Layer(name, tuple(module.weight.shape), folder, module_name)
+    return layers
+
+
+def parse_adapters(texts: Sequence[str]) -> list[tuple[Path, float]]:
+    """Parse "PATH:SCALE", or "PATH" for the scale 1. Raises ValueError for a scale that is not a finite number."""
+    parsed = []
+    for text in texts:
+        path, colon, scale = text.rpartition(":")
+        value = float(scale) if colon else 1.0
+        if not abs(value) <= 10:
+            raise ValueError(f"{scale} is not a scale from -10 to 10")
+        parsed.append((Path(path if colon else text), value))
+    return parsed
