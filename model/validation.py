@@ -17,6 +17,9 @@ MAX_PROMPT_CHARACTERS = 4000
 MAX_STEPS_LCM = 50
 MAX_IMAGES = 8  # of one request
 MAX_MASKS = 8  # of one request
+MAX_CONTROLS = 4  # of one request
+MAX_CONTROL_SCALE = 2
+CONTROLNET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"  # a regular expression
 MAX_FEATHER = 256  # pixels
 MAX_UPSCALE = 2
 MAX_LORAS = 8  # of one request
@@ -30,6 +33,7 @@ _REFUSED = "refused"  # pydantic error type of `refusal`
 Schema = Mapping[str, Any]
 
 ImageFormat = Literal["png", "jpeg", "webp"]
+Preprocess = Literal["none", "canny"]
 Resize = Literal["refuse", "stretch", "crop", "pad"]
 Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]

@@ -146,6 +146,7 @@ def fingerprint(plan: BuildPlan) -> str:
     digest = hashlib.sha256()
     roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
     roots += [plan.base.vae] if plan.base.vae else []
+    roots += [folder for _, folder in plan.base.controlnets]
     for index, root in enumerate(roots):
         for path in sorted(_files(root)):
             refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)

@@ -10,6 +10,7 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
+from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
 from model.denoising.sampler_names import REPLACED_CLASSES
@@ -93,14 +94,15 @@ class BuildPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The components to build, each followed by its variants that have sizes."""
+        """The components to build, each followed by its variants that have sizes. Those of ControlNets are last."""
         variant_sizes = self.variant_sizes
-        components = tuple(
+        of_model = tuple(
             name
             for spec in components_of(self.base.family, model_parts(self.refiner is not None))
             for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
-        return components + ((UNET_LORA,) if self.lora_rank else ())
+        of_adapters = (UNET_LORA,) if self.lora_rank else ()
+        return of_model + of_adapters + components_of_controlnets(self.base)
 
     @property
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
@@ -135,12 +137,13 @@ class BuildPlan:
     def precision_of(self, component: str) -> Precision:
         """Return a component's precision.
 
-        8-bit precisions are those of the UNets; the other components of such a model are fp16. The VAE of an fp16 model
-        is fp32 if its config has force_upcast, because it overflows in fp16. An explicit `vae_precision` replaces that.
+        8-bit precisions are those of the UNets; the other components of such a model, also ControlNets, are fp16. The
+        VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
+        `vae_precision` replaces that.
         """
         spec = find_component(component)[0]
         if spec.precision_rule == "model":
-            is_quantized = spec.phase == "step" and not spec.low_rank_of
+            is_quantized = spec.phase == "step" and not spec.low_rank_of and not spec.feeds
             return self.precision if is_quantized else self.precision.unquantized
         if self.vae_precision is not None:
             return self.vae_precision

@@ -1,12 +1,14 @@
 """A whole model in eager PyTorch, with the server's pipeline around it: what engines are compared with."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
+from engine_builder.networks.controlnet import components_of_controlnets
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
@@ -15,7 +17,8 @@ from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import components_of, model_parts
+from model.pipeline.params import Control
+from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.store.manifest import ModelFacts, TokenizerRecord
@@ -50,10 +53,11 @@ def load_eager_model(
     """
     reader = ModuleReader()
     networks = {}
-    for spec in components_of(base.family, model_parts(refiner is not None)):
-        checkpoint = base if spec.part == "base" else refiner
+    names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
+    for name in (*names, *components_of_controlnets(base)):
+        checkpoint = base if find_component(name)[0].part == "base" else refiner
         assert checkpoint is not None
-        networks[spec.name] = load_network(checkpoint, spec.name, precision, device, reader, plain=True)
+        networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True)
     model = open_eager_model(
         eager_engines(networks),
         read_model_facts(base, refiner),
@@ -70,8 +74,13 @@ def eager_engines(networks: Mapping[str, Network], recording: bool = False) -> d
     return {name: EagerEngine(name, network.module, network.signature, recording) for name, network in networks.items()}
 
 
-def generate_eagerly(model: LoadedModel, request: GenerationRequest) -> list[Pixels]:
-    """Return the images of a request with an explicit width and height, which may be any. Raises BrokenImage."""
+def generate_eagerly(
+    model: LoadedModel, request: GenerationRequest, controls: tuple[Control, ...] = ()
+) -> list[Pixels]:
+    """Return the images of a request with an explicit width and height, which may be any. Raises BrokenImage.
+
+    `controls`: its uses of ControlNets.
+    """
     assert request.width is not None and request.height is not None
     served = ServedModel(
         native_width=request.width,
@@ -80,7 +89,7 @@ def generate_eagerly(model: LoadedModel, request: GenerationRequest) -> list[Pix
         has_refiner=model.settings.refiner is not None,
         defaults=read_defaults({}),
     )
-    return generate(model, [resolve(request, served)])[0]
+    return generate(model, [replace(resolve(request, served), controls=controls)])[0]
 
 
 def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:

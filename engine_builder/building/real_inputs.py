@@ -10,8 +10,12 @@ from model.api.request import GenerationRequest
 from model.denoising.buffers import SAMPLE
 from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.shapes import bind_shapes
+from model.engines.signatures import control_types
+from model.images.encode import Pixels
 from model.pipeline.encode import encode_pixels, to_pixels
-from model.pipeline.spec import COMPONENTS, find_component
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import Control
+from model.pipeline.spec import COMPONENTS, CONTROLNET_TIME, controlnets_of, find_component
 from model.store.manifest import Bucket, ModelFacts, Signature, TokenizerRecord
 from model.store.store import Store
 
@@ -36,7 +40,8 @@ def record_real_inputs(
     `sizes`: (height, width) in pixels; if empty, the native size, or a smaller one. Raises BrokenImage if an image
     holds NaN or infinity.
     """
-    eager = eager_engines({name: network for name, network in networks.items() if name in COMPONENTS}, recording=True)
+    variants = {variant.name for spec in COMPONENTS.values() for variant in spec.variants}
+    eager = eager_engines({name: net for name, net in networks.items() if name not in variants}, recording=True)
     model = open_eager_model(eager, facts, tokenizers, schedulers, store, device)
     native = (min(facts.native_height, _MAX_DEFAULT_SIDE), min(facts.native_width, _MAX_DEFAULT_SIDE))
     for height, width in sorted(sizes or [native]):
@@ -46,6 +51,8 @@ def record_real_inputs(
         )  # fmt: skip
         [pixels] = generate_eagerly(model, request)
         encode_pixels(model, to_pixels(torch.from_numpy(pixels).to(device)))
+        if controlnets := controlnets_of(networks):
+            generate_eagerly(model, request, tuple(_control(model, name, pixels) for name in controlnets))
     # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
     recorded = {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
     for name, network in networks.items():
@@ -62,6 +69,12 @@ def _random_factors(signature: Signature, inputs: Inputs) -> Inputs:
         name: 0.02 * torch.randn(len(sample), int(shape[1]), dtype=sample.dtype, device=sample.device)
         for name, shape in shapes.items()
     }
+
+
+def _control(model: LoadedModel, controlnet: str, pixels: Pixels) -> Control:
+    """Return a ControlNet's use in every step, with the generated image as the control image."""
+    types = control_types(model.engines[f"{CONTROLNET_TIME}.{controlnet}"].signature)
+    return Control(controlnet, pixels, scale=1.0, start=0.0, end=1.0, mode=0 if types else None)
 
 
 def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

@@ -53,7 +53,7 @@ def check_files(checkpoint: Checkpoint, subfolders: Collection[str]) -> None:
         entry = index.get(subfolder)
         if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
             _check_class(path, f"class of {subfolder}", entry[1], subfolder)
-        _check_folder(checkpoint.folder(subfolder))
+        check_folder(checkpoint.folder(subfolder))
     for subfolder in ("unet", "vae"):
         _check_class(*_config_class(checkpoint, subfolder, "_class_name"), subfolder)
     for subfolder in {"text_encoder", "text_encoder_2"} & set(subfolders):
@@ -107,7 +107,7 @@ def read_shapes(checkpoint: Checkpoint, subfolder: str) -> Shapes:
     return shapes
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Read every JSON and text file of a folder, and refuse weights that are no regular files.
 
     The libraries would wait for a pipe or a device.

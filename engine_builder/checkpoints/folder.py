@@ -15,6 +15,7 @@ from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
+from model.pipeline.spec import CONTROLNET
 from model.store.manifest import Family
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
@@ -91,14 +92,19 @@ class Checkpoint:
     """A diffusers checkout on disk.
 
     vae: the folder of a VAE in place of the model's own. preset: replaces entries of the scheduler's config.
+    controlnets: pairs of a name and a folder of a ControlNet, which is read as the subfolder "controlnet.NAME".
     """
 
     root: Path
     vae: Path | None = None
     preset: Preset | None = None
+    controlnets: tuple[tuple[str, Path], ...] = ()
 
     def folder(self, subfolder: str) -> Path:
         """Return the folder that a subfolder is read from."""
+        kind, _, controlnet = subfolder.partition(".")
+        if kind == CONTROLNET and controlnet:
+            return dict(self.controlnets)[controlnet]
         return self.vae if subfolder == "vae" and self.vae is not None else self.root / subfolder
 
     def config(self, subfolder: str, file: str = "config.json") -> CheckpointConfig:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,7 +28,7 @@ from engine_builder.commands.console import (
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
-from model.pipeline.spec import UNET, VAE_DECODER, VAE_ENCODER
+from model.pipeline.spec import UNET, UNET_CONTROLLED, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP8, FP16, FP32, Precision
 
@@ -53,6 +54,10 @@ def build(
         str | None, typer.Option(help="Scheduler and defaults of a few-step model, such as lightning-4 or hyper-sd-8.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the store; default: the folder's.")] = None,
+    controlnet: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH, repeatable: a ControlNet's folder, and the name that requests use for it."),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
         str | None,
@@ -130,7 +135,7 @@ def build(
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
-        lora_rank=lora_rank, loras=lora or (),
+        lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (),
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -160,6 +165,8 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
             f"`scheduler` use {replaced[1]}; set another one in defaults.json."
         )
     console.print(_image_remark(plan))
+    if plan.base.controlnets:
+        console.print(_control_remark(plan))
     started = time.perf_counter()
     remaining = RemainingTime()
     with _progress(remaining.seconds) as report:
@@ -185,13 +192,13 @@ def parse_plan(
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
-    loras: Sequence[str] = (),
+    loras: Sequence[str] = (), controlnets: Sequence[str] = (),
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
-    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for fp8. Downloads
-    the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for fp8
-    Fp8Unsupported, CalibrationError and BadPolicy.
+    `controlnets`: NAME=PATH of each. `with_refiner` False leaves out the model's own refiner. `calibrations`: the store
+    that has them, for fp8. Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument,
+    CheckpointError, and for fp8 Fp8Unsupported, CalibrationError and BadPolicy.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -200,8 +207,11 @@ def parse_plan(
         from engine_builder.backends.aot_inductor.compile import build_target
         from engine_builder.backends.tensorrt.options import parse_options, plan_targets
         from engine_builder.building.build_plan import BuildPlan, Size, default_sizes
+        from engine_builder.checkpoints.controlnet import parse_controlnet
         from engine_builder.checkpoints.find import find_checkpoints
 
+    if controlnets and runtime in LIBRARIES:
+        raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint="--controlnet")
     options = None
     targets: tuple[Target, ...] = (build_target(),)
     if runtime in LIBRARIES:
@@ -233,6 +243,7 @@ def parse_plan(
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
     base, found_refiner = find_checkpoints(model, refiner, vae, preset)
+    base = replace(base, controlnets=tuple(map(parse_controlnet, controlnets)))
     refiner_checkpoint = found_refiner if with_refiner else None
     quantization = None
     if unet_precision == FP8:
@@ -325,6 +336,15 @@ def _image_remark(plan: "BuildPlan") -> str:
     if plan.base.widths().extra_channels:
         return f"Includes {engines}. The UNet is for inpainting: every request needs an image and masks"
     return f"Includes {engines}"
+
+
+def _control_remark(plan: "BuildPlan") -> str:
+    """Describe what the build adds for ControlNets."""
+    names, count = ", ".join(name for name, _ in plan.base.controlnets), len(plan.sizes) or 1
+    return (
+        f"Includes {count} engine{'s' if count > 1 else ''} of {UNET_CONTROLLED}, and as many of each ControlNet "
+        f"({names}). ControlNets of one architecture share theirs"
+    )
 
 
 def _sizes_remark(plan: "BuildPlan") -> str:

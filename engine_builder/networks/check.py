@@ -5,12 +5,22 @@ So a mistake is reported in seconds, and not after minutes of reading and compil
 
 import torch
 
-from engine_builder.checkpoints.check import check_files, check_tokenizer, read_shapes
+from engine_builder.checkpoints.check import check_files, check_folder, check_tokenizer, read_shapes
+from engine_builder.checkpoints.controlnet import check_controlnets
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
 from engine_builder.checkpoints.presets import PRESETS
 from engine_builder.networks.network import load_meta_module
 from engine_builder.networks.wrappers import WRAPPERS
-from model.pipeline.spec import BASE, FAMILIES, REFINER, Part, components_of, tokenizers_of
+from model.pipeline.spec import (
+    BASE,
+    CONTROL_COMPONENTS,
+    CONTROLNET,
+    FAMILIES,
+    REFINER,
+    Part,
+    components_of,
+    tokenizers_of,
+)
 
 _MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
 _LAYER_COUNTS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
@@ -44,6 +54,12 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
             _check_network(checkpoint, folder, wrapper.package, wrapper.class_name)
     _check_vae(base)
     _check_preset(base)
+    check_controlnets(base)
+    for name, _ in base.controlnets:
+        folder = f"{CONTROLNET}.{name}"
+        check_folder(base.folder(folder))
+        wrapper = WRAPPERS[CONTROL_COMPONENTS[CONTROLNET].wrapper]
+        _check_network(base, folder, wrapper.package, wrapper.class_of(base.config(folder)))
     for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
         check_tokenizer(base, tokenizer, encoders)
 
@@ -110,8 +126,9 @@ def _check_network(checkpoint: Checkpoint, folder: str, package: str, class_name
     config, path = checkpoint.config(folder), checkpoint.folder(folder) / "config.json"
     for key in _LAYER_COUNTS:
         counts = config.get(key, 1)
-        if any(type(count) is int and not 0 < count <= _MAX_LAYERS for count in _flatten(counts)):
-            raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from 1 to {_MAX_LAYERS}.")
+        least = 0 if key == "transformer_layers_per_block" else 1  # a small ControlNet's transformers have no layers
+        if any(type(count) is int and not least <= count <= _MAX_LAYERS for count in _flatten(counts)):
+            raise CheckpointError(f"{path}: {key} is {counts!r:.80}.", f"Set numbers from {least} to {_MAX_LAYERS}.")
     stored = read_shapes(checkpoint, folder)
     try:
         network = load_meta_module(package, class_name, checkpoint, folder, torch.float32)

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
+from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.low_rank import LowRankUnetNetwork
-from engine_builder.networks.unet import text_width, time_width
+from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import find_component
+from model.pipeline.spec import CONTROLNET, find_component
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -143,9 +144,15 @@ def load_network(
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]
-    network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
-    if spec.checkpoint_folder == "unet":
-        widths = replace(widths, time_embeds_width=time_width(network), keys_values_width=text_width(network))
+    network = read(wrapper.package, wrapper.class_of(config), checkpoint, spec.checkpoint_folder, dtype)
+    if spec.checkpoint_folder == "unet" or spec.checkpoint_folder.startswith(f"{CONTROLNET}."):
+        widths = replace(
+            widths,
+            time_embeds_width=time_width(network),
+            keys_values_width=text_width(network),
+            residuals=residual_shapes(network, widths.vae_scale),
+            control_types=control_type_count(network),
+        )
     options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"

@@ -9,6 +9,7 @@ transformer. With channels_last weights both have the same memory layout, and no
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -106,37 +107,26 @@ class UnetNetwork(nn.Module):
         """`use_winograd`: replace wide convolutions by those of `winograd`. For GPUs in half precision only."""
         super().__init__()
         self.network = network
-        self._time = [block.time_emb_proj.out_features for block in resnets(network)]
-        self._text = [block.attn2.to_k.out_features for block in transformer_blocks(network)]
-        for transformer in transformers(network):
-            transformer.proj_in, transformer.proj_out = map(_as_linear, (transformer.proj_in, transformer.proj_out))
-        for block in transformer_blocks(network):
-            _fuse_queries_keys_values(block.attn1)
-            _interleave_gates(block.ff.net[0])
+        self.widths = prepare_blocks(network, use_winograd)
         for block in network.up_blocks:
             for upsampler in block.upsamplers or ():
                 subpixel_upsample(upsampler)
-        for block in resnets(network) if use_winograd else ():
-            replace_wide_convs(block)
-        keep_parameters(network, _is_read_by_step)
+        keep_parameters(network, is_read_by_step)
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        return self._predict(sample, time_embeds, keys_values, ())
+
+    def _predict(
+        self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, residuals: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """`residuals`: what is added to each skip connection and to the middle; empty: nothing."""
         network = self.network
-        biases = iter(torch.split(time_embeds, self._time, dim=-1))
-        texts = iter(torch.split(keys_values, [width for width in self._text for _ in ("keys", "values")], dim=-1))
-        hidden = network.conv_in(sample)
-        skips = [repeat_batch(hidden, time_embeds.shape[0])]
-        for block in network.down_blocks:
-            for layer, transformer in _layers(block):
-                hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), texts)
-                skips.append(hidden)
-            for downsampler in block.downsamplers or ():
-                hidden = downsampler.conv(hidden)
-                skips.append(hidden)
-        middle = network.mid_block
-        hidden = resnet(middle.resnets[0], hidden, next(biases))
-        for layer, transformer in zip(middle.resnets[1:], middle.attentions, strict=True):
-            hidden = resnet(layer, _transformer(transformer, hidden, texts), next(biases))
+        biases, texts = self.widths.split(time_embeds, keys_values)
+        skips = encode(network, network.conv_in(sample), biases, texts)
+        skips[0] = repeat_batch(skips[0], time_embeds.shape[0])
+        if residuals:
+            skips = [skip + residual for skip, residual in zip(skips, residuals, strict=True)]
+        hidden = skips.pop()
         for block in network.up_blocks:
             for layer, transformer in _layers(block):
                 hidden = resnet(layer, torch.cat([hidden, skips.pop()], dim=1), next(biases))
@@ -166,7 +156,66 @@ class UnconditionalUnetNetwork(UnetNetwork):
         return super().forward(sample, time_embeds, keys_values[:0])
 
 
-def _is_read_by_step(name: str) -> bool:
+class ControlledUnetNetwork(UnetNetwork):
+    """A UNet that adds the outputs of ControlNets to its skip connections and to the result of its middle block."""
+
+    def forward(
+        self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, *residuals: Tensor
+    ) -> tuple[Tensor, ...]:
+        return self._predict(sample, time_embeds, keys_values, residuals)
+
+
+@dataclass(frozen=True)
+class BlockWidths:
+    """The widths of each ResNet block's part of `time_embeds`, and of each key and value in `keys_values`."""
+
+    time: list[int]
+    text: list[int]
+
+    def split(
+        self, time_embeds: Tensor, keys_values: Tensor | None = None
+    ) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
+        """Return the biases of the ResNet blocks, and the keys and values of the attentions, in order."""
+        biases = torch.split(time_embeds, self.time, dim=-1)
+        return iter(biases), iter(() if keys_values is None else torch.split(keys_values, self.text, dim=-1))
+
+
+def prepare_blocks(network: Any, use_winograd: bool) -> BlockWidths:
+    """Write the blocks of a UNet or ControlNet in the form that `encode` and `UnetNetwork` run."""
+    time = [block.time_emb_proj.out_features for block in resnets(network)]
+    text = [block.attn2.to_k.out_features for block in transformer_blocks(network) for _ in ("keys", "values")]
+    for transformer in transformers(network):
+        transformer.proj_in, transformer.proj_out = map(_as_linear, (transformer.proj_in, transformer.proj_out))
+    for block in transformer_blocks(network):
+        _fuse_queries_keys_values(block.attn1)
+        _interleave_gates(block.ff.net[0])
+    for block in resnets(network) if use_winograd else ():
+        replace_wide_convs(block)
+    return BlockWidths(time, text)
+
+
+def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], texts: Iterator[Tensor]) -> list[Tensor]:
+    """Run the down blocks and the middle block of a UNet or ControlNet on the convolved latents.
+
+    Returns `hidden` and the result of each layer, which skip connections read, and last the middle block's. The batch
+    of `hidden` may be smaller than that of the biases (see `resnet`).
+    """
+    results = [hidden]
+    for block in network.down_blocks:
+        for layer, transformer in _layers(block):
+            hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), texts)
+            results.append(hidden)
+        for downsampler in block.downsamplers or ():
+            hidden = downsampler.conv(hidden)
+            results.append(hidden)
+    middle = network.mid_block
+    hidden = resnet(middle.resnets[0], hidden, next(biases))
+    for layer, transformer in zip(middle.resnets[1:], middle.attentions, strict=True):
+        hidden = resnet(layer, _transformer(transformer, hidden, texts), next(biases))
+    return [*results, hidden]
+
+
+def is_read_by_step(name: str) -> bool:
     return not name.startswith(_TIME_PARAMETERS) and not any(part in name for part in _TEXT_AND_TIME_PROJECTIONS)
 
 
@@ -182,13 +231,13 @@ def text_width(network: Any) -> int:
 
 def resnets(network: Any) -> Iterator[Any]:
     """Yield every ResNet block in the order of the forward pass."""
-    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
+    for block in _blocks(network):
         yield from block.resnets
 
 
 def transformers(network: Any) -> Iterator[Any]:
     """Yield every transformer in the order of the forward pass."""
-    for block in (*network.down_blocks, network.mid_block, *network.up_blocks):
+    for block in _blocks(network):
         yield from getattr(block, "attentions", None) or ()
 
 
@@ -196,6 +245,20 @@ def transformer_blocks(network: Any) -> Iterator[Any]:
     """Yield every transformer block in the order of the forward pass."""
     for transformer in transformers(network):
         yield from transformer.transformer_blocks
+
+
+def _blocks(network: Any) -> tuple[Any, ...]:
+    """Return the blocks of a UNet, or of a ControlNet, which has no up blocks."""
+    return (*network.down_blocks, network.mid_block, *getattr(network, "up_blocks", ()))
+
+
+def residual_shapes(network: Any, vae_scale: int) -> tuple[tuple[int, int], ...]:
+    """Return the channels of each result of `encode`, and the pixels of an image for each element's side."""
+    shapes = [(int(network.conv_in.out_channels), vae_scale)]
+    for block in network.down_blocks:
+        shapes += [(int(layer.conv2.out_channels), shapes[-1][1]) for layer in block.resnets]
+        shapes += [(int(layer.conv.out_channels), 2 * shapes[-1][1]) for layer in block.downsamplers or ()]
+    return (*shapes, shapes[-1])
 
 
 def keep_parameters(network: nn.Module, is_read: Callable[[str], bool]) -> None:

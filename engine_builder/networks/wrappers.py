@@ -1,13 +1,16 @@
 """The wrapper of each component by name, and the library's class that it wraps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
+from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
+    ControlledUnetNetwork,
     GuidedUnetNetwork,
     UnconditionalUnetNetwork,
     UnetNetwork,
@@ -21,7 +24,8 @@ from engine_builder.networks.vae import VaeDecoderNetwork, VaeEncoderNetwork
 class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
-    `wrap` takes the network and, if `accepts_winograd`, the option `use_winograd`, and if `accepts_rank`, `rank`.
+    `other_classes`: those that a network's config.json may name instead. `wrap` takes the network and, if
+    `accepts_winograd`, the option `use_winograd`, and if `accepts_rank`, `rank`.
     """
 
     package: str
@@ -29,8 +33,16 @@ class Wrapper:
     wrap: Callable[..., nn.Module]
     accepts_winograd: bool = False
     accepts_rank: bool = False
+    other_classes: tuple[str, ...] = ()
+
+    def class_of(self, config: Mapping[str, Any]) -> str:
+        """Return the class of the network that a config.json describes."""
+        name = config.get("_class_name")
+        return str(name) if name in self.other_classes else self.class_name
 
 
+_CONTROLNET = ("diffusers", "ControlNetModel")
+_UNION = ("ControlNetUnionModel",)
 _UNET = ("diffusers", "UNet2DConditionModel")
 # A component or variant names its wrapper in `model.pipeline.spec`.
 WRAPPERS = {
@@ -43,6 +55,11 @@ WRAPPERS = {
     "LowRankUnetNetwork": Wrapper(*_UNET, LowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
+    "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),
+    "ControlnetTextNetwork": Wrapper(*_CONTROLNET, UnetTextNetwork, other_classes=_UNION),
+    "ControlnetTimeNetwork": Wrapper(*_CONTROLNET, controlnet_time_network, other_classes=_UNION),
+    "ControlnetImageNetwork": Wrapper(*_CONTROLNET, ControlnetImageNetwork, other_classes=_UNION),
+    "ControlnetNetwork": Wrapper(*_CONTROLNET, ControlnetNetwork, accepts_winograd=True, other_classes=_UNION),
     "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),
     "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
 }

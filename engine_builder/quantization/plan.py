@@ -47,7 +47,8 @@ class Quantization:
 
         Raises CalibrationError if a layer has no range.
         """
-        unet = find_component(network.component)[0].name
+        spec, _ = find_component(network.component)
+        unet = spec.replaces or spec.name
         return quantize_network(network, self.ranges[unet], self.policy)
 
 

@@ -7,30 +7,51 @@ from dataclasses import replace
 
 import numpy as np
 
-from model.api.request import GenerationRequest, MaskRequest, resolve
+from model.api.request import ControlRequest, GenerationRequest, MaskRequest, resolve
 from model.images.fit import check_fit, fit
 from model.images.inputs import InputImage, decode_mask, decode_rgb, read_image, read_mask
 from model.images.postprocess import feather
 from model.loading.served import ServedModel
-from model.pipeline.params import GenerationParams, Mask
+from model.pipeline.params import Control, GenerationParams, Mask
 
 
 def resolve_with_images(request: GenerationRequest, served: ServedModel) -> GenerationParams:
-    """Return the parameters of a request with an `image`, with decoded pixels.
+    """Return the parameters of a request with images, with decoded pixels.
 
     Raises RequestRefused as `resolve` does, and for an image or a mask that cannot be used.
     """
-    assert request.image is not None
-    image = read_image(request.image, "image")
+    image = None if request.image is None else read_image(request.image, "image")
     masks = [
-        (mask, read_mask(mask.image, f"masks.{number}.image", image)) for number, mask in enumerate(request.masks or ())
+        (mask, read_mask(mask.image, f"masks.{number}.image", image))
+        for number, mask in enumerate(request.masks or ())
+        if image is not None
     ]
-    params = resolve(request, served, (image.width, image.height))
+    controls = [
+        (control, read_image(control.image, f"controls.{number}.image"))
+        for number, control in enumerate(request.controls or ())
+    ]
+    params = resolve(request, served, None if image is None else (image.width, image.height))
     size = (params.width, params.height)
-    check_fit((image.width, image.height), size, request.resize)
+    for file in [*([] if image is None else [image]), *(file for _, file in controls)]:
+        check_fit((file.width, file.height), size, request.resize, file.field)
+    params = replace(params, controls=tuple(_control(request, params, *pair) for pair in controls))
+    if image is None:
+        return params
     # A copy: PyTorch needs writable memory.
     pixels = np.array(fit(decode_rgb(image), size, request.resize))
     return replace(params, image=pixels, masks=tuple(_mask(request, params, *pair) for pair in masks))
+
+
+def _control(
+    request: GenerationRequest, params: GenerationParams, control: ControlRequest, file: InputImage
+) -> Control:
+    """Return the use of a ControlNet with its control image, in the size of the result."""
+    pixels = fit(decode_rgb(file), (params.width, params.height), request.resize)
+    if control.preprocess == "canny":
+        from model.images.canny import canny
+
+        pixels = canny(pixels)
+    return Control(control.name, np.array(pixels), control.scale, control.start, control.end, control.mode)
 
 
 def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskRequest, file: InputImage) -> Mask:

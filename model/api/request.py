@@ -15,6 +15,8 @@ from model.errors import RequestRefused
 from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
+    MAX_CONTROL_SCALE,
+    MAX_CONTROLS,
     MAX_FEATHER,
     MAX_IMAGES,
     MAX_LORA_SCALE,
@@ -28,6 +30,7 @@ from model.validation import (
     Fraction,
     Guidance,
     ImageFormat,
+    Preprocess,
     Resize,
     SamplerName,
     Seed,
@@ -89,6 +92,33 @@ class LoraRequest(StrictModel):
     )
 
 
+class ControlRequest(StrictModel):
+    """The use of a ControlNet: a network that makes the result follow another image's edges, depth or poses."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        description="The ControlNet, by the name that the release has for it. Each may be named once."
+    )
+    image: str = Field(
+        description="The control image: base64 or a `data:` URL of a PNG, JPEG or WebP file, as the ControlNet expects "
+        "it, for example white edges on black. Another size than the result's is resized as `resize` states."
+    )
+    preprocess: Preprocess = Field(
+        "none",
+        description="canny: `image` is a picture, and its edges by the Canny filter (thresholds 100 and 200) are the "
+        "control image.",
+    )
+    scale: Annotated[float, Field(ge=0, le=MAX_CONTROL_SCALE)] = Field(
+        1.0, description=f"Strength of the control: 0 to {MAX_CONTROL_SCALE}."
+    )
+    start: Fraction = Field(0.0, description="Share of the steps before the first one that the network controls.")
+    end: Fraction = Field(
+        1.0, description="Share of the steps after the last one that the network controls, larger than `start`."
+    )
+    mode: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="The type of the control image, a number. Required for a Union network, refused for others."
+    )
+
+
 class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
@@ -134,6 +164,10 @@ class GenerationRequest(StrictModel):
         None,
         description=f"The LoRA adapters to use: 0 to {MAX_LORAS}, each once. They change the base model and its text "
         "encoders. A refusal lists those that this deployment offers.",
+    )
+    controls: Annotated[list[ControlRequest], Field(min_length=1, max_length=MAX_CONTROLS)] | None = Field(
+        None,
+        description=f"ControlNets that control the steps of the base model: 1 to {MAX_CONTROLS}, each with an image.",
     )
     width: Side | None = Field(
         None,
@@ -218,7 +252,7 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
-_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize", "loras"}
+_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize", "loras", "controls"}
 
 
 def resolve(
@@ -230,8 +264,8 @@ def resolve(
     masks: see `model.api.images`.
 
     Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, an adapter that is
-    not offered, a refiner or a VAE encoder that the release lacks, a strength that leaves no step, or a field that
-    needs another one.
+    not offered, a refiner, a VAE encoder or a ControlNet that the release lacks, a strength that leaves no step, or a
+    field that needs another one.
     """
     width, height = image_size or (served.native_width, served.native_height)
     values = served.defaults.model_dump()
@@ -254,6 +288,7 @@ def resolve(
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
     values["loras"] = _resolve_loras(request, served, values["use_refiner"])
     _check_image_fields(request, served)
+    _check_controls(request, served)
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
         default = DEFAULT_INPAINT_STRENGTH
@@ -290,7 +325,8 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
 def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None:
     """Raise RequestRefused for a field that needs `image`, or if the release cannot encode images."""
     if request.image is None:
-        for name in ("strength", "masks", "resize"):
+        names = ("strength", "masks") if request.controls else ("strength", "masks", "resize")
+        for name in names:
             if name in request.model_fields_set and getattr(request, name) is not None:
                 raise RequestRefused(name, "needs `image`, which is missing. Send the image, or leave this field out.")
     for name in ("composite", "color_match"):
@@ -308,6 +344,33 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None
             f"are required, because the UNet of release {served.release} was trained for inpainting only. For a wholly "
             "new image, send any image with a white mask and strength 1.",
         )
+
+
+def _check_controls(request: GenerationRequest, served: ServedModel) -> None:
+    """Raise RequestRefused for a ControlNet that is not served or is named twice, and for fields that do not fit it."""
+    seen: set[str] = set()
+    for number, control in enumerate(request.controls or ()):
+        field = f"controls.{number}"
+        if control.name not in served.controlnets:
+            names = ", ".join(served.controlnets)
+            raise RequestRefused(
+                f"{field}.name",
+                f"{format_value(control.name)} is not a ControlNet of release {served.release}. "
+                + (f"It has {names}." if names else "It has none: build it with them (`preheat build --controlnet`)."),
+            )
+        if control.name in seen:
+            raise RequestRefused(f"{field}.name", f"{format_value(control.name)} is named twice. Name each once.")
+        seen.add(control.name)
+        if control.start >= control.end:
+            raise RequestRefused(f"{field}.start", f"{control.start:g} is not less than end, {control.end:g}.")
+        types = served.controlnets[control.name]
+        if types and (control.mode is None or control.mode >= types):
+            given = "is missing" if control.mode is None else f"{control.mode} is not accepted"
+            raise RequestRefused(f"{field}.mode", f"{given}; {control.name} is a Union network: give 0 to {types - 1}.")
+        if not types and control.mode is not None:
+            raise RequestRefused(
+                f"{field}.mode", f"{control.mode} is not accepted, because {control.name} is not a Union network."
+            )
 
 
 class ImageResult(TypedDict):

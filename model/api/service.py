@@ -112,7 +112,7 @@ class Service:
 
     async def _resolve(self, request: GenerationRequest) -> GenerationParams:
         """Return the request's parameters. Images are decoded in a worker thread, a few requests at once."""
-        if request.image is None:
+        if request.image is None and not request.controls:
             return resolve(request, self._loaded.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         async with self._decoders:

@@ -1,10 +1,12 @@
 """The device buffers of a graph loop. Their shapes follow from signatures, before anything is loaded."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
+from model.engines.signatures import control_input
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
@@ -12,6 +14,7 @@ from model.validation import MAX_STEPS
 SAMPLE = "sample"  # the input of a step's networks that the loop computes: the scaled latents
 # Prefixes of the names of a conditioning input's buffers: indexed by slot, and by entry of the UNet's batch.
 COND_BY_SLOT, COND_BY_ENTRY = "cond ", "batch "
+RESIDUAL = "residual "  # prefix of the buffers that hold the sum of the outputs of ControlNets
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ def conditioning_inputs(networks: Sequence[Signature]) -> dict[str, TensorSpec]:
     return conditioning
 
 
+def control_inputs(controlnets: Mapping[str, Signature]) -> dict[str, TensorSpec]:
+    """Return the inputs of ControlNets, by their names in an image's conditioning. The loop computes `sample`."""
+    return {
+        control_input(name, spec.name): spec
+        for name, signature in controlnets.items()
+        for spec in signature.inputs
+        if spec.name != SAMPLE
+    }
+
+
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
     """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height."""
     pixels = {"height": height, "width": width}
@@ -47,12 +60,17 @@ def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
 
 
 def buffer_shapes(
-    networks: Sequence[Signature], by_step: Collection[str], height: int, width: int, batches: Sequence[int]
+    networks: Sequence[Signature],
+    by_step: Collection[str],
+    height: int,
+    width: int,
+    batches: Sequence[int],
+    controlnets: Mapping[str, Signature] = MappingProxyType({}),
 ) -> dict[str, BufferShape]:
     """Return the buffers of a loop at `height` x `width` pixels, by name.
 
     `networks`: the networks that run in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`.
-    `batches`: the batch sizes of the UNet's engines.
+    `batches`: the batch sizes of the UNet's engines. `controlnets`: those of the release, by name.
 
     Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
     batch has entries. If an engine of batch 1 exists, there are at least two conditioning slots, because it runs twice
@@ -79,7 +97,10 @@ def buffer_shapes(
         "slot_indices": BufferShape((slots,), "int64"),
         "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),
     }
-    for name, spec in conditioning_inputs(networks).items():
+    for signature in controlnets.values():
+        for spec in signature.outputs:  # the same of each ControlNet
+            shapes[RESIDUAL + spec.name] = BufferShape((cond_slots, *entry_shape(spec, height, width)), spec.dtype)
+    for name, spec in (conditioning_inputs(networks) | control_inputs(controlnets)).items():
         entry = entry_shape(spec, height, width)
         if name in by_step:
             shapes[COND_BY_SLOT + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)

@@ -1,5 +1,6 @@
 """The denoising loop op by op, in the smallest bucket that holds the active images. Runs on any device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_roo
 from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.shapes import DTYPES
+from model.engines.signatures import control_input
 from model.store.manifest import TensorSpec
 
 
@@ -95,16 +97,21 @@ class EagerLoop:
     def _predict_noise(self, model_input: torch.Tensor) -> torch.Tensor:
         """Return the guided prediction for each image, float32. The UNet's batch has the unconditional halves first."""
         guided = [index for index, image in enumerate(self.images) if image.guided]
-        order = torch.tensor([*guided, *range(len(self.images))], device=model_input.device)
+        order = [*guided, *range(len(self.images))]
         halves = [(self.images[index].uncond, self.images[index].step) for index in guided]
         halves += [(image.cond, image.step) for image in self.images]
         entries = [(conditioning, step) for conditioning, step in halves if conditioning is not None]
-        tensors = {SAMPLE: model_input[order]}
-        for engines in (*self._networks.before, self._networks.unet):
+        tensors = {SAMPLE: model_input[torch.tensor(order, device=model_input.device)]}
+        unet = self._networks.unet
+        residuals = self._control([self.images[index] for index in order], entries, tensors[SAMPLE])
+        if residuals:
+            assert self._networks.controlled is not None
+            unet, tensors = self._networks.controlled, tensors | residuals
+        for engines in (*self._networks.before, unet):
             inputs = {
                 spec.name: tensors[spec.name].to(DTYPES[spec.dtype])
                 if spec.name in tensors
-                else torch.stack([self._entry(spec, *entry, model_input.device) for entry in entries])
+                else self._stack(spec, spec.name, entries, model_input.device)
                 for spec in engines.signature.inputs
             }
             tensors |= engines.run(inputs, self._height, self._width)
@@ -118,8 +125,42 @@ class EagerLoop:
             cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale)
         return cond
 
-    def _entry(self, spec: TensorSpec, conditioning: Conditioning, step: int, device: torch.device) -> torch.Tensor:
+    def _control(
+        self, images: Sequence[ImageState], entries: Sequence[tuple[Conditioning, int]], sample: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the sum of the outputs of all ControlNets that the next step uses, by name. Empty if it uses none.
+
+        `images`: the image of each batch entry. Each ControlNet runs for the entries of the images that use it.
+        """
+        residuals: dict[str, torch.Tensor] = {}
+        for controlnet, engines in self._networks.controlnets.items():
+            users = [entry for entry, image in enumerate(images) if controlnet in image.active_controls]
+            if not users:
+                continue
+            inputs = {
+                spec.name: sample[users, : int(spec.shape[1])].to(DTYPES[spec.dtype])
+                if spec.name == SAMPLE
+                else self._stack(
+                    spec, control_input(controlnet, spec.name), [entries[user] for user in users], sample.device
+                )
+                for spec in engines.signature.inputs
+            }
+            for name, output in engines.run(inputs, self._height, self._width).items():
+                if name not in residuals:
+                    residuals[name] = output.new_zeros((len(images), *output.shape[1:]))
+                residuals[name][users] += output
+        return residuals
+
+    def _stack(
+        self, spec: TensorSpec, name: str, entries: Sequence[tuple[Conditioning, int]], device: torch.device
+    ) -> torch.Tensor:
+        """Return a conditioning input of several batch entries, each a conditioning and its step."""
+        return torch.stack([self._entry(spec, name, conditioning, step, device) for conditioning, step in entries])
+
+    def _entry(
+        self, spec: TensorSpec, name: str, conditioning: Conditioning, step: int, device: torch.device
+    ) -> torch.Tensor:
         """Return one batch entry of a conditioning input."""
-        if spec.name not in conditioning.inputs:
+        if name not in conditioning.inputs:
             return torch.zeros(entry_shape(spec, self._height, self._width), dtype=DTYPES[spec.dtype], device=device)
-        return conditioning.inputs[spec.name][step if spec.name in self._networks.by_step else 0]
+        return conditioning.inputs[name][step if name in self._networks.by_step else 0]

@@ -4,6 +4,10 @@ A step runs the networks before the UNet, the UNet, guidance, the sampler update
 differs between images (latents, text, times, sampler coefficients, guidance) is data in buffers that the graph reads.
 The set of active images is data too. So no sampler, step count, guidance scale or change of images needs a new capture.
 
+A step in which an image uses a ControlNet is several graphs: one for each ControlNet in use, which adds its outputs to
+shared buffers, and one with the UNet that reads them. So the number of graphs grows with that of ControlNets, not with
+that of their combinations.
+
 Each image owns a latent slot: the index of its latents, noise, coefficients and step counter in their buffers. It also
 owns a conditioning slot for each of its one or two texts. A mapping assigns the slots to the entries of the UNet's
 batch, and the batch's predictions to the latent slots.
@@ -13,9 +17,10 @@ arithmetic: see `model.denoising.step` and `model.denoising.eager_loop`.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +28,19 @@ import torch
 
 from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
-from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, SAMPLE, buffer_shapes
+from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, RESIDUAL, SAMPLE, buffer_shapes
 from model.denoising.loop import Conditioning, ImageState, Known, StepNetworks, has_room, unet_batch
+from model.denoising.replays import Replays, call_all, divide_batches
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.engine import Engine, EngineSet
 from model.engines.shapes import DTYPES
+from model.engines.signatures import control_input
+from model.store.manifest import Signature
 from model.validation import MAX_STEPS
 
 MAX_STEPS_IN_FLIGHT = 2  # queued or running on the device when `step` returns
+_NO_RESIDUALS: Mapping[str, torch.Tensor] = MappingProxyType({})
 _LARGE_STEP_PIXELS = 4 * 2**20  # batch x height x width from which cuBLAS's products are as fast without a workspace
 
 
@@ -54,7 +63,7 @@ class GraphLoop:
 
         Raises EngineError if no engine of the UNet serves the size.
         """
-        engines_by_batch, cfg_engines_by_batch = _engines_by_batch(networks.unet, height, width)
+        _, cfg_engines_by_batch = divide_batches(networks.unet, height, width)
         self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
         self._image_latent_slot: dict[ImageState, int] = {}
@@ -65,7 +74,9 @@ class GraphLoop:
         self._height, self._width = height, width
         with torch.inference_mode():
             batches = [engine.bucket.batch.max for engine in networks.unet.serving(height, width)]
-            shapes = buffer_shapes(networks.signatures, networks.by_step, height, width, batches)
+            shapes = buffer_shapes(
+                networks.signatures, networks.by_step, height, width, batches, networks.control_signatures
+            )
             buffers = {
                 name: torch.zeros(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
                 for name, buffer in shapes.items()
@@ -92,15 +103,26 @@ class GraphLoop:
             self._entry_cond_slots, self._entry_latent_slots, self._prediction_entries = torch.split(
                 self._mapping_buffer, sizes
             )  # the last: the unconditional entries of all latent slots, then the conditional ones
+            # The sums of what ControlNets add to the UNet, by batch entry.
+            self._residuals = {
+                name.removeprefix(RESIDUAL): buffers[name] for name in buffers if name.startswith(RESIDUAL)
+            }
             # Captured now, so that no request waits for a capture or finds the memory full.
-            self._replays = {batch: self._capture(engines_by_batch[batch]) for batch in sorted(engines_by_batch)}
-            self._cfg_replays = {batch: self._capture(engines) for batch, engines in cfg_engines_by_batch.items()}
-            self._single_image_replay: Callable[[], None] | None = None
-            if 1 in engines_by_batch:
-                # For a single guided image two concurrent runs of batch 1 are faster than one run of batch 2.
-                engine_twice = 2 * engines_by_batch[1]
-                if engines_by_batch[2] != engine_twice and engine_twice[0].concurrent:
-                    self._single_image_replay = self._capture(engine_twice)
+            self._replays = self._capture_batches(networks.unet, self._step)
+            self._cfg_replays = {
+                batch: self._capture(engines, partial(self._step, engines))
+                for batch, engines in cfg_engines_by_batch.items()
+            }
+            if networks.controlled is not None:
+                self.capacity = min(self.capacity, networks.controlled.max_batch(height, width))
+                self._clear = self._queue.capture(self._clear_residuals, True, "clear_residuals")
+                self._control_replays = {
+                    name: self._capture_batches(engines, partial(self._control_step, name))
+                    for name, engines in networks.controlnets.items()
+                }
+                self._controlled_replays = self._capture_batches(
+                    networks.controlled, partial(self._step, residuals=self._residuals)
+                )
         self._last_mapping: _Mapping | None = None  # None: upload the next one even if it is equal
         self._waits_in_flight: deque[Callable[[], None]] = deque()  # each waits for the end of a step, oldest first
         # While a step's noise is staged, the device may still read that of the steps in flight.
@@ -207,11 +229,13 @@ class GraphLoop:
         return self._image_cond_slots[image][-image.unet_batch :]
 
     def _map_images(self) -> Callable[[], None]:
-        """Upload the mapping of the active images. Return the replay of the smallest batch that holds them."""
-        needed = unet_batch(self.images)
-        batch = next(batch for batch in self._replays if batch >= needed)
+        """Upload the mapping of the active images. Return what queues a step of the smallest batch that holds them."""
+        needed, images = unet_batch(self.images), len(self.images)
+        used = {name for image in self.images for name in image.active_controls}
+        unet = self._controlled_replays if used else self._replays
+        batch = unet.batch(needed)
         guided_against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
-        if guided_against_zeros and batch in self._cfg_replays:
+        if not used and guided_against_zeros and batch in self._cfg_replays:
             self._upload_mapping(self._map_for_cfg_variants(batch), batch)
             return self._cfg_replays[batch]
         mapping = self._empty_mapping()
@@ -222,9 +246,10 @@ class GraphLoop:
             mapping.latent_slots.extend([latent_slot] * image.unet_batch)
             mapping.cond_entries[latent_slot] = len(mapping.cond_slots) - 1
         self._upload_mapping(mapping, batch)
-        if self._single_image_replay is not None and len(self.images) == 1 and needed == 2:
-            return self._single_image_replay
-        return self._replays[batch]
+        if not used:
+            return unet.smallest(needed, images)
+        controls = [replays.smallest(needed, images) for name, replays in self._control_replays.items() if name in used]
+        return partial(call_all, [self._clear, *controls, unet.smallest(needed, images)])
 
     def _map_for_cfg_variants(self, batch: int) -> _Mapping:
         """Return the mapping for the CFG variants.
@@ -282,28 +307,35 @@ class GraphLoop:
             wait = self._waits_in_flight.popleft()
             wait()
 
-    def _capture(self, engines: Sequence[Engine]) -> Callable[[], None]:
-        """Capture a step whose batch is divided between `engines`, and return its replay."""
+    def _capture_batches(self, network: EngineSet, work: Callable[[Sequence[Engine]], None]) -> Replays:
+        """Capture a network's part of a step for each of its batch sizes. `work` gets the engines that divide it."""
+        by_batch, _ = divide_batches(network, self._height, self._width)
+        replays = {batch: self._capture(by_batch[batch], partial(work, by_batch[batch])) for batch in sorted(by_batch)}
+        single_image = None
+        if 1 in by_batch:
+            # For a single guided image two concurrent runs of batch 1 are faster than one run of batch 2.
+            engine_twice = 2 * by_batch[1]
+            if by_batch[2] != engine_twice and engine_twice[0].concurrent:
+                single_image = self._capture(engine_twice, partial(work, engine_twice))
+        return Replays(replays, single_image)
+
+    def _capture(self, engines: Sequence[Engine], work: Callable[[], None]) -> Callable[[], None]:
+        """Capture `work`, whose batch is divided between `engines`, and return its replay."""
         batch = sum(engine.bucket.batch.max for engine in engines)
         is_large = batch * self._height * self._width >= _LARGE_STEP_PIXELS
         name = f"{'_and_'.join(f'{e.component}_{e.bucket.batch.max}' for e in engines)}_{self._width}x{self._height}"
         workspace = len(engines) == 1 and not is_large
-        return self._queue.capture(partial(self._step, engines), workspace, name)
+        return self._queue.capture(work, workspace, name)
 
-    def _step(self, engines: Sequence[Engine]) -> None:
+    def _step(self, engines: Sequence[Engine], residuals: Mapping[str, torch.Tensor] = _NO_RESIDUALS) -> None:
         """Run one step of each latent slot at the slot's own counter. `engines` divide the batch, in order.
 
-        The results of free slots are never read.
+        `residuals`: by batch entry, what ControlNets add. The results of free slots are never read.
         """
         coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 10]
         c_in, *update, known, known_noise, scale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
-        torch.mul(c_in, self._latents, out=self._model_input[:, : self._latents.shape[1]])
-        model_input = self._model_input
-        ends = accumulate((engine.bucket.batch.max for engine in engines), initial=0)
-        inputs = [self._unet_inputs(slice(begin, end), model_input) for begin, end in pairwise(ends)]
-        runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
-        concurrent = all(engine.concurrent for engine in engines)
-        results = self._queue.run_concurrently(runs) if concurrent else [run() for run in runs]
+        self._scale_latents(c_in)
+        results = self._run(engines, partial(self._unet_inputs, engines[0].signature, residuals))
         predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         uncond, cond = eps[self._prediction_entries].float().chunk(2)
@@ -311,35 +343,60 @@ class GraphLoop:
         keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
 
-    def _unet_inputs(self, entries: slice, model_input: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run the networks before the UNet, and return the UNet's inputs for these entries of the batch."""
+    def _control_step(self, controlnet: str, engines: Sequence[Engine]) -> None:
+        """Add the outputs of a ControlNet to the residuals. They are zeros for entries that do not use it."""
+        self._scale_latents(self._coefficients[self._latent_slot_indices, self._steps_done][:, 0].reshape(-1, 1, 1, 1))
+        begin = 0
+        for result in self._run(engines, partial(self._control_inputs, controlnet, engines[0].signature)):
+            for name, output in result.items():
+                self._residuals[name][begin : begin + len(output)].add_(output)
+            begin += len(output)
+
+    def _clear_residuals(self) -> None:
+        torch._foreach_zero_(list(self._residuals.values()))
+
+    def _scale_latents(self, c_in: torch.Tensor) -> None:
+        """Write the latents, scaled for the network, to the first channels of its input."""
+        torch.mul(c_in, self._latents, out=self._model_input[:, : self._latents.shape[1]])
+
+    def _run(
+        self, engines: Sequence[Engine], inputs_of: Callable[[slice], dict[str, torch.Tensor]]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Run the engines that divide a batch, each with the inputs of its entries."""
+        ends = accumulate((engine.bucket.batch.max for engine in engines), initial=0)
+        inputs = [inputs_of(slice(begin, end)) for begin, end in pairwise(ends)]
+        runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
+        concurrent = all(engine.concurrent for engine in engines)
+        return self._queue.run_concurrently(runs) if concurrent else [run() for run in runs]
+
+    def _conditioning(self, entries: slice, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Return the latents, and the conditioning inputs of these names, of these entries of the batch."""
         latent_slots, cond_slots = self._entry_latent_slots[entries], self._entry_cond_slots[entries]
-        tensors = {SAMPLE: model_input[latent_slots]}
-        tensors |= {name: buffer[entries] for name, buffer in self._cond_by_entry.items()}
+        tensors = {SAMPLE: self._model_input[latent_slots]}
+        tensors |= {name: buffer[entries] for name, buffer in self._cond_by_entry.items() if name in names}
         steps = self._steps_done[latent_slots]
-        by_step = {name: buffer for name, buffer in self._cond_by_slot.items() if name not in self._cond_by_entry}
-        tensors |= {name: buffer[cond_slots, steps] for name, buffer in by_step.items()}
+        by_step = [name for name in self._cond_by_slot if name in names and name not in self._cond_by_entry]
+        return tensors | {name: self._cond_by_slot[name][cond_slots, steps] for name in by_step}
 
-        def inputs_of(network: EngineSet) -> dict[str, torch.Tensor]:
-            return {spec.name: tensors[spec.name].to(DTYPES[spec.dtype]) for spec in network.signature.inputs}
+    def _unet_inputs(
+        self, signature: Signature, residuals: Mapping[str, torch.Tensor], entries: slice
+    ) -> dict[str, torch.Tensor]:
+        """Run the networks before the UNet, and return the UNet's inputs for these entries of the batch."""
+        before = self._networks.before
+        names = {spec.name for one in (signature, *(network.signature for network in before)) for spec in one.inputs}
+        tensors = self._conditioning(entries, names) | {name: buffer[entries] for name, buffer in residuals.items()}
+        for network in before:
+            tensors |= network.run(_inputs_of(network.signature, tensors), self._height, self._width)
+        return _inputs_of(signature, tensors)
 
-        for network in self._networks.before:
-            tensors |= network.run(inputs_of(network), self._height, self._width)
-        return inputs_of(self._networks.unet)
+    def _control_inputs(self, controlnet: str, signature: Signature, entries: slice) -> dict[str, torch.Tensor]:
+        """Return a ControlNet's inputs for these entries of the batch."""
+        names = {control_input(controlnet, spec.name): spec.name for spec in signature.inputs}
+        tensors = self._conditioning(entries, names)
+        latents = tensors.pop(SAMPLE)[:, : self._latents.shape[1]]
+        return _inputs_of(signature, {SAMPLE: latents} | {names[name]: tensor for name, tensor in tensors.items()})
 
 
-def _engines_by_batch(
-    unet: EngineSet, height: int, width: int
-) -> tuple[dict[int, list[Engine]], dict[int, list[Engine]]]:
-    """Return the engines that run a step together, by the batch of the step: for any images, and for the CFG variants.
-
-    The variants serve images that are all guided against zeros (see `GraphLoop._map_for_cfg_variants`). Two engines of
-    batch 1 each run one half of a single guided image.
-    """
-    engines_by_batch = {engine.bucket.batch.max: [engine] for engine in unet.serving(height, width)}
-    cfg_engines_by_batch = {engine.bucket.batch.max: [engine] for engine in unet.of_size(height, width, "both")}
-    if 1 in engines_by_batch:
-        engines_by_batch.setdefault(2, 2 * engines_by_batch[1])
-        for engine in unet.of_size(height, width, "uncond"):  # of batch 1, like the conditional one
-            cfg_engines_by_batch[2] = [*engines_by_batch[1], engine]
-    return engines_by_batch, cfg_engines_by_batch
+def _inputs_of(signature: Signature, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the inputs of a signature, in its dtypes."""
+    return {spec.name: tensors[spec.name].to(DTYPES[spec.dtype]) for spec in signature.inputs}

@@ -4,7 +4,7 @@ Each image's result is independent of the other images in the batch. Loops do no
 HTTP: `model.pipeline` makes the image states and chooses the implementation.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,16 +26,27 @@ class StepNetworks:
     """The engines that run in each step: `before`, in order, then `unet`.
 
     The outputs of one are inputs of the next by name. `by_step`: the names of the inputs that differ by step.
+
+    controlled: takes the place of `unet` in a step in which an image uses a ControlNet. It also takes the sum of the
+        outputs of `controlnets`, by name.
+    controlnets: by name. Each runs for the images that use it (`ImageState.controls`).
     """
 
     unet: EngineSet
     by_step: Collection[str]
     before: tuple[EngineSet, ...] = ()
+    controlled: EngineSet | None = None
+    controlnets: Mapping[str, EngineSet] = field(default_factory=dict)
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
-        """In the order in which they run."""
+        """In the order in which they run, without ControlNets."""
         return tuple(engines.signature for engines in (*self.before, self.unet))
+
+    @property
+    def control_signatures(self) -> dict[str, Signature]:
+        """The signature of each ControlNet by name."""
+        return {name: engines.signature for name, engines in self.controlnets.items()}
 
 
 @dataclass
@@ -75,6 +86,7 @@ class ImageState:
     latents: float32 [1, channels, height/8, width/8]. While the image is in a loop, these are those it joined with.
     denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
         it in the next step.
+    controls: by ControlNet that the image uses, what its outputs are multiplied by in each step of the loop, [steps].
     known: what each step keeps of an image outside of a mask; None: nothing.
     extra_channels: for a UNet with more input channels than latents, its last channels, [1, channels, height/8,
         width/8]. None: zeros.
@@ -98,6 +110,7 @@ class ImageState:
     step: int = 0
     stage: int = 0
     pass_index: int = 0
+    controls: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     known: Known | None = None
     extra_channels: torch.Tensor | None = None
     inputs: Outputs | None = None
@@ -119,6 +132,11 @@ class ImageState:
     def guided(self) -> bool:
         """True if the next step is guided and so takes two batch entries of the UNet."""
         return self.uncond is not None and bool(self.guidance[self.step] > 1)
+
+    @property
+    def active_controls(self) -> tuple[str, ...]:
+        """The ControlNets that the next step uses."""
+        return tuple(name for name, scales in self.controls.items() if scales[self.step])
 
     @property
     def unet_batch(self) -> int:

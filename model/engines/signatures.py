@@ -3,7 +3,7 @@
 Shapes are symbolic in the batch ("rows", the manifest's word for it) and in pixels ("height/8" is a latent's side).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.store.manifest import Signature, TensorSpec
@@ -12,6 +12,9 @@ from model.store.precision import Dtype
 TEXT_EMBEDS = "text_embeds"  # the pooled text, as diffusers calls it
 LORA_DOWN, LORA_UP = "lora_down", "lora_up"  # the factors of adapters, see `model.adapters.packing`
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
+CONTROL = "control"  # a ControlNet's embedding of the control image
+CONTROL_TYPE = "control_type"  # which of a Union network's types the control image is: 1 there, otherwise 0
+CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
 
 CfgLayout = Literal["uncond", "both"]
 """The batch of a UNet variant for images whose unconditional text embeddings are zeros. "uncond": their unconditional
@@ -33,9 +36,11 @@ class Widths:
     timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
     extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
     time_embeds_width: int = 0  # this and the next are set once the UNet is read
-    keys_values_width: int = 0
+    keys_values_width: int = 0  # 0: no attention to the text
     lora_down: int = 1  # of a UNet with low-rank inputs, set once it is read
     lora_up: int = 1
+    residuals: tuple[tuple[int, int], ...] = ()  # of a ControlNet: channels, and pixels for each element's side
+    control_types: int = 0  # of a Union network
 
     @property
     def latents(self) -> tuple[str | int, ...]:
@@ -115,6 +120,69 @@ def lora_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
     factors = ((LORA_DOWN, widths.lora_down), (LORA_UP, widths.lora_up))
     inputs = (*plain.inputs, *(TensorSpec(name=name, dtype=dtype, shape=("rows", width)) for name, width in factors))
     return Signature(inputs=inputs, outputs=plain.outputs)
+
+
+def controlled_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """A UNet that also takes the outputs of ControlNets: a tensor for each skip connection, and one for the middle."""
+    unet = unet_signature(widths, dtype)
+    return Signature(inputs=(*unet.inputs, *_residuals(widths, dtype)), outputs=unet.outputs)
+
+
+def controlnet_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Latents with their time embeddings, keys and values, and the control image's embedding -> scaled residuals.
+
+    A network without attention to the text has no keys and values.
+    """
+    inputs = [
+        TensorSpec(name="sample", dtype=dtype, shape=widths.latents),
+        TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
+    ]
+    if widths.keys_values_width:
+        shape = ("rows", widths.tokens, widths.keys_values_width)
+        inputs.append(TensorSpec(name="keys_values", dtype=dtype, shape=shape))
+    inputs += [_control(widths, dtype), TensorSpec(name=CONTROL_SCALE, dtype="float32", shape=("rows", 1))]
+    return Signature(inputs=tuple(inputs), outputs=_residuals(widths, dtype))
+
+
+def controlnet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Like a UNet's. A ControlNet embeds no guidance scale. A Union network embeds the type of the control image."""
+    inputs = unet_time_signature(replace(widths, timestep_cond=0), dtype)
+    return Signature(inputs=(*inputs.inputs, *_control_type(widths)), outputs=inputs.outputs)
+
+
+def controlnet_image_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Control image in [0, 1], [batch, 3, height, width] -> its embedding, of a latent's height and width."""
+    pixels = TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width"))
+    return Signature(inputs=(pixels, *_control_type(widths)), outputs=(_control(widths, dtype),))
+
+
+def _residuals(widths: Widths, dtype: Dtype) -> tuple[TensorSpec, ...]:
+    """Return the outputs of a ControlNet: of each skip connection in the order of the forward pass, then the middle."""
+    names = [*(f"residual_{index}" for index in range(len(widths.residuals) - 1)), "residual_mid"]
+    return tuple(
+        TensorSpec(name=name, dtype=dtype, shape=("rows", channels, f"height/{pixels}", f"width/{pixels}"))
+        for name, (channels, pixels) in zip(names, widths.residuals, strict=True)
+    )
+
+
+def _control(widths: Widths, dtype: Dtype) -> TensorSpec:
+    batch, _, *sides = widths.latents
+    return TensorSpec(name=CONTROL, dtype=dtype, shape=(batch, widths.residuals[0][0], *sides))
+
+
+def _control_type(widths: Widths) -> tuple[TensorSpec, ...]:
+    spec = TensorSpec(name=CONTROL_TYPE, dtype="float32", shape=("rows", widths.control_types or 1))
+    return (spec,) if widths.control_types else ()
+
+
+def control_input(controlnet: str, name: str) -> str:
+    """Return the name that an input of a ControlNet has in an image's conditioning."""
+    return f"{controlnet}.{name}"
+
+
+def control_types(time: Signature) -> int:
+    """Return the number of types that a ControlNet's time network embeds: 0 unless it is a Union network's."""
+    return next((int(spec.shape[1]) for spec in time.inputs if spec.name == CONTROL_TYPE), 0)
 
 
 def vae_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:

@@ -1,13 +1,20 @@
 """Check that each loaded engine takes and returns the tensors that the pipeline's description names."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from model.engines.engine import EngineSet
 from model.engines.signatures import Widths
 from model.errors import EngineError
-from model.pipeline.spec import COMPONENTS, TEXT_ENCODER_FINAL, ComponentSpec
-from model.store.manifest import Signature
+from model.pipeline.spec import (
+    CONTROL_COMPONENTS,
+    CONTROLNET,
+    TEXT_ENCODER_FINAL,
+    UNET_CONTROLLED,
+    ComponentSpec,
+    find_component,
+)
+from model.store.manifest import Signature, TensorSpec
 
 # Only names are compared, so the sizes do not matter.
 _WIDTHS = Widths(
@@ -21,20 +28,46 @@ def check_interfaces(engines: Mapping[str, EngineSet]) -> None:
     """Raise EngineError for a component whose engines have the inputs or outputs of another one."""
     # The UNets of the other text encoders take pooled text.
     widths = replace(_WIDTHS, pooled_width=0) if TEXT_ENCODER_FINAL in engines else _WIDTHS
+    residuals = _residuals(engines[UNET_CONTROLLED].signature.inputs) if UNET_CONTROLLED in engines else ()
     for name, engine_set in engines.items():
-        spec = COMPONENTS[name]
-        actual, expected = _names(engine_set.signature), _expected_names(spec, widths)
+        spec, _ = find_component(name)
+        actual, expected = _names(engine_set.signature), _expected_names(spec, widths, residuals)
         if actual not in expected:
             raise EngineError(
                 f"The {name} engines cannot be used. They take {', '.join(actual[0])} and return "
                 f"{', '.join(actual[1])}; {name} takes {', '.join(expected[0][0])} and returns "
                 f"{', '.join(expected[0][1])}. The release mixes up its engines."
             )
+        if spec.feeds == UNET_CONTROLLED and _shapes(engine_set.signature.outputs) != _shapes(residuals):
+            raise EngineError(
+                f"The {name} engines cannot be used. Their outputs do not have the shapes that {UNET_CONTROLLED} adds "
+                "them to. The release mixes up its engines."
+            )
 
 
-def _expected_names(spec: ComponentSpec, widths: Widths) -> list[_Names]:
-    """Return a component's names without and with the embedded guidance scale."""
-    return [_names(spec.signature(replace(widths, timestep_cond=width), "float32")) for width in (0, 1)]
+def _expected_names(spec: ComponentSpec, widths: Widths, residuals: Sequence[TensorSpec]) -> list[_Names]:
+    """Return a component's names without and with its optional inputs.
+
+    Those are the embedded guidance scale, and of ControlNets the text and the type of the control image.
+    """
+    variants = [replace(widths, timestep_cond=width) for width in (0, 1)]
+    kind = spec.name.partition(".")[0]
+    if kind in CONTROL_COMPONENTS:
+        of_control = replace(widths, residuals=((1, 1),) * len(residuals))
+        texts = (1, 0) if kind == CONTROLNET else (1,)
+        variants = [
+            replace(of_control, control_types=types, keys_values_width=text) for types in (0, 1) for text in texts
+        ]
+    return [_names(spec.signature(variant, "float32")) for variant in variants]
+
+
+def _residuals(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Return the tensors that ControlNets add to a UNet."""
+    return tuple(spec for spec in specs if spec.name.startswith("residual_"))
+
+
+def _shapes(specs: Iterable[TensorSpec]) -> list[tuple[object, ...]]:
+    return [(spec.name, *spec.shape) for spec in specs]
 
 
 def _names(signature: Signature) -> _Names:

@@ -27,7 +27,7 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import COMPONENTS, UNET, UNET_LORA, find_component
+from model.pipeline.spec import COMPONENTS, CONTROL_COMPONENTS, UNET, UNET_LORA, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
@@ -227,14 +227,16 @@ def open_engine(
 
 def _components_with_other_code(component: str) -> set[str]:
     """Return the components and variants whose wrapper differs from that of `component`."""
-    wrappers = {spec.name: spec.wrapper for spec in COMPONENTS.values()}
-    wrappers |= {variant.name: variant.wrapper for spec in COMPONENTS.values() for variant in spec.variants}
-    return {name for name, wrapper in wrappers.items() if wrapper != wrappers[component]}
+    specs = (COMPONENTS | CONTROL_COMPONENTS).values()
+    wrappers = {spec.name: spec.wrapper for spec in specs}
+    wrappers |= {variant.name: variant.wrapper for spec in specs for variant in spec.variants}
+    spec, used = find_component(component)
+    return {name for name, wrapper in wrappers.items() if wrapper != (used or spec).wrapper}
 
 
 def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
     """Separate the engines of a component from those of its variants."""
     variants: dict[CfgLayout, list[Engine]] = {}
-    for variant in COMPONENTS[component].variants:
+    for variant in find_component(component)[0].variants:
         variants[variant.cfg] = [engine for engine in opened if engine.component == variant.name]
     return EngineSet([engine for engine in opened if engine.component == component], variants)

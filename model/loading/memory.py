@@ -8,7 +8,15 @@ import torch
 from model.denoising.buffers import COND_BY_SLOT, buffer_shapes
 from model.errors import OutOfDeviceMemory
 from model.loading.select import Selection
-from model.pipeline.spec import COMPONENTS, loop_unets, step_components
+from model.pipeline.spec import (
+    CONTROLNET,
+    control_inputs_by_step,
+    controlled_unet,
+    controlnets_of,
+    find_component,
+    loop_unets,
+    step_components,
+)
 from model.store.manifest import EngineRecord
 
 
@@ -96,7 +104,11 @@ def _loop_bytes(
             batches = [e.bucket.batch.max for e in serving]
             networks, by_step = step_components(unet, engines)
             signatures = [engines[network.name][0].signature for network in networks]
-            buffers = buffer_shapes(signatures, by_step, height, width, batches)
+            controlnets = {}
+            if controlled_unet(unet) in engines:
+                by_step += control_inputs_by_step(controlnets_of(engines))
+                controlnets = {name: engines[f"{CONTROLNET}.{name}"][0].signature for name in controlnets_of(engines)}
+            buffers = buffer_shapes(signatures, by_step, height, width, batches, controlnets)
             total += sum(buffer.bytes for buffer in buffers.values())
             if keeps_conditioning:
                 total += sum(buffer.bytes for name, buffer in buffers.items() if name.startswith(COND_BY_SLOT))
@@ -115,6 +127,6 @@ def tensorrt_bytes(selection: Selection) -> int:
         for engine, weights in zip(engines, selection.weights[name], strict=True):
             if engine.tensorrt:
                 copies[engine.component] = sum(blob.bytes for blob in weights.blobs)  # a variant's plan has its own
-                stream = COMPONENTS[name].stream
+                stream = find_component(name)[0].stream
                 workspaces[stream] = max(workspaces.get(stream, 0), engine.tensorrt.workspace_bytes or 0)
     return sum(copies.values()) + sum(workspaces.values())

@@ -11,11 +11,15 @@ from model.errors import EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
 from model.pipeline.spec import (
-    COMPONENTS,
+    CONTROL_COMPONENTS,
     LOW_RANK,
     UNET,
+    UNET_CONTROLLED,
     ComponentSpec,
     components_of,
+    control_components,
+    controlnets_of,
+    find_component,
     model_parts,
     tokenizers_of,
     unets,
@@ -101,11 +105,11 @@ def select(
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if fp16_steps is not None:
         check_precision(manifest, target, FP16, "set `fp16_steps: {}` in the config to run all steps in 8 bits")
-        for spec in unets():
+        for spec in (*unets(), CONTROL_COMPONENTS[UNET_CONTROLLED]):
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
-        records += choose_variants(manifest, COMPONENTS[name], records)
+        records += choose_variants(manifest, find_component(name)[0], records)
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
@@ -114,7 +118,7 @@ def select(
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
-    same_as = {name: COMPONENTS[name].same_as for name in names}
+    same_as = {name: find_component(name)[0].same_as for name in names}
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
@@ -146,10 +150,22 @@ def required_components(manifest: Manifest) -> tuple[str, ...]:
 def optional_components(
     manifest: Manifest, target: str, precision: Precision | None = None, with_adapters: bool = False
 ) -> tuple[str, ...]:
-    """Return the optional components that the release has engines of for a target. `precision`: of the UNet."""
+    """Return the optional components that the release has engines of for a target. `precision`: of the UNet.
+
+    Those of a ControlNet are returned all or not at all.
+    """
+
+    def has_engines(name: str) -> bool:
+        return bool(servable_engines(manifest, name, target, precision))
+
     specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
     specs += LOW_RANK.values() if with_adapters else ()
-    return tuple(spec.name for spec in specs if servable_engines(manifest, spec.name, target, precision))
+    names = [spec.name for spec in specs if has_engines(spec.name)]
+    controlled = []
+    for controlnet in controlnets_of(manifest.architectures):
+        own = [spec.name for spec in control_components([controlnet]) if spec.name in manifest.architectures]
+        controlled += own if all(map(has_engines, own)) else []
+    return (*names, *dict.fromkeys(controlled))
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:

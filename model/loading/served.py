@@ -2,15 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from model.denoising.sampler_names import check_steps, sampler_name
+from model.engines.signatures import control_types
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
-from model.pipeline.spec import UNET, VAE_ENCODER
+from model.pipeline.spec import CONTROLNET_TIME, UNET, VAE_ENCODER, controlnets_of
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
 from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
@@ -66,10 +67,10 @@ class SizeRange:
 
     def check(self, width: int, height: int) -> None:
         """Raise RequestRefused, which states the accepted sides, unless both are accepted."""
-        for field, side in (("width", width), ("height", height)):
+        for name, side in (("width", width), ("height", height)):
             if not self.min_side <= side <= self.max_side or side % self.multiple:
                 raise RequestRefused(
-                    field,
+                    name,
                     f"{side} is not served here; give a multiple of {self.multiple} "
                     f"from {self.min_side} to {self.max_side}.",
                 )
@@ -91,6 +92,8 @@ class ServedModel:
     """True if the UNet was trained for inpainting only."""
     loras: tuple[str, ...] = ()
     """The names of the adapters that requests may use."""
+    controlnets: Mapping[str, int] = field(default_factory=dict)
+    """By ControlNet the number of types of control images: 0 unless it is a Union network."""
 
 
 def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = ()) -> ServedModel:
@@ -133,6 +136,10 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
         encodes_images=VAE_ENCODER in selection.engines,
         requires_masks=extra_channels > 0,
         loras=tuple(loras),
+        controlnets={
+            name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature)
+            for name in controlnets_of(selection.engines)
+        },
     )
 
 

@@ -13,7 +13,15 @@ from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
 from model.engines.engine import EngineSet
-from model.pipeline.spec import COMPONENTS, Components, step_components
+from model.pipeline.spec import (
+    COMPONENTS,
+    CONTROLNET,
+    Components,
+    control_inputs_by_step,
+    controlled_unet,
+    controlnets_of,
+    step_components,
+)
 from model.pipeline.tokenizer import ClipTokenizer
 from model.store.manifest import Fp16Steps, ModelFacts
 
@@ -106,7 +114,20 @@ class LoadedModel:
         """Return the release's engines that run in each step of a UNet."""
         specs, by_step = step_components(unet, self.engines, self.components)
         *before, last = (self.engines[spec.name] for spec in specs)
-        return StepNetworks(last, by_step, tuple(before))
+        networks = StepNetworks(last, by_step, tuple(before))
+        if (name := controlled_unet(unet)) not in self.engines:
+            return networks
+        return replace(
+            networks,
+            by_step=[*by_step, *control_inputs_by_step(self.controlnets)],
+            controlled=self.engines[name],
+            controlnets={name: self.engines[f"{CONTROLNET}.{name}"] for name in self.controlnets},
+        )
+
+    @property
+    def controlnets(self) -> tuple[str, ...]:
+        """The names of the release's ControlNets."""
+        return controlnets_of(self.engines)
 
 
 def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
@@ -121,5 +142,5 @@ def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs
     loop = make(networks)
     if unet not in model.fp16_unets:
         return loop
-    outer = make(replace(networks, unet=model.fp16_unets[unet]))
+    outer = make(replace(networks, unet=model.fp16_unets[unet], controlled=model.fp16_unets.get(controlled_unet(unet))))
     return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)

@@ -27,6 +27,24 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Control:
+    """The use of a ControlNet.
+
+    levels: the control image, uint8 [height, width, 3] (RGB).
+    scale: what the network's outputs are multiplied by.
+    start, end: the shares of the base's steps after which the network begins and ends.
+    mode: the type of the control image, for a Union network; None: another network.
+    """
+
+    name: str
+    levels: "MaskPixels" = field(compare=False, repr=False)
+    scale: float
+    start: float
+    end: float
+    mode: int | None = None
+
+
+@dataclass(frozen=True)
 class GenerationParams:
     """`scheduler` is the sampler's public name; `seed` is that of the first image. Sizes in pixels.
 
@@ -34,6 +52,7 @@ class GenerationParams:
     strength: the share of the steps that run, if there is an image and no mask.
     masks: the parts of the image to repaint, one after the other, each on the result of the one before.
     loras: the adapters, by name, with their scales.
+    controls: the ControlNets that the base's steps use, each with another name.
     composite, color_match, upscale: see `model.pipeline.finish`.
     """
 
@@ -55,6 +74,7 @@ class GenerationParams:
     image: "Pixels | None" = field(default=None, compare=False, repr=False)
     strength: float = 1.0
     masks: tuple[Mask, ...] = ()
+    controls: tuple[Control, ...] = ()
     composite: bool = False
     color_match: bool = False
     upscale: int = 1

@@ -28,6 +28,20 @@ CfgConditioning = tuple[Conditioning, Conditioning | None]
 
 
 @dataclass(frozen=True, eq=False)
+class ControlPlan:
+    """The use of a ControlNet in the steps of one UNet.
+
+    levels: the control image, uint8 [height, width, 3] on the host.
+    scales: float32 [steps], what the network's outputs are multiplied by; 0 where it is not used.
+    mode: the type of the control image, for a Union network; None: another network.
+    """
+
+    levels: torch.Tensor
+    scales: NDArray[np.float32]
+    mode: int | None
+
+
+@dataclass(frozen=True, eq=False)
 class DenoisePlan:
     """The steps of one UNet for a request.
 
@@ -36,6 +50,7 @@ class DenoisePlan:
     guided: True if some step has an unconditional half. A UNet that embeds the guidance scale has none.
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
     time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
+    controls: the ControlNets in use, by name.
     """
 
     schedule: SamplerSchedule
@@ -44,6 +59,7 @@ class DenoisePlan:
     guided: bool
     zero_negative: bool
     time_ids: tuple[list[float], list[float]]
+    controls: Mapping[str, ControlPlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +168,8 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     plans = [_plan_pass(model, of_pass, None if number else levels) for number, of_pass in enumerate(params.passes())]
     warnings = [text for plan in plans for text in plan.warnings]
     later: tuple[RequestPlan, ...] = ()
-    packed = model.adapters is not None and model.adapters.can_pack(params.loras)
+    # No UNet takes both adapters and the outputs of ControlNets as inputs.
+    packed = model.adapters is not None and model.adapters.can_pack(params.loras) and not params.controls
     merged, inputs = ((), params.loras) if packed else (params.loras, ())
     factors: list[tuple[AdapterFactors, float]] = []
     for plan in reversed(plans):
@@ -192,9 +209,21 @@ def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tenso
         init_sigma=whole_schedule.init_sigma,
         tokens=tokens,
         denoise=denoise,
-        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens),
+        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens) + _unused_controls(params, denoise),
         source=source,
     )
+
+
+def _unused_controls(params: GenerationParams, denoise: Mapping[str, DenoisePlan]) -> list[str]:
+    """Describe the ControlNets that no step uses, although their scale is not 0."""
+    base = denoise.get(BASE.unet)
+    steps = 0 if base is None else base.schedule.steps
+    return [
+        f"controls.{number}: no step of {steps} lies between start {control.start:g} and end {control.end:g}; "
+        f"{control.name} was not used."
+        for number, control in enumerate(params.controls)
+        if control.scale and (base is None or control.name not in base.controls)
+    ]
 
 
 def _source(model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None) -> Source:
@@ -237,7 +266,19 @@ def _denoise_plan(
         guided=bool((guidance > 1).any()) and not embeds_guidance(model, denoiser),
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         time_ids=time_ids,
+        controls=_plan_controls(params, schedule.steps) if denoiser.part == "base" else {},
     )
+
+
+def _plan_controls(params: GenerationParams, steps: int) -> dict[str, ControlPlan]:
+    """Plan the ControlNets that some step uses. A step is used if it lies within start and end, as in diffusers."""
+    plans = {}
+    for control in params.controls:
+        used = [step / steps >= control.start and (step + 1) / steps <= control.end for step in range(steps)]
+        scales = np.where(used, control.scale, 0).astype(np.float32)
+        if scales.any():
+            plans[control.name] = ControlPlan(torch.from_numpy(control.levels), scales, control.mode)
+    return plans
 
 
 def _warnings(

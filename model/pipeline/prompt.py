@@ -14,6 +14,7 @@ from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
 from model.engines.shapes import DTYPES
 from model.engines.signatures import TEXT_EMBEDS, TIMESTEP_COND, timestep_cond_width
+from model.pipeline.control import condition_controlnet
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.plan import CfgConditioning, DenoisePlan, RequestPlan
@@ -87,17 +88,33 @@ def _conditionings(
         keys_values = add_to_keys_values(keys_values, hidden, model.adapters.layers, factors)
         packed = pack(model.adapters.packing, factors, dtype)
     steps = plan.schedule.steps
-    timesteps = torch.tensor(plan.schedule.timesteps, dtype=torch.float32)
-    inputs = {"timestep": to_device(timesteps, model.device)}
+    shared = {"timestep": to_device(torch.tensor(plan.schedule.timesteps, dtype=torch.float32), model.device)}
+    times = [shared]  # the inputs of time networks for each text; one of them if they do not depend on the text
+    if pooled is not None:
+        times = [
+            shared
+            | {
+                TEXT_EMBEDS: of_text.to(dtype).expand(steps, -1),
+                "time_ids": to_device(torch.tensor(time_ids), model.device).expand(steps, -1),
+            }
+            for of_text, time_ids in zip(pooled, plan.time_ids, strict=False)
+        ]
+    guidance = {}
     if width := timestep_cond_width(time.signature):
-        inputs[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
-    conditionings: list[Conditioning] = []
-    for index in range(len(hidden)):
-        if pooled is not None:
-            inputs[TEXT_EMBEDS] = pooled[index].to(dtype).expand(steps, -1)
-            inputs["time_ids"] = to_device(torch.tensor(plan.time_ids[index]), model.device).expand(steps, -1)
-        if pooled is not None or not conditionings:
-            time_embeds = time.run(inputs)["time_embeds"]
-        inputs_of_text = {"keys_values": keys_values[index : index + 1], "time_embeds": time_embeds}
-        conditionings.append(Conditioning(inputs_of_text | packed))
+        guidance[TIMESTEP_COND] = to_device(embed_guidance(plan.scales, width).to(dtype), model.device)
+    time_embeds = [time.run(of_text | guidance)["time_embeds"] for of_text in times]
+    conditionings = [
+        Conditioning(
+            {
+                "keys_values": keys_values[index : index + 1],
+                "time_embeds": time_embeds[min(index, len(time_embeds) - 1)],
+                **packed,
+            }
+        )
+        for index in range(len(hidden))
+    ]
+    for name, control in plan.controls.items():
+        of_texts = condition_controlnet(model, name, control, hidden, times)
+        for conditioning, inputs in zip(conditionings, of_texts, strict=True):
+            conditioning.inputs.update(inputs)
     return conditionings

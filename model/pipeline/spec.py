@@ -4,8 +4,8 @@ A component is one network, and `ComponentSpec` has its facts. A new network is 
 and a stage that uses it (model/pipeline/stages.py). Imports no torch.
 """
 
-from collections.abc import Callable, Collection, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.engines import signatures
@@ -48,6 +48,7 @@ class ComponentSpec:
     by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
         inputs, and one entry for all steps for the others.
     feeds: with phase "step", the UNet before which the component runs. Its outputs are inputs of the UNet by name.
+    replaces: the UNet that the component replaces in steps with a ControlNet. It has the UNet's weights.
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
     variants: its further engines.
@@ -66,6 +67,7 @@ class ComponentSpec:
     stream: Stream = "text"
     by_step: tuple[str, ...] = ()
     feeds: str = ""
+    replaces: str = ""
     precision_rule: Literal["model", "vae"] = "model"
     same_as: str = ""
     variants: tuple[Variant, ...] = ()
@@ -101,6 +103,11 @@ UNET = "unet"
 UNET_UNCONDITIONAL = "unet_unconditional"
 UNET_GUIDED = "unet_guided"
 UNET_LORA = "unet_lora"
+UNET_CONTROLLED = "unet_controlled"
+CONTROLNET = "controlnet"
+CONTROLNET_TEXT = "controlnet_text"
+CONTROLNET_TIME = "controlnet_time"
+CONTROLNET_IMAGE = "controlnet_image"
 VAE_ENCODER = "vae_encoder"
 VAE_DECODER = "vae_decoder"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
@@ -184,6 +191,30 @@ LOW_RANK = _table(
 COMPONENTS: Components = SDXL | SD | LOW_RANK
 """The components of all families. A name means the same network in each of them."""
 
+CONTROL_COMPONENTS = _table(
+    ComponentSpec(
+        UNET_CONTROLLED, "base", "unet", "ControlledUnetNetwork", signatures.controlled_unet_signature, "step",
+        "cfg_half", "denoising", ("time_embeds",), replaces=UNET,
+    ),
+    ComponentSpec(
+        CONTROLNET_TEXT, "base", CONTROLNET, "ControlnetTextNetwork", signatures.unet_text_signature, "prompt", "text"
+    ),
+    ComponentSpec(
+        CONTROLNET_TIME, "base", CONTROLNET, "ControlnetTimeNetwork", signatures.controlnet_time_signature, "request",
+        "timestep",
+    ),
+    ComponentSpec(
+        CONTROLNET_IMAGE, "base", CONTROLNET, "ControlnetImageNetwork", signatures.controlnet_image_signature,
+        "request", "image",
+    ),
+    ComponentSpec(
+        CONTROLNET, "base", CONTROLNET, "ControlnetNetwork", signatures.controlnet_signature, "step", "cfg_half",
+        "denoising", ("time_embeds", signatures.CONTROL_SCALE), feeds=UNET_CONTROLLED,
+    ),
+)  # fmt: skip
+"""The components of releases with ControlNets: a UNet that takes their outputs, and the networks that each ControlNet
+is divided into. "controlnet_time.canny" is the time network of the ControlNet "canny"."""
+
 BASE = Denoiser(
     "base",
     ((TEXT_ENCODER_FINAL, "tokenizer"), (TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")),
@@ -217,7 +248,26 @@ def find_component(name: str, components: Components = COMPONENTS) -> tuple[Comp
         for variant in spec.variants:
             if variant.name == name:
                 return spec, variant
+    kind, _, controlnet = name.partition(".")
+    if kind in CONTROL_COMPONENTS:
+        spec = CONTROL_COMPONENTS[kind]
+        return (replace(spec, name=name, checkpoint_folder=f"{CONTROLNET}.{controlnet}") if controlnet else spec), None
     return components[name], None
+
+
+def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...]:
+    """Return the components that a build with these ControlNets may add, in the order in which they are built."""
+    if not controlnets:
+        return ()
+    kinds = (CONTROLNET_TEXT, CONTROLNET_TIME, CONTROLNET_IMAGE, CONTROLNET)
+    names = [UNET_CONTROLLED, *(f"{kind}.{controlnet}" for controlnet in controlnets for kind in kinds)]
+    return tuple(find_component(name)[0] for name in names)
+
+
+def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the ControlNets that are among the components of a release, in their order."""
+    prefix = f"{CONTROLNET}."
+    return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
 
 
 def unets(components: Components = COMPONENTS) -> tuple[ComponentSpec, ...]:
@@ -240,3 +290,14 @@ def step_components(
     before = (spec for spec in components.values() if spec.feeds == unet and spec.name in available)
     specs = (*before, components[unet])
     return specs, [name for spec in specs for name in spec.by_step]
+
+
+def controlled_unet(unet: str) -> str:
+    """Return the component that replaces a UNet in steps with a ControlNet, or "" if the UNet has none."""
+    return next((spec.name for spec in CONTROL_COMPONENTS.values() if spec.replaces == unet), "")
+
+
+def control_inputs_by_step(controlnets: Iterable[str]) -> list[str]:
+    """Return the names of the inputs of ControlNets that differ by step, as an image's conditioning has them."""
+    by_step = CONTROL_COMPONENTS[CONTROLNET].by_step
+    return [signatures.control_input(controlnet, name) for controlnet in controlnets for name in by_step]

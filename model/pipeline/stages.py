@@ -89,6 +89,7 @@ class Denoise:
         if (denoise_plan := plan.denoise.get(unet)) is None:
             return None
         image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
+        image.controls = {name: control.scales for name, control in denoise_plan.controls.items()}
         if plan.source is not None and plan.unet_of_loop(unet) != plan.first_loop[0]:
             keep_base_result(model, plan, plan.source, image)
         return plan.unet_of_loop(unet), plan.params.height, plan.params.width

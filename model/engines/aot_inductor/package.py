@@ -30,8 +30,8 @@ class Identity(BaseModel):
 
 
 def top_folder(component: str, key: str) -> str:
-    """Return the name of a package's top folder."""
-    return f"{component}-{key[:12]}"
+    """Return the name of a package's top folder. The code of all ControlNets of one architecture has the same name."""
+    return f"{component.partition('.')[0]}-{key[:12]}"
 
 
 def check_package(component: str, package: bytes) -> None:

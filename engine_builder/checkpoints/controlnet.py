@@ -1,0 +1,111 @@
+"""Check that a folder holds a ControlNet of a model's UNet, by its config.json alone."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
+from model.pipeline.spec import CONTROLNET
+from model.validation import CONTROLNET_NAME
+
+CLASSES = ("ControlNetModel", "ControlNetUnionModel")
+_MAX_CONTROL_TYPES = 64  # of a Union network; the largest public one has 8
+_CONTROLNET_REMEDY = "Name the folder of a ControlNet in diffusers' layout that was trained for this model."
+# The settings that must be those of the UNet -> diffusers' defaults, for a missing key.
+_OF_UNET: dict[str, Any] = {
+    "cross_attention_dim": 1280,
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "addition_embed_type": None,
+    "addition_time_embed_dim": None,
+    "projection_class_embeddings_input_dim": None,
+}
+# The settings that this project computes with. Key -> (accepted values, diffusers' default for no key).
+_ACCEPTED: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "conditioning_channels": ((3,), 3),
+    "controlnet_conditioning_channel_order": (("rgb", "bgr"), "rgb"),
+    "global_pool_conditions": ((False,), False),
+    "act_fn": (("silu",), "silu"),
+    "resnet_time_scale_shift": (("default",), "default"),
+    "only_cross_attention": ((False,), False),
+    "class_embed_type": ((None,), None),
+    "num_class_embeds": ((None,), None),
+    "encoder_hid_dim": ((None,), None),
+    "encoder_hid_dim_type": ((None,), None),
+    "mid_block_type": (("UNetMidBlock2DCrossAttn", "UNetMidBlock2D"), "UNetMidBlock2DCrossAttn"),
+}
+
+
+def parse_controlnet(text: str) -> tuple[str, Path]:
+    """Parse "NAME=PATH". Raises CheckpointError."""
+    name, separator, path = text.partition("=")
+    if not separator or not re.fullmatch(CONTROLNET_NAME, name) or not path:
+        raise CheckpointError(
+            f"{text!r:.80} is not NAME=PATH.",
+            "Give a name of lower-case letters, digits, - and _ (at most 32) and a folder, for example "
+            "canny=models/controlnet-canny.",
+        )
+    return name, Path(path)
+
+
+def check_controlnets(base: Checkpoint) -> None:
+    """Check the config.json of each of a model's ControlNets. Raises CheckpointError naming the file and the entry."""
+    names = [name for name, _ in base.controlnets]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise CheckpointError(f"Two ControlNets have the name {repeated[0]}.", "Give each its own name.")
+    for name in names:
+        _check_config(base, base.config(f"{CONTROLNET}.{name}"), base.folder(f"{CONTROLNET}.{name}") / "config.json")
+
+
+def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> None:
+    unet, widths = base.config("unet"), base.widths()
+    class_name = config.get("_class_name")
+    if class_name not in CLASSES:
+        raise CheckpointError(f"{path}: _class_name is {class_name!r:.80}, expected {' or '.join(CLASSES)}.",
+                              _CONTROLNET_REMEDY)  # fmt: skip
+    for key, (accepted, default) in _ACCEPTED.items():
+        if (value := config.get(key, default)) not in accepted:
+            shown = " or ".join(map(repr, accepted))
+            raise CheckpointError(f"{path}: {key} is {value!r:.80}, and only {shown} is supported.", _CONTROLNET_REMEDY)
+    for key, default in _OF_UNET.items():
+        _check_equal(path, key, config.get(key, default), unet.get(key, default), f"the UNet of {base.root}")
+    _check_equal(path, "in_channels", config.get("in_channels", 4), widths.latent_channels, "the VAE's latents")
+    embedding = config.get("conditioning_embedding_out_channels", [16, 32, 96, 256])
+    scale = 2 ** (len(embedding) - 1) if isinstance(embedding, list) else 0
+    if scale != widths.vae_scale:
+        raise CheckpointError(
+            f"{path}: conditioning_embedding_out_channels is {embedding!r:.80}. It divides a control image's sides by "
+            f"{scale}, and the VAE divides an image's by {widths.vae_scale}.",
+            _CONTROLNET_REMEDY,
+        )
+    if class_name == "ControlNetUnionModel":
+        _check_union(base, config, path)
+
+
+def _check_union(base: Checkpoint, config: Mapping[str, Any], path: Path) -> None:
+    if base.family != "sdxl":
+        raise CheckpointError(
+            f"{path} is a Union network, and {base.root} a {FAMILY_TITLES[base.family]}. Only those for Stable "
+            "Diffusion XL are supported.",
+            _CONTROLNET_REMEDY,
+        )
+    types = config.get("num_control_type", 6)
+    if type(types) is not int or not 0 < types <= _MAX_CONTROL_TYPES:
+        raise CheckpointError(
+            f"{path}: num_control_type is {types!r:.80}.", f"Set a number from 1 to {_MAX_CONTROL_TYPES}."
+        )
+    channels = config.get("num_trans_channel", 320), config.get("num_proj_channel", 320)
+    first = config.get("block_out_channels", [320])[0]
+    if channels != (first, first):
+        raise CheckpointError(
+            f"{path}: num_trans_channel and num_proj_channel are {channels[0]} and {channels[1]}, and the first of "
+            f"block_out_channels is {first}. The three must be equal.",
+            _CONTROLNET_REMEDY,
+        )
+
+
+def _check_equal(path: Path, key: str, value: Any, expected: Any, owner: str) -> None:
+    if value != expected:
+        raise CheckpointError(f"{path}: {key} is {value!r:.80}, and that of {owner} is {expected!r:.80}.",
+                              _CONTROLNET_REMEDY)  # fmt: skip
