@@ -22,7 +22,7 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, width, "
+    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, width, "
     "height, num_inference_steps, guidance_scale, "
     "end_cfg_frac, scheduler, "
     "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every"
@@ -84,7 +84,9 @@ def test_accepts_a_prompt_alone() -> None:
 LOWEST = {
     "prompt": "a", "negative_prompt": "", "image": "", "strength": 0,
     "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
-    "composite": False, "color_match": False, "loras": [], "width": 64, "height": 64, "num_inference_steps": 1,
+    "composite": False, "color_match": False, "loras": [],
+    "controls": [{"name": "a", "image": "", "preprocess": "none", "scale": 0, "start": 0, "end": 0, "mode": 0}],
+    "width": 64, "height": 64, "num_inference_steps": 1,
     "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
 }  # fmt: skip
@@ -92,7 +94,9 @@ HIGHEST = {
     "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
         {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
     ], "resize": "pad", "composite": True, "color_match": True,
-    "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "width": 4096, "height": 4096,
+    "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "controls": 4 * [
+        {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 99}
+    ], "width": 4096, "height": 4096,
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
@@ -313,7 +317,7 @@ def test_keeps_given_values_also_zero_and_false() -> None:
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
     resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))
-    assert resolved == given | {"image": None, "strength": 1.0, "masks": (), "loras": ()}
+    assert resolved == given | {"image": None, "strength": 1.0, "masks": (), "loras": (), "controls": ()}
 
 
 def test_empty_seed_is_random_in_all_bits() -> None:

@@ -17,7 +17,7 @@ from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import Control, GenerationParams
 from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.prompt import encode_prompt
@@ -49,6 +49,8 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdSt
                     loaded.model.loop(UNET_LORA, height, width)  # makes its buffers and graphs
                 with warm_up_part(f"image_{width}x{height}"):
                     generate(loaded.model, [_from_image(params) if served.encodes_images else params])
+                    if served.controlnets:
+                        generate(loaded.model, [_with_controls(params, served)])
             with warm_up_part("texts"):
                 _encode_every_text(loaded.model, params)
             with warm_up_part("preview"):
@@ -102,6 +104,16 @@ def _warm_up_params(served: ServedModel, width: int, height: int, model: LoadedM
 def _from_image(params: GenerationParams) -> GenerationParams:
     """Return the request with a black image to start from. All of its steps run."""
     return replace(params, image=np.zeros((params.height, params.width, 3), np.uint8), strength=1.0)
+
+
+def _with_controls(params: GenerationParams, served: ServedModel) -> GenerationParams:
+    """Return the request with a black control image for every ControlNet."""
+    levels = np.zeros((params.height, params.width, 3), np.uint8)
+    controls = (
+        Control(name, levels, scale=1.0, start=0.0, end=1.0, mode=0 if types else None)
+        for name, types in served.controlnets.items()
+    )
+    return replace(params, use_refiner=False, controls=tuple(controls))
 
 
 def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:

@@ -1,5 +1,6 @@
 """Export a network and compile it with AOTInductor for one target and bucket, without its weights."""
 
+import inspect
 import json
 import warnings
 import zipfile
@@ -184,7 +185,10 @@ def trace_inputs(network: Network, bucket: Bucket, device: str) -> dict[str, tor
 
 
 def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
-    """Return torch.export's dynamic shapes of a bucket, input -> {dimension: Dim}, or None for a static bucket."""
+    """Return torch.export's dynamic shapes of a bucket, argument -> {dimension: Dim}, or None for a static bucket.
+
+    The argument `*inputs` of a network has a tuple of them.
+    """
     if bucket.batch.min == bucket.batch.max:
         return None
     dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.batch.max)}
@@ -200,10 +204,11 @@ def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
         factor = 1 if symbol == "rows" else getattr(bucket, symbol).multiple // int(divisor or 1)
         return factor * dims[symbol] if factor > 1 else dims[symbol]
 
-    return {
-        spec.name: {index: dim_of(size) for index, size in enumerate(spec.shape) if isinstance(size, str)}
+    of_inputs = [
+        {index: dim_of(size) for index, size in enumerate(spec.shape) if isinstance(size, str)}
         for spec in network.signature.inputs
-    }
+    ]
+    return inspect.signature(network.module.forward).bind(*of_inputs).arguments
 
 
 def _inductor_settings(target: Target) -> dict[str, Any]:
