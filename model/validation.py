@@ -19,6 +19,7 @@ MAX_IMAGES = 8  # of one request
 MAX_MASKS = 8  # of one request
 MAX_CONTROLS = 4  # of one request
 MAX_CONTROL_SCALE = 2
+MAX_CONTROL_TYPES = 64  # of a Union network; the largest public one has 8
 CONTROLNET_NAME = "[a-z0-9][a-z0-9_-]{0,31}"  # a regular expression
 MAX_FEATHER = 256  # pixels
 MAX_UPSCALE = 2

@@ -133,6 +133,21 @@ def test_generate_sends_image_and_masks(sandbox: Path, server: CountingServer) -
     assert [request[name] for name in names] == [0.5, "crop", True, True, 2]
 
 
+def test_generate_sends_controls(sandbox: Path, server: CountingServer) -> None:
+    folder = sandbox / "work"
+    for name in ("edges", "pose"):
+        (folder / f"{name}.png").write_bytes(base64.b64decode(PNG) + name.encode())
+    options = ["--control=canny=edges.png", "--control=pose=pose.png", "--control-scale=0.5", "--control-scale=1"]
+    commands.run(sandbox, [Invocation(["generate", server.option, *options, "--canny", "x"])])
+    controls = json.loads(server.received)["controls"]
+    for control, name in zip(controls, (b"edges", b"pose"), strict=True):
+        assert base64.b64decode(control.pop("image")).endswith(name)
+    assert controls == [
+        {"name": "canny", "preprocess": "canny", "scale": 0.5},
+        {"name": "pose", "preprocess": "canny", "scale": 1.0},
+    ]
+
+
 def test_generate_sends_no_field_that_was_not_given(sandbox: Path, server: CountingServer) -> None:
     commands.run(sandbox, [Invocation(["generate", server.option, "x"])])
     assert set(json.loads(server.received)) == {"prompt", "num_images", "output_format", "stream"}
@@ -158,6 +173,14 @@ def test_generate_refuses_bad_image_files_before_the_request(sandbox: Path, serv
         "file is not a PNG, JPEG or WebP file": [f"--image={folder}/file"],
         "animation.gif is not a PNG, JPEG or WebP file": [photo, f"--mask={folder}/animation.gif"],
         "1 prompts were given for 2 masks": [photo, *2 * [f"--mask={folder}/photo.png"], "--mask-prompt=x"],
+        "is not NAME=FILE": [f"--control={folder}/photo.png"],
+        "missing.png cannot be read": [f"--control=edges={folder}/missing.png"],
+        "2 scales were given for 1 ControlNets": [
+            f"--control=edges={folder}/photo.png",
+            "--control-scale=1",
+            "--control-scale=1",
+        ],
+        "--canny needs --control": ["--canny"],
         "masks: one of its values is not a finite number": [photo, f"--mask={folder}/photo.png", "--feather=nan"],
     }
     results = commands.run(

@@ -229,7 +229,9 @@ def test_each_setting_of_a_control_changes_the_image(toy: Loaded) -> None:
         (control("edges", end=0.5),),
         (control("edges"), control("depth")),
     ]
-    images = [generate(toy.model, [replace(params, controls=controls)])[0][0] for controls in (params.controls, *changed)]
+    images = [
+        generate(toy.model, [replace(params, controls=controls)])[0][0] for controls in (params.controls, *changed)
+    ]
     differences = {
         (one, other): largest_difference(images[one], images[other])
         for one in range(len(images))
@@ -241,9 +243,7 @@ def test_each_setting_of_a_control_changes_the_image(toy: Loaded) -> None:
 def test_warns_of_a_control_that_no_step_uses(client: httpx.Client, toy: Loaded) -> None:
     params = params_of(toy, control("edges", start=0.9, end=0.95))
     body = predict(client, **request_of(params))
-    assert body["warnings"] == [
-        "controls.0: no step of 8 lies between start 0.9 and end 0.95; edges was not used."
-    ]
+    assert body["warnings"] == ["controls.0: no step of 8 lies between start 0.9 and end 0.95; edges was not used."]
     plain = predict(client, **request_of(replace(params, controls=())))
     assert largest_difference(pixels(body["data"]), pixels(plain["data"])) <= 1
 

@@ -95,7 +95,7 @@ HIGHEST = {
         {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
     ], "resize": "pad", "composite": True, "color_match": True,
     "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "controls": 4 * [
-        {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 99}
+        {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 63}
     ], "width": 4096, "height": 4096,
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,

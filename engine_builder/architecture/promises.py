@@ -34,6 +34,12 @@ CAPABILITIES: Tests = {
         "tests/test_image_parity.py::test_tasks_of_a_batch_do_not_affect_each_other",
         "tests/builder/test_inpainting_unet.py::test_image_is_that_of_diffusers",
     ),
+    "ControlNet": (
+        "tests/test_controlnets.py::test_images_are_those_of_diffusers",
+        "tests/test_controlnets.py::test_requests_with_and_without_control_share_a_batch",
+        "tests/builder/test_controlnets.py::test_refuses_a_folder_that_does_not_fit",
+        "tests/test_canny.py::test_equals_opencv",
+    ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",

@@ -7,10 +7,9 @@ from typing import Any
 
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
 from model.pipeline.spec import CONTROLNET
-from model.validation import CONTROLNET_NAME
+from model.validation import CONTROLNET_NAME, MAX_CONTROL_TYPES
 
 CLASSES = ("ControlNetModel", "ControlNetUnionModel")
-_MAX_CONTROL_TYPES = 64  # of a Union network; the largest public one has 8
 _CONTROLNET_REMEDY = "Name the folder of a ControlNet in diffusers' layout that was trained for this model."
 # The settings that must be those of the UNet -> diffusers' defaults, for a missing key.
 _OF_UNET: dict[str, Any] = {
@@ -55,7 +54,10 @@ def check_controlnets(base: Checkpoint) -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise CheckpointError(f"Two ControlNets have the name {repeated[0]}.", "Give each its own name.")
     for name in names:
-        _check_config(base, base.config(f"{CONTROLNET}.{name}"), base.folder(f"{CONTROLNET}.{name}") / "config.json")
+        folder = base.folder(f"{CONTROLNET}.{name}")
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(f"{folder} has no config.json.", _CONTROLNET_REMEDY)
+        _check_config(base, base.config(f"{CONTROLNET}.{name}"), folder / "config.json")
 
 
 def _check_config(base: Checkpoint, config: CheckpointConfig, path: Path) -> None:
@@ -91,9 +93,9 @@ def _check_union(base: Checkpoint, config: Mapping[str, Any], path: Path) -> Non
             _CONTROLNET_REMEDY,
         )
     types = config.get("num_control_type", 6)
-    if type(types) is not int or not 0 < types <= _MAX_CONTROL_TYPES:
+    if type(types) is not int or not 0 < types <= MAX_CONTROL_TYPES:
         raise CheckpointError(
-            f"{path}: num_control_type is {types!r:.80}.", f"Set a number from 1 to {_MAX_CONTROL_TYPES}."
+            f"{path}: num_control_type is {types!r:.80}.", f"Set a number from 1 to {MAX_CONTROL_TYPES}."
         )
     channels = config.get("num_trans_channel", 320), config.get("num_proj_channel", 320)
     first = config.get("block_out_channels", [320])[0]

@@ -40,7 +40,7 @@ from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
-from engine_builder.local_server.input_images import masks_of, read_image_file
+from engine_builder.local_server.input_images import controls_of, masks_of, read_image_file
 from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -148,6 +148,13 @@ def generate(
     resize: Annotated[str | None, typer.Option(help="Fit the image: refuse, stretch, crop or pad.")] = None,
     composite: Annotated[bool, typer.Option("--composite", help="Keep the pixels outside of the masks.")] = False,
     color_match: Annotated[bool, typer.Option("--color-match", help="Match the colours around the masks.")] = False,
+    control: Annotated[
+        list[str] | None, typer.Option(help="A ControlNet and its control image as NAME=FILE, repeatable.")
+    ] = None,
+    control_scale: Annotated[
+        list[float] | None, typer.Option(help="Strength of each ControlNet, in the same order.")
+    ] = None,
+    canny: Annotated[bool, typer.Option("--canny", help="Use the edges of the control images.")] = False,
     upscale: Annotated[int | None, typer.Option(help="2: twice the width and height.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
@@ -169,6 +176,7 @@ def generate(
         "composite": composite or None,
         "color_match": color_match or None,
         "upscale": upscale,
+        "controls": controls_of(control or [], control_scale or [], canny) or None,
         "loras": [parse_lora(text) for text in lora] if lora else None,
     }
     request: dict[str, Any] = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}

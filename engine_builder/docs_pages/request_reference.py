@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
-from model.api.request import EngineInfo, GenerationRequest, GenerationResponse, ImageResult, LoraRequest, MaskRequest
+from model.api.request import (
+    ControlRequest,
+    EngineInfo,
+    GenerationRequest,
+    GenerationResponse,
+    ImageResult,
+    LoraRequest,
+    MaskRequest,
+)
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
@@ -246,7 +254,7 @@ def page() -> str:
     """Return the text of docs/requests.md."""
     schema = GenerationRequest.model_json_schema()
     parts = [_HEAD, *_fields(schema)]
-    for field, model in (("masks", MaskRequest), ("loras", LoraRequest)):
+    for field, model in (("masks", MaskRequest), ("loras", LoraRequest), ("controls", ControlRequest)):
         parts += [f"\nOne entry of `{field}`:\n\n", *_fields(schema["$defs"][model.__name__])]
     limits = {
         "FILE_MIB": MAX_FILE_BYTES // 2**20,

@@ -1,4 +1,4 @@
-"""Read image files for the fields `image` and `masks` of a request."""
+"""Read image files for the fields `image`, `masks` and `controls` of a request."""
 
 import base64
 from pathlib import Path
@@ -39,3 +39,27 @@ def masks_of(paths: list[Path], prompts: list[str], feather: float) -> list[dict
     for mask, prompt in zip(masks, prompts, strict=False):
         mask["prompt"] = prompt
     return masks
+
+
+def controls_of(texts: list[str], scales: list[float], canny: bool) -> list[dict[str, Any]]:
+    """Return the field `controls` of a request, from "NAME=FILE" and, for each or none, a scale.
+
+    `canny`: the files are pictures whose edges are used. Raises CallFailed for a text without a name or file, another
+    number of scales, and for files that cannot be read.
+    """
+    if (scales and len(scales) != len(texts)) or (canny and not texts):
+        raise CallFailed(
+            f"{len(scales)} scales were given for {len(texts)} ControlNets." if scales else "--canny needs --control.",
+            remedy="Give --control NAME=FILE, and one --control-scale for each in the same order, or none.",
+        )
+    controls: list[dict[str, Any]] = []
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise CallFailed(f"{text!r} is not NAME=FILE.", remedy="For example: --control edges=edges.png.")
+        controls.append({"name": name, "image": read_image_file(Path(path))})
+        if canny:
+            controls[-1]["preprocess"] = "canny"
+    for control, scale in zip(controls, scales, strict=False):
+        control["scale"] = scale
+    return controls

@@ -16,6 +16,7 @@ from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
     MAX_CONTROL_SCALE,
+    MAX_CONTROL_TYPES,
     MAX_CONTROLS,
     MAX_FEATHER,
     MAX_IMAGES,
@@ -114,7 +115,7 @@ class ControlRequest(StrictModel):
     end: Fraction = Field(
         1.0, description="Share of the steps after the last one that the network controls, larger than `start`."
     )
-    mode: Annotated[int, Field(ge=0)] | None = Field(
+    mode: Annotated[int, Field(ge=0, le=MAX_CONTROL_TYPES - 1)] | None = Field(
         None, description="The type of the control image, a number. Required for a Union network, refused for others."
     )
 
