@@ -170,7 +170,8 @@ def random_settings(number: int, toy: Loaded) -> GenerationParams:
     if number % 3:
         params = replace(params, image=picture(100 + number), strength=choose.uniform(0.4, 1.0))
     if number % 3 == 2:
-        params = replace(params, masks=(box(8, 16, 48, 56, strength=choose.choice([0.6, 0.9999, 1.0])),))
+        own = {"strength": choose.choice([0.6, 0.9999, 1.0]), "negative_prompt": params.negative_prompt}
+        params = replace(params, masks=(box(8, 16, 48, 56, **own),))
     return params
 
 
@@ -261,16 +262,16 @@ def test_canny_replaces_the_control_image(client: httpx.Client, toy: Loaded) -> 
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "another name": ({"name": "pose"}, "controls.0.name: 'pose' is not a ControlNet of release control/1. It has"),
+    "another name": ({"name": "pose"}, 'controls.0.name: "pose" is not a ControlNet of release control/1. It has'),
     "no file": ({"image": "AAAA"}, "controls.0.image: the file"),
     "another size": ({"image": file_of(np.zeros((32, 32, 3), np.uint8))}, "controls.0.image: the image has 32 x 32"),
-    "scale": ({"scale": 2.5}, "controls.0.scale: "),
+    "scale": ({"scale": 2.5}, "`controls.0.scale`: got 2.5, expected a number from 0 to 2"),
     "window": ({"start": 0.5, "end": 0.5}, "controls.0.start: 0.5 is not less than end, 0.5."),
     "mode of another network": ({"mode": 0}, "controls.0.mode: 0 is not accepted, because edges is not a Union"),
     "no mode": ({"name": "union"}, "controls.0.mode: is missing; union is a Union network: give 0 to 2."),
     "unknown mode": ({"name": "union", "mode": 3}, "controls.0.mode: 3 is not accepted; union is a Union network"),
-    "preprocess": ({"preprocess": "depth"}, "controls.0.preprocess: "),
-    "unknown field": ({"guess_mode": True}, "controls.0.guess_mode: "),
+    "preprocess": ({"preprocess": "depth"}, '`controls.0.preprocess`: got "depth", expected one of'),
+    "unknown field": ({"guess_mode": True}, "`controls.0.guess_mode`: is not a known field"),
 }
 
 
@@ -281,14 +282,14 @@ def test_refuses_a_control_before_it_costs_anything(case: str, client: httpx.Cli
     fields, message = REFUSED[case]
     request["controls"][0] |= fields
     response = post(client, **request)
-    assert response.status_code == 422, response.text
+    assert response.status_code == 400, response.text
     assert message in response.json()["error"], response.text
 
 
 def test_refuses_a_control_that_is_named_twice(client: httpx.Client, toy: Loaded) -> None:
     response = post(client, **request_of(params_of(toy, control("edges"), control("edges", 2))))
-    assert response.status_code == 422
-    assert "controls.1.name: 'edges' is named twice. Name each once." in response.json()["error"]
+    assert response.status_code == 400
+    assert 'controls.1.name: "edges" is named twice. Name each once.' in response.json()["error"]
 
 
 def test_refuses_controls_without_a_controlnet_in_the_release(toy: Loaded) -> None:
