@@ -1,5 +1,6 @@
 """The comparison of requests with a ControlNet to plain text to image."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,12 @@ def test_measures_each_controlnet(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
         seen.append(([one.name for one in params.controls], params.num_inference_steps))
         assert all(np.ptp(one.levels) for one in params.controls)
         per_step = 3.0 if params.controls else 2.0
-        return lambda: {"denoise": 50.0 + per_step * params.num_inference_steps}
+
+        def work() -> dict[str, float]:
+            time.sleep(0.002)  # a request takes some time, to which the others are compared
+            return {"denoise": 50.0 + per_step * params.num_inference_steps}
+
+        return work
 
     seen: list[tuple[list[str], int]] = []
     monkeypatch.setattr(control, "release_work", fake_work)
