@@ -29,6 +29,18 @@ def test_stage_times_add_up_to_the_whole() -> None:
     assert job.seconds_queued() == pytest.approx(timings["queue"] / 1000)
 
 
+def test_time_of_each_pass_counts_for_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two masks may have steps that the first has not, and the stages of two images may alternate."""
+    events = [("queue", 1), ("text", 3), ("refine", 7), ("denoise", 20), ("refine", 22), ("decode", 23), ("refine", 30)]
+    clock = iter([0, *(second for _, second in events)])
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    job = make_job()
+    for stage, _ in events:
+        job.end_stage(stage)
+    expected = {"queue": 1000, "text": 2000, "refine": 4000 + 2000 + 7000, "denoise": 13000, "decode": 1000}
+    assert job.timings() == expected
+
+
 def test_first_result_of_a_job_is_final() -> None:
     job = make_job()
     assert job.fail(Cancelled("first")) and not job.fail(Unavailable("second"))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 
 from model.pipeline.plan import RequestPlan
 
@@ -61,8 +60,9 @@ class Job:
         self.accepted_at = time.monotonic()
         self.waiting_images = deque(plan.images())  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
-        self._lock = threading.Lock()  # guards the next two: the scheduler and the output workers change them
-        self._timestamps = {"accepted": time.perf_counter()}
+        self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them
+        self._last_event = time.perf_counter()
+        self._seconds: dict[str, float] = {}  # by stage
         self._encoded_images: dict[int, str] = {}
 
     @property
@@ -101,20 +101,21 @@ class Job:
             self.result.set_result(GenerationResult(images, self.timings(), self.plan.warnings))
 
     def end_stage(self, stage: str) -> None:
-        """Record that an image has finished a stage now. A later image replaces the time."""
+        """Record that an image has finished a stage now. The time since the last such event counts for this stage."""
         with self._lock:
-            self._timestamps[stage] = time.perf_counter()
+            now = time.perf_counter()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + now - self._last_event
+            self._last_event = now
 
     def seconds_queued(self) -> float:
         """Return the seconds from acceptance to the end of the stage "queue", which must have ended."""
         with self._lock:
-            return self._timestamps["queue"] - self._timestamps["accepted"]
+            return self._seconds["queue"]
 
     def timings(self) -> dict[str, float]:
-        """Return the milliseconds of each stage. A stage ends when the last image has finished it."""
+        """Return the milliseconds of each stage, summed over passes and images. Together they are the time so far."""
         with self._lock:
-            timestamps = list(self._timestamps.items())
-        return {stage: (end - began) * 1000 for (_, began), (stage, end) in pairwise(timestamps)}
+            return {stage: seconds * 1000 for stage, seconds in self._seconds.items()}
 
     def emit(self, event: StepEvent | ImageEvent) -> None:
         """Call the listener, if there is one."""
