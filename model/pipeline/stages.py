@@ -33,8 +33,8 @@ class Stage(Protocol):
         """Queue the stage's work for an image on the device, without waiting for it.
 
         Work is queued on the current stream, except that encoding and decoding an image have streams of their own. A
-        stage with denoising
-        steps only prepares the image, and returns the key of the loop that runs them. Other stages return None.
+        stage with denoising steps only prepares the image, and returns the key of the loop that runs them. Other stages
+        return None.
         """
 
 
