@@ -13,6 +13,7 @@ import pytest
 from engine_builder.local_server.server import Server
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
+from model.images.postprocess import feather
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams, Mask
 from tests.conftest import MODEL_FOLDER
@@ -130,6 +131,20 @@ def test_inpainting_is_that_of_diffusers(
     assert largest_difference(image, reference.generate(params)) <= TOLERANCE
     inside = mask.levels > 0
     assert largest_difference(image[inside], photo[inside]) > TOLERANCE
+
+
+def test_feathered_mask_repaints_like_diffusers(loaded: Loaded, photo: Pixels, reference: Reference) -> None:
+    """diffusers makes a blurred mask binary for the latents. Levels between would suppress the repainting."""
+    hard = box(32, 32, 96, 96)
+    soft = replace(hard, levels=np.array(feather(hard.levels, 12)))
+    params = replace(params_of(loaded, num_inference_steps=10), image=photo)
+    [image] = generate_images(loaded, replace(params, masks=(soft,)))
+    assert largest_difference(image, reference.generate(replace(params, masks=(soft,)))) <= TOLERANCE
+    [repainted] = generate_images(loaded, replace(params, masks=(hard,)))
+    edge = (slice(36, 92), slice(36, 40))  # inside the mask, where its levels are between
+    assert 128 < soft.levels[64, 36] < soft.levels[64, 39] < 255
+    changes = [float(np.abs(one[edge].astype(int) - photo[edge]).mean()) for one in (image, repainted)]
+    assert changes[0] > 0.5 * changes[1] > 0
 
 
 @pytest.mark.parametrize("sampler", ["Euler a", "DPM++ 2M"])

@@ -1,6 +1,7 @@
 """Requests with images and masks: their fields, their resolution to pixels, and what is refused."""
 
 import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -8,14 +9,19 @@ import numpy as np
 import numpy.typing as npt
 import pydantic
 import pytest
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, resolve
 from model.errors import RequestRefused
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
+from model.pipeline.plan import plan_request
 from tests.support.images import file_of
+from tests.support.linear_networks import linear_model
 
 SIZES = SizeList(((128, 128), (192, 128)))
 SERVED = ServedModel(128, 128, SIZES, has_refiner=True, defaults=Defaults(), release="toy/1", encodes_images=True)
@@ -61,6 +67,41 @@ def test_masks_inherit_the_settings_of_the_request() -> None:
     assert np.array_equal(third.levels, feather(half(128, 128), 4))
     assert resolved(masks=masks).task == "inpaint"
     assert [mask.strength for mask in resolved(masks=masks, strength=0.8).masks] == [0.8, 0.5, 0.8]
+
+
+def test_feather_repaints_what_diffusers_repaints() -> None:
+    mask = np.zeros((128, 128), np.uint8)
+    mask[20:70, 30:90] = 255
+    [feathered] = resolved(masks=[{"image": file_of(mask), "feather": 8}]).masks
+    processor = VaeImageProcessor(do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # diffusers with NumPy 2
+        expected = processor.preprocess(processor.blur(Image.fromarray(mask), blur_factor=8))
+    assert np.array_equal(feathered.levels >= REPAINTED_LEVEL, expected[0, 0].numpy() == 1)
+    assert len(np.unique(feathered.levels)) > 100
+
+
+def test_refuses_a_blur_that_leaves_nothing_to_repaint() -> None:
+    mask = np.zeros((128, 128), np.uint8)
+    mask[60:64, 60:64] = 255
+    black = {"image": file_of(np.zeros_like(mask)), "feather": 64}
+    resolved(masks=[black])
+    with pytest.raises(RequestRefused, match="64 pixels leaves no level of at least 128 in the mask") as refused:
+        resolved(masks=[black, {"image": file_of(mask), "feather": 64}])
+    assert refused.value.field == "masks.1.feather"
+
+
+@pytest.mark.parametrize("resize", ["refuse", "stretch"])
+@pytest.mark.parametrize("feather_", [0, 2])
+def test_pixels_are_in_writable_memory(resize: str, feather_: float) -> None:
+    """PyTorch warns of other arrays, by default once per process."""
+    masks = [{"image": file_of(half(128, 128)), "feather": feather_}]
+    size = {"width": 192, "height": 128} if resize == "stretch" else {}
+    params = resolved(masks=masks, resize=resize, **size)
+    torch.set_warn_always(True)
+    try:
+        plan_request(linear_model(), params)  # warnings are errors
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_size_defaults_to_that_of_the_image() -> None:

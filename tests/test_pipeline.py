@@ -16,6 +16,7 @@ from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
 from tests.support.linear_networks import PLAIN, TEXT_WIDTH, WIDTHS, linear_model, stub
@@ -204,6 +205,17 @@ def test_warns_of_a_truncated_prompt(model: LoadedModel) -> None:
         "prompt: the text encoders read 5 tokens; the last 2 were left out: 'and more'",
         "negative_prompt: the text encoders read 5 tokens; the last 1 were left out: 'too'",
     ]
+
+
+def test_warns_of_the_field_that_was_truncated(model: LoadedModel) -> None:
+    """A mask without a prompt of its own has the request's."""
+    mask = Mask(np.full((64, 96), 255, np.uint8), "a b c d e and more", None, strength=0.9999)
+    masks = (mask, replace(mask, prompt="short", negative_prompt="a b c d e too"), mask)
+    image = np.zeros((64, 96, 3), np.uint8)
+    for prompt, fields in [("one", ["masks.0.prompt", "masks.1.negative_prompt", "masks.2.prompt"]),
+                           (mask.prompt, ["prompt", "masks.1.negative_prompt"])]:  # fmt: skip
+        _, _, warnings = generate(model, [replace(PLAIN, prompt=prompt, image=image, masks=masks)])
+        assert [warning.partition(":")[0] for warning in warnings] == fields
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

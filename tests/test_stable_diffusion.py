@@ -31,6 +31,7 @@ from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import EngineError, RequestRefused
+from model.images.postprocess import feather
 from model.loading.adapters import ServedAdapters
 from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded, load_release
@@ -167,8 +168,10 @@ def test_inpainting_unet_paints_like_diffusers(toy: Loaded, store_folder: Path, 
     levels[24:90, 40:110] = 255
     plain = replace(params_of(toy, num_inference_steps=10), image=photo)
     reference = Reference(folder)
-    for strength in (0.6, 1.0):
-        params = replace(plain, masks=(Mask(levels, plain.prompt, "a green triangle", strength),))
+    for strength, blur in ((0.6, 0), (1.0, 0), (0.9, 8)):
+        params = replace(
+            plain, masks=(Mask(np.array(feather(levels, blur)), plain.prompt, "a green triangle", strength),)
+        )
         [image], _, _ = generate(model, [params])
         assert largest_difference(image, reference.generate(params)) <= TOLERANCE, strength
 

@@ -144,7 +144,7 @@ def generate(
     strength: Annotated[float | None, typer.Option(help="Share of the steps that run, from 0 to 1.")] = None,
     mask: Annotated[list[Path] | None, typer.Option(help="File whose white part is repainted; repeatable.")] = None,
     mask_prompt: Annotated[list[str] | None, typer.Option(help="Prompt of each mask, in the same order.")] = None,
-    feather: Annotated[float, typer.Option(help="Blur the edges of the masks by this many pixels.")] = 0,
+    feather: Annotated[float, typer.Option(help="Blur the masks by this many pixels, for --composite.")] = 0,
     resize: Annotated[str | None, typer.Option(help="Fit the image: refuse, stretch, crop or pad.")] = None,
     composite: Annotated[bool, typer.Option("--composite", help="Keep the pixels outside of the masks.")] = False,
     color_match: Annotated[bool, typer.Option("--color-match", help="Match the colours around the masks.")] = False,

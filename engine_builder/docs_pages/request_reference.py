@@ -141,7 +141,8 @@ side, animations, and truncated or damaged files. Headers are checked before pix
 `VaeImageProcessor`. `pad` centres the image and repeats its outermost pixels, and those of the masks.
 
 `feather` blurs a mask by diffusers' `VaeImageProcessor.blur` after it was made binary. Pillow approximates the Gaussian
-by three box filters.
+by three box filters. What is repainted is decided by a binary mask again: levels of at least 128, as in diffusers. A
+value is refused if it leaves no such level in a mask that had one. Only `composite` blends pixels.
 
 With `composite` a pixel becomes `input + (result - input) * mask / 255`, with the largest level of all masks.
 

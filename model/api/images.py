@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from model.api.request import ControlRequest, GenerationRequest, MaskRequest, resolve
+from model.errors import RequestRefused
 from model.images.fit import check_fit, fit
 from model.images.inputs import InputImage, decode_mask, decode_rgb, read_image, read_mask
 from model.images.postprocess import feather
 from model.loading.served import ServedModel
-from model.pipeline.params import Control, GenerationParams, Mask
+from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, Mask
 
 
 def resolve_with_images(request: GenerationRequest, served: ServedModel) -> GenerationParams:
@@ -37,7 +38,7 @@ def resolve_with_images(request: GenerationRequest, served: ServedModel) -> Gene
     params = replace(params, controls=tuple(_control(request, params, *pair) for pair in controls))
     if image is None:
         return params
-    # A copy: PyTorch needs writable memory.
+    # A copy, as of the masks: PyTorch needs writable memory, and warns without it.
     pixels = np.array(fit(decode_rgb(image), size, request.resize))
     return replace(params, image=pixels, masks=tuple(_mask(request, params, *pair) for pair in masks))
 
@@ -57,9 +58,16 @@ def _control(
 def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskRequest, file: InputImage) -> Mask:
     """Return a mask with its own settings, or the request's where it has none."""
     levels = fit(decode_mask(file), (params.width, params.height), request.resize)
-    binary = np.where(levels >= 128, np.uint8(255), np.uint8(0))
+    binary = np.where(levels >= REPAINTED_LEVEL, np.uint8(255), np.uint8(0))
+    blurred = feather(binary, mask.feather)
+    if binary.any() and blurred.max() < REPAINTED_LEVEL:
+        raise RequestRefused(
+            f"{file.field.removesuffix('.image')}.feather",
+            f"a blur of {mask.feather:g} pixels leaves no level of at least {REPAINTED_LEVEL} in the mask, so nothing "
+            "would be repainted. Set a smaller value, or send a mask with a larger white part.",
+        )
     return Mask(
-        np.array(feather(binary, mask.feather)),
+        np.array(blurred),
         prompt=params.prompt if mask.prompt is None else mask.prompt,
         negative_prompt=params.negative_prompt if mask.negative_prompt is None else mask.negative_prompt,
         strength=params.strength if mask.strength is None else mask.strength,

@@ -76,8 +76,9 @@ class MaskRequest(StrictModel):
     )
     feather: Annotated[float, Field(ge=0, le=MAX_FEATHER)] = Field(
         0,
-        description="Standard deviation of a Gaussian that blurs the mask's edge, in pixels of the result: 0 to "
-        f"{MAX_FEATHER}. The result is blended with the image there.",
+        description="Standard deviation of a Gaussian that blurs the mask, in pixels of the result: 0 to "
+        f"{MAX_FEATHER}. Where the blurred mask has a level of at least 128, the image is repainted. With `composite` "
+        "the result is blended with `image` by these levels. Without it no pixels are blended.",
     )
 
 
@@ -154,7 +155,7 @@ class GenerationRequest(StrictModel):
     composite: bool = Field(
         False,
         description="With `masks`, true: pixels where all masks are black are those of `image`, exactly if the format "
-        "is png. At a feathered edge the two are blended.",
+        "is png. At a feathered edge (`feather`) the result is blended with `image`.",
     )
     color_match: bool = Field(
         False,
@@ -399,6 +400,6 @@ class GenerationResponse(TypedDict):
     data: str  # base64 of the first image's file
     time: float  # seconds from the request's arrival in the model
     images: list[ImageResult]  # in the order of their seeds
-    timings: dict[str, float]  # milliseconds by stage
+    timings: dict[str, float]  # milliseconds by stage, summed over masks
     warnings: list[str]  # parts of the request that were not followed: a truncated prompt, an ignored negative prompt
     engine: EngineInfo  # the release and engines that made the images

@@ -11,6 +11,7 @@ from model.cuda.streams import to_device
 from model.denoising.loop import ImageState, Known
 from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.params import REPAINTED_LEVEL
 from model.pipeline.plan import RequestPlan, Source
 
 
@@ -78,4 +79,4 @@ def _pixels(model: LoadedModel, source: Source, image: ImageState) -> torch.Tens
 def _masked_pixels(model: LoadedModel, source: Source, image: ImageState) -> torch.Tensor:
     """Return the pass's input image with 0, a medium grey, where it is repainted."""
     assert source.mask_levels is not None
-    return _pixels(model, source, image) * to_device(source.mask_levels < 128, model.device)
+    return _pixels(model, source, image) * to_device(source.mask_levels < REPAINTED_LEVEL, model.device)

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.images.encode import Pixels
     from model.images.inputs import Pixels as MaskPixels
 
+REPAINTED_LEVEL = 128  # of 0 to 255; diffusers' `VaeImageProcessor.binarize` has the same threshold, 0.5
+
 Task = Literal["text_to_image", "image_to_image", "inpaint"]
 
 
@@ -17,7 +19,7 @@ Task = Literal["text_to_image", "image_to_image", "inpaint"]
 class Mask:
     """A part of the image to repaint, with its own prompts and strength.
 
-    levels: uint8 [height, width], 255 where the image is repainted, 0 where it is kept. Levels between blend the two.
+    levels: uint8 [height, width]. Pixels with a level of at least 128 are repainted. `composite` blends by the level.
     """
 
     levels: "MaskPixels" = field(compare=False, repr=False)

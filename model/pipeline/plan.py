@@ -17,7 +17,7 @@ from model.engines.signatures import timestep_cond_width
 from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
 from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
 from model.store.manifest import RefinerFacts
 
@@ -67,8 +67,8 @@ class Source:
     """The image that a pass starts from.
 
     levels: uint8 [height, width, 3] on the host; None: the result of the pass before.
-    mask_levels: what is repainted, uint8 [height, width] on the host, 0 to 255; None: everything.
-    mask: the same for latents, float32 [1, 1, height/8, width/8] on the host, 0 to 1.
+    mask_levels: uint8 [height, width] on the host. Pixels with a level of at least 128 are repainted; None: all.
+    mask: the same for latents, float32 [1, 1, height/8, width/8] on the host, 1 where they are repainted, else 0.
     from_noise: true if the pass starts from pure noise (strength 1 with a mask, as in diffusers).
     """
 
@@ -165,7 +165,10 @@ class RequestPlan:
 def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     """Plan a request: schedules, guidance by step, tokens and warnings. Raises RequestRefused."""
     levels = None if params.image is None else torch.from_numpy(params.image)
-    plans = [_plan_pass(model, of_pass, None if number else levels) for number, of_pass in enumerate(params.passes())]
+    plans = [
+        _plan_pass(model, of_pass, None if number else levels, _prompt_fields(params, number))
+        for number, of_pass in enumerate(params.passes())
+    ]
     warnings = [text for plan in plans for text in plan.warnings]
     later: tuple[RequestPlan, ...] = ()
     # No UNet takes both adapters and the outputs of ControlNets as inputs.
@@ -179,8 +182,21 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     return replace(first, params=params, warnings=list(dict.fromkeys(warnings)))
 
 
-def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None) -> RequestPlan:
-    """Plan one pass. `levels`: see `Source`."""
+def _prompt_fields(params: GenerationParams, number: int) -> tuple[str, str]:
+    """Return the fields of the request that have the prompt and the negative prompt of pass `number`."""
+    prompt, negative_prompt = "prompt", "negative_prompt"
+    if params.masks:
+        mask = params.masks[number]
+        prompt = prompt if mask.prompt == params.prompt else f"masks.{number}.{prompt}"
+        if mask.negative_prompt != params.negative_prompt:
+            negative_prompt = f"masks.{number}.{negative_prompt}"
+    return prompt, negative_prompt
+
+
+def _plan_pass(
+    model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None, prompt_fields: tuple[str, str]
+) -> RequestPlan:
+    """Plan one pass. `levels`: see `Source`. `prompt_fields`: see `_prompt_fields`."""
     whole_schedule = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
     source, run_schedule = None, whole_schedule
     if params.image is not None:
@@ -209,7 +225,8 @@ def _plan_pass(model: LoadedModel, params: GenerationParams, levels: torch.Tenso
         init_sigma=whole_schedule.init_sigma,
         tokens=tokens,
         denoise=denoise,
-        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens) + _unused_controls(params, denoise),
+        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens, prompt_fields)
+        + _unused_controls(params, denoise),
         source=source,
     )
 
@@ -232,8 +249,10 @@ def _source(model: LoadedModel, params: GenerationParams, levels: torch.Tensor |
     [mask] = params.masks
     mask_levels = torch.from_numpy(mask.levels)
     scale = model.settings.vae_scale_factor
-    # The nearest pixel of each latent, as in diffusers' `prepare_mask_latents`.
-    return Source(levels, mask_levels, mask_levels[None, None, ::scale, ::scale] / 255, from_noise=params.strength == 1)
+    # The nearest pixel of each latent, as in diffusers' `prepare_mask_latents`. The mask must be binary: it is applied
+    # after every step, so the share of the result at a level between would shrink with each of them.
+    repainted = (mask_levels[None, None, ::scale, ::scale] >= REPAINTED_LEVEL).float()
+    return Source(levels, mask_levels, repainted, from_noise=params.strength == 1)
 
 
 def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
@@ -282,23 +301,30 @@ def _plan_controls(params: GenerationParams, steps: int) -> dict[str, ControlPla
 
 
 def _warnings(
-    model: LoadedModel, params: GenerationParams, last_schedule: SamplerSchedule, dropped_tokens: Sequence[int]
+    model: LoadedModel,
+    params: GenerationParams,
+    last_schedule: SamplerSchedule,
+    dropped_tokens: Sequence[int],
+    prompt_fields: tuple[str, str],
 ) -> list[str]:
     """Describe what cannot be followed: a truncated prompt, an ignored negative prompt, a refiner without steps.
 
     `last_schedule`: the steps of the last UNet. `dropped_tokens`: of the prompt and of the negative prompt.
+    `prompt_fields`: their fields in the request.
     """
     tokenizer = model.tokenizers[_last_tokenizer(model)]
     warnings = [
         f"{name}: the text encoders read {tokenizer.settings.max_length} tokens; the last {count} were left out: "
-        f"{tokenizer.dropped_text(getattr(params, name))[:200]!r}"
-        for name, count in zip(("prompt", "negative_prompt"), dropped_tokens, strict=True)
+        f"{tokenizer.dropped_text(text or '')[:200]!r}"
+        for name, text, count in zip(
+            prompt_fields, (params.prompt, params.negative_prompt), dropped_tokens, strict=True
+        )
         if count
     ]
     if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
         refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)
         warnings.append(
-            "negative_prompt: this model's UNet takes the guidance scale as an input and reads no negative prompt"
+            f"{prompt_fields[1]}: this model's UNet takes the guidance scale as an input and reads no negative prompt"
             f"{'; only the refiner does' if refiner_reads_it else ''}."
         )
     if not last_schedule.steps:
