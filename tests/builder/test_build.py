@@ -468,7 +468,7 @@ def test_no_refiner_leaves_the_models_own_out(toy_folder: Path, tmp_path: Path) 
     assert both.exit_code == 2 and "contradicts --refiner" in both.output
 
 
-def test_refuses_a_vae_with_half_of_a_normalization(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
+def test_refuses_a_vae_with_half_a_normalization(store_copy: WritableStore, folder_copy: Path, plan_of: PlanOf) -> None:
     edit_json(folder_copy / "vae" / "config.json", latents_mean=[0.0] * 4)
     with pytest.raises(CheckpointError, match="latents_std is None"):
         build(plan_of(folder_copy, "other"), store_copy)
