@@ -121,10 +121,10 @@ def train(
     folder: Path, examples: Examples, steps: int, batch: int, rate: float, seconds: float, device: torch.device
 ) -> tuple[ControlNetModel, int, float]:
     """Train for `steps`, or until `seconds` are over. Returns the network, the finished steps and the last loss."""
-    unet = UNet2DConditionModel.from_pretrained(folder / "unet").to(device, compute_dtype(device))
-    unet.requires_grad_(False)
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
     network = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=EMBEDDING_CHANNELS)
-    network.float().to(device).train()
+    network.to(device).train()
+    nn.Module.to(unet, device, compute_dtype(device)).requires_grad_(False)
     optimizer = EmaOptimizer(nn.ModuleDict({"controlnet": network}), steps, rate)
     sampler = NoiseSampler(device)
     generator = torch.Generator(device).manual_seed(SEED)
@@ -150,11 +150,11 @@ def train(
         loss = (error * noised.weights).mean()
         optimizer.update(loss)
         if step % 100 == 0 or step == steps - 1:
-            print(f"step {step}, {time.monotonic() - start:.0f} s, loss {float(loss):.4f}", flush=True)
+            print(f"step {step}, {time.monotonic() - start:.0f} s, loss {loss.item():.4f}", flush=True)
         if time.monotonic() - start > seconds:
             break
     optimizer.use_averages()
-    return network.eval(), optimizer.step, float(loss)
+    return network.eval(), optimizer.step, loss.item()
 
 
 def held_out_scenes(count: int) -> list[scenes.Scene]:
