@@ -1,6 +1,7 @@
 """The pipeline on linear networks: the inputs that it passes to them, their order, and errors for NaN."""
 
 from dataclasses import replace
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_builder.stores.store import WritableStore
+from model.adapters.library import AdapterLibrary
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.engine import EngineSet
 from model.errors import BrokenImage
@@ -19,6 +21,7 @@ from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
+from model.store.manifest import Bucket, Span
 from tests.support.linear_networks import PLAIN, TEXT_WIDTH, WIDTHS, linear_model, stub
 
 
@@ -42,6 +45,18 @@ def model() -> LoadedModel:
 def test_guidance_of_each_step(scale: float, fraction: float, steps: int, expected: list[float]) -> None:
     params = replace(PLAIN, guidance_scale=scale, end_cfg_frac=fraction, num_inference_steps=steps)
     assert Runner(linear_model()).plan(params).denoise[spec.UNET].guidance.tolist() == expected
+
+
+def test_merges_adapters_at_sizes_without_their_unet(model: LoadedModel) -> None:
+    """The UNet that takes adapters as inputs is optional, and may lack sizes."""
+    engine = replace(stub(model, spec.UNET))
+    engine.bucket = Bucket(batch=Span(min=1, max=8), height=Span(min=64, max=64), width=Span(min=64, max=64))
+    model.engines[spec.UNET_LORA] = EngineSet([engine])
+    model.adapters = create_autospec(AdapterLibrary, instance=True)
+    loras = (("style", 1.0),)
+    for width, unet, merged in ((64, spec.UNET_LORA, ()), (96, spec.UNET, loras)):
+        plan = Runner(model).plan(replace(PLAIN, height=64, width=width, loras=loras))
+        assert (plan.first_loop[0], plan.merged) == (unet, merged)
 
 
 def batches_of(model: LoadedModel, component: str) -> list[int]:

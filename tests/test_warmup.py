@@ -102,6 +102,12 @@ def test_makes_every_loop_and_runs_every_size(loaded: Loaded) -> None:
     assert widths == {64 // 8, 96 // 8}
 
 
+def test_encodes_only_sizes_of_the_vae_encoder(loaded: Loaded) -> None:
+    with torch.inference_mode():
+        warm_up(replace(loaded, served=replace(loaded.served, image_sizes=SizeList(((96, 64),)))))
+    assert [inputs["pixels"].shape[-1] for inputs in stub(loaded.model, spec.VAE_ENCODER).seen] == [96]
+
+
 def test_records_its_parts(loaded: Loaded) -> None:
     cold_start = ColdStart()
     with torch.inference_mode():

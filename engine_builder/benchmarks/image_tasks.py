@@ -65,7 +65,7 @@ def compare(
     """
     if steps < 2 * _FEWER_STEPS:
         raise ValueError(f"{steps} steps are too few to compare; {2 * _FEWER_STEPS} are needed")
-    if not loaded.served.encodes_images:
+    if loaded.served.image_sizes is None:
         raise RequestRefused("image", f"release {loaded.release} has no VAE encoder.")
     cases = dict(_cases(loaded, steps, side))
     measured = measure([release_work(loaded, params) for params in cases.values()], warm_ups, runs)

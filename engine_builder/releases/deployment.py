@@ -199,6 +199,11 @@ def _describe(selection: Selection, served: ServedModel, settings: Settings) -> 
         f"release  {manifest.name}, {signer}",
         f"target   {selection.target}",
         f"sizes    {listed} (width x height @ the UNet's largest batch; an image with guidance takes two)",
+        *(
+            []
+            if served.image_sizes == sizes
+            else [f"images   requests with an image: {served.image_sizes or 'refused'}"]
+        ),
         f"fetches  {total / 2**20:.0f} MiB at a cold start",
         *([f"adapters {', '.join(settings.loras)}"] if settings.loras else []),
     ]

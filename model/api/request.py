@@ -289,7 +289,7 @@ def resolve(
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
     values["loras"] = _resolve_loras(request, served, values["use_refiner"])
-    _check_image_fields(request, served)
+    _check_image_fields(request, served, values["width"], values["height"])
     _check_controls(request, served)
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
@@ -324,8 +324,8 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
     return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
 
 
-def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for a field that needs `image`, or if the release cannot encode images."""
+def _check_image_fields(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
+    """Raise RequestRefused for a field that needs `image`, or if the release cannot encode images of this size."""
     if request.image is None:
         names = ("strength", "masks") if request.controls else ("strength", "masks", "resize")
         for name in names:
@@ -334,11 +334,18 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel) -> None
     for name in ("composite", "color_match"):
         if getattr(request, name) and not request.masks:
             raise RequestRefused(name, "true needs `masks`, which are missing. Send the masks, or set false.")
-    if request.image is not None and not served.encodes_images:
+    if request.image is not None and served.image_sizes is None:
         raise RequestRefused(
             "image",
-            f"release {served.release} has no VAE encoder. Build the model again with this version (`preheat build`), "
-            "which adds it, and publish a new release (`preheat publish`).",
+            f"release {served.release} has no VAE encoder for the sizes served here. Build the model again with this "
+            "version (`preheat build`), which adds it, and publish a new release (`preheat publish`).",
+        )
+    if request.image is not None and served.image_sizes and not served.image_sizes.holds(width, height):
+        raise RequestRefused(
+            "image",
+            f"release {served.release} has no VAE encoder for {width}x{height}, only for {served.image_sizes} (width x "
+            "height). Request such a size, with `resize` for an image of another size. Or build the encoder for this "
+            "size too (`preheat build`) and publish a new release (`preheat publish`).",
         )
     if served.requires_masks and not request.masks:
         raise RequestRefused(

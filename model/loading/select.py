@@ -89,7 +89,8 @@ def select(
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
-    If `buckets` is empty, every bucket of the release is selected. `versions`: runtime -> the server's version of that
+    If `buckets` is empty, every bucket of the release is selected. Optional components may lack sizes, and are left out
+    if they have none of the buckets. `versions`: runtime -> the server's version of that
     library; None: the installed ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes
     adapters as inputs, if the release has it. Raises MissingComponent,
     NoEngineForTarget or EngineError, before any blob is read.
@@ -100,8 +101,10 @@ def select(
     target = choose_target(manifest, sort_fastest_first(manifest, targets, names, versions, wanted), names)
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
-    names += optional_components(manifest, target, wanted, with_adapters)
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
+    for name in optional_components(manifest, target, wanted, with_adapters):
+        if chosen := choose_engines(manifest, name, target, buckets, wanted):
+            engines[name] = chosen
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if fp16_steps is not None:
         check_precision(manifest, target, FP16, "set `fp16_steps: {}` in the config to run all steps in 8 bits")
@@ -118,7 +121,7 @@ def select(
         for engine, record in zip(records, weights[name], strict=True):
             check_refit(engine, record)
     identities = {name: {record.identity for record in records} for name, records in weights.items()}
-    same_as = {name: find_component(name)[0].same_as for name in names}
+    same_as = {name: find_component(name)[0].same_as for name in engines}
     shared = {name: owner for name, owner in same_as.items() if owner and identities[name] == identities[owner]}
     for name in shared:
         del engines[name], weights[name]
@@ -206,7 +209,10 @@ def choose_engines(
     buckets: Sequence[ServedBucket],
     precision: Precision | None = None,
 ) -> list[EngineRecord]:
-    """Return a component's engines that the configured buckets need. Raises NoEngineForTarget naming the bucket."""
+    """Return a component's engines that the configured buckets need.
+
+    Raises NoEngineForTarget naming the bucket. For an optional component the result may lack buckets, or be empty.
+    """
     engines = servable_engines(manifest, name, target, precision)
     if not engines:
         raise NoEngineForTarget(
@@ -219,7 +225,7 @@ def choose_engines(
     for bucket in buckets:
         fitting = [e for e in engines if e.bucket.holds(e.bucket.batch.min, bucket.height, bucket.width)]
         fitting = [e for e in fitting if e.bucket.batch.min <= bucket.rows]
-        if not fitting:
+        if not fitting and not find_component(name)[0].optional:
             size = f"{bucket.width}x{bucket.height}"
             raise NoEngineForTarget(
                 f"Release {manifest.name} has no {name} engine for {size} with a batch of at most {bucket.rows} on "

@@ -11,7 +11,7 @@ from model.denoising.sampler_names import check_steps, sampler_name
 from model.engines.signatures import control_types
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
-from model.pipeline.spec import CONTROLNET_TIME, UNET, VAE_ENCODER, controlnets_of
+from model.pipeline.spec import CONTROLNET_TIME, UNET, VAE_ENCODER, controlnets_of, find_component
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
 from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
@@ -47,14 +47,20 @@ class SizeList:
 
     sizes: tuple[tuple[int, int], ...]
 
+    def __str__(self) -> str:
+        return ", ".join(f"{width}x{height}" for width, height in sorted(self.sizes))
+
     def check(self, width: int, height: int) -> None:
         """Raise RequestRefused, which lists the sizes, unless this size is among them."""
-        if (width, height) not in self.sizes:
+        if not self.holds(width, height):
             field = "height" if any(width == served for served, _ in self.sizes) else "width"
-            served_sizes = ", ".join(f"{w}x{h}" for w, h in sorted(self.sizes))
             raise RequestRefused(
-                field, f"{width}x{height} is not a size served here; the sizes (width x height) are {served_sizes}."
+                field, f"{width}x{height} is not a size served here; the sizes (width x height) are {self}."
             )
+
+    def holds(self, width: int, height: int) -> bool:
+        """True if this size is among them."""
+        return (width, height) in self.sizes
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,28 @@ class SizeRange:
     max_side: int
     multiple: int
 
+    def __str__(self) -> str:
+        return f"sides from {self.min_side} to {self.max_side} in multiples of {self.multiple}"
+
     def check(self, width: int, height: int) -> None:
         """Raise RequestRefused, which states the accepted sides, unless both are accepted."""
         for name, side in (("width", width), ("height", height)):
-            if not self.min_side <= side <= self.max_side or side % self.multiple:
+            if not self._holds_side(side):
                 raise RequestRefused(
                     name,
                     f"{side} is not served here; give a multiple of {self.multiple} "
                     f"from {self.min_side} to {self.max_side}.",
                 )
+
+    def holds(self, width: int, height: int) -> bool:
+        """True if both sides are accepted."""
+        return self._holds_side(width) and self._holds_side(height)
+
+    def _holds_side(self, side: int) -> bool:
+        return self.min_side <= side <= self.max_side and side % self.multiple == 0
+
+
+Sizes = SizeList | SizeRange
 
 
 @dataclass(frozen=True)
@@ -82,12 +101,12 @@ class ServedModel:
 
     native_width: int
     native_height: int
-    sizes: SizeList | SizeRange
+    sizes: Sizes
     has_refiner: bool
     defaults: Defaults
     release: str = ""
-    encodes_images: bool = False
-    """True if the release has a VAE encoder, which requests with an image need."""
+    image_sizes: Sizes | None = None
+    """The sizes of requests with an image, which need the VAE encoder. None: such requests are refused."""
     requires_masks: bool = False
     """True if the UNet was trained for inpainting only."""
     loras: tuple[str, ...] = ()
@@ -133,7 +152,7 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
         manifest.has_refiner,
         defaults,
         manifest.name,
-        encodes_images=VAE_ENCODER in selection.engines,
+        image_sizes=served_image_sizes(selection.engines, sizes),
         requires_masks=extra_channels > 0,
         loras=tuple(loras),
         controlnets={
@@ -143,15 +162,32 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
     )
 
 
-def served_sizes(
-    engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]
-) -> SizeList | SizeRange:
-    """Return the sizes that every component with a size serves: a range if all engines are dynamic, else a list.
-
-    Configured buckets limit it to their sizes.
-    """
+def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]) -> Sizes:
+    """Return the sizes that every required component with a size serves. Configured buckets limit it to their sizes."""
     if buckets:
         return SizeList(tuple(sorted({(bucket.width, bucket.height) for bucket in buckets})))
+    return _common_sizes({name: records for name, records in engines.items() if not find_component(name)[0].optional})
+
+
+def served_image_sizes(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes) -> Sizes | None:
+    """Return those of the served `sizes` at which the VAE encoder runs too, or None if there are none."""
+    encoder = engines.get(VAE_ENCODER, ())
+    if isinstance(sizes, SizeList):
+        spans = _spans(encoder)
+        encoded = tuple(size for size in sizes.sizes if any(_holds(span, size) for span in spans))
+        return SizeList(encoded) if encoded else None
+    if not encoder:
+        return None
+    common = _common_sizes(
+        {n: records for n, records in engines.items() if n == VAE_ENCODER or not find_component(n)[0].optional}
+    )
+    if isinstance(common, SizeList):
+        return common if common.sizes else None
+    return common if common.min_side <= common.max_side else None
+
+
+def _common_sizes(engines: Mapping[str, Sequence[EngineRecord]]) -> Sizes:
+    """Return the sizes that every component with a size serves: a range if all engines are dynamic, else a list."""
     # Without the engines of variants. A component's engines of each precision must serve a size.
     by_component = [
         [engine for engine in records if (engine.component, engine.precision) == (name, precision)]

@@ -45,10 +45,11 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdSt
         with cold_start.phase("warm_up"), cold_start.timing_parts():
             for width, height in _sizes(served):
                 params = _warm_up_params(served, width, height, loaded.model)
-                if UNET_LORA in loaded.model.engines:
+                if loaded.model.takes_adapters(height, width):
                     loaded.model.loop(UNET_LORA, height, width)  # makes its buffers and graphs
                 with warm_up_part(f"image_{width}x{height}"):
-                    generate(loaded.model, [_from_image(params) if served.encodes_images else params])
+                    encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
+                    generate(loaded.model, [_from_image(params) if encodes else params])
                     if served.controlnets:
                         generate(loaded.model, [_with_controls(params, served)])
             with warm_up_part("texts"):

@@ -16,6 +16,7 @@ from model.engines.engine import EngineSet
 from model.pipeline.spec import (
     COMPONENTS,
     CONTROLNET,
+    UNET_LORA,
     Components,
     control_inputs_by_step,
     controlled_unet,
@@ -99,6 +100,10 @@ class LoadedModel:
     def has_extra_channels(self, unet: str) -> bool:
         """True if a UNet takes more channels than latents have: it was trained for inpainting."""
         return self.engines[unet].signature.extra_channels > 0
+
+    def takes_adapters(self, height: int, width: int) -> bool:
+        """True if a UNet of this size takes adapters as inputs. Otherwise they are merged into the weights."""
+        return UNET_LORA in self.engines and bool(self.engines[UNET_LORA].of_size(height, width))
 
     def set_efficient_pixels(self, pixels: int) -> None:
         """Derive `efficient_batch` of all sizes, also of loops that are made later, from the pixels of a step."""

@@ -173,6 +173,7 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     later: tuple[RequestPlan, ...] = ()
     # No UNet takes both adapters and the outputs of ControlNets as inputs.
     packed = model.adapters is not None and model.adapters.can_pack(params.loras) and not params.controls
+    packed = packed and model.takes_adapters(params.height, params.width)
     merged, inputs = ((), params.loras) if packed else (params.loras, ())
     factors: list[tuple[AdapterFactors, float]] = []
     for plan in reversed(plans):

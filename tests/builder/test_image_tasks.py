@@ -48,6 +48,6 @@ def test_runs_on_a_release(loaded: Loaded) -> None:
 def test_refuses_what_cannot_be_compared(loaded: Loaded) -> None:
     with pytest.raises(ValueError, match="5 steps are too few to compare; 6 are needed"):
         compare(loaded, steps=5, runs=1)
-    without = replace(loaded, served=replace(loaded.served, encodes_images=False))
+    without = replace(loaded, served=replace(loaded.served, image_sizes=None))
     with pytest.raises(RequestRefused, match="has no VAE encoder"):
         compare(without, steps=6, runs=1)

@@ -74,12 +74,12 @@ def test_loads_a_release_without_a_vae_encoder(store: WritableLocalStore, entrie
     """Releases that were built before image to image have none."""
     releases.write_manifest(store.root, entries)
     whole = load(store)
-    assert whole.served.encodes_images and "vae_encoder" in whole.model.engines
+    assert whole.served.image_sizes == whole.served.sizes and "vae_encoder" in whole.model.engines
     of_other_target: Change = lambda e: e["engines"][VAE_ENCODER].update(target="cpu-other-torch1.0")  # noqa: E731
     for change in (without_component("vae_encoder"), of_other_target):
         change_manifest(store, entries, change)
         loaded = load(store)
-        assert not loaded.served.encodes_images and "vae_encoder" not in loaded.model.engines
+        assert loaded.served.image_sizes is None and "vae_encoder" not in loaded.model.engines
 
 
 def test_runs_engines_of_a_lower_cpu_level(valid_store: WritableLocalStore) -> None:
@@ -135,6 +135,29 @@ def test_static_engines_serve_their_common_sizes(store: WritableLocalStore, entr
     make_static(entries, (64, 64), (64, 256), component="vae_decoder")
     releases.write_manifest(store.root, entries)
     assert load(store).served.sizes == SizeList(((64, 64),))
+
+
+def test_incomplete_vae_encoder_limits_only_images(store: WritableLocalStore, entries: Entries) -> None:
+    for component in ("unet", "vae_decoder"):
+        make_static(entries, (64, 64), (128, 64), component=component)
+    make_static(entries, (64, 64), (256, 256), component="vae_encoder")
+    releases.write_manifest(store.root, entries)
+    served = load(store).served
+    assert served.sizes == SizeList(((64, 64), (64, 128))) and served.image_sizes == SizeList(((64, 64),))
+    both = [ServedBucket(height=height, width=64, rows=2) for height in (64, 128)]
+    assert load(store, buckets=both).served.image_sizes == SizeList(((64, 64),))
+    make_static(entries, (256, 256), component="vae_encoder")
+    releases.write_manifest(store.root, entries)
+    for buckets in ([], both):
+        served = load(store, buckets=buckets).served
+        assert served.sizes == SizeList(((64, 64), (64, 128))) and served.image_sizes is None
+
+
+def test_static_vae_encoder_keeps_dynamic_sizes(store: WritableLocalStore, entries: Entries) -> None:
+    make_static(entries, (64, 64), component="vae_encoder")
+    releases.write_manifest(store.root, entries)
+    served = load(store).served
+    assert served.sizes == SizeRange(64, 512, 8) and served.image_sizes == SizeList(((64, 64),))
 
 
 def test_loads_variants_with_their_unet(store: WritableLocalStore, entries: Entries) -> None:

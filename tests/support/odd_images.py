@@ -307,7 +307,7 @@ def cases(number: int, seed: int = 0) -> Iterator[Case]:
 # -- in a process of its own ------------------------------------------------------------------------------------------
 
 SIZES = SizeList(((SIZE, SIZE), (64, 96), (96, 64)))
-SERVED = ServedModel(SIZE, SIZE, SIZES, has_refiner=False, defaults=Defaults(), release="toy/1", encodes_images=True)
+SERVED = ServedModel(SIZE, SIZE, SIZES, has_refiner=False, defaults=Defaults(), release="toy/1", image_sizes=SIZES)
 
 
 def find_problem(case: Case) -> str | None:
