@@ -1,7 +1,8 @@
 """Measure how many images run efficiently at once, in steps of copies of one image.
 
 The scheduler does this while it has nothing else to do (`Scheduler.when_idle`), one step at a time. So readiness does
-not wait for it, and a request waits for at most one step. Until a size is measured, as many images join as fit.
+not wait for it, and a request waits for at most one step. A server that is never idle interrupts its requests for it
+after a while. Until a size is measured, as many images join as fit.
 """
 
 import json

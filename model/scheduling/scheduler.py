@@ -40,6 +40,8 @@ logger = logging.getLogger("preheat")
 
 _CPU_NICENESS = 5
 IDLE_SECONDS = 1.0  # without work, after which the work of `when_idle` begins; a first request often follows readiness
+OVERDUE_SECONDS = 60.0  # after which a server that is never idle interrupts requests for the work of `when_idle`
+_INTERRUPTION_SECONDS = 1.0  # of such work, after which requests go on until it is overdue again
 
 
 class _Running(NamedTuple):
@@ -68,8 +70,9 @@ class Scheduler:
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
         self._unets = [spec.name for spec in loop_unets(self.model.components)]
-        self._wakeup = threading.Condition()  # guards the next six attributes
+        self._wakeup = threading.Condition()  # guards the next seven attributes
         self._idle_work: Iterator[None] | None = None
+        self._idle_work_due = math.inf  # by time.monotonic()
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
         self._queued_images = 0
@@ -130,10 +133,13 @@ class Scheduler:
     def when_idle(self, work: Iterator[None]) -> None:
         """Advance `work` on the scheduler's thread after `IDLE_SECONDS` without other work, until it ends.
 
-        A request that arrives meanwhile waits until `work` yields. An error ends the work and is logged.
+        A request that arrives meanwhile waits until `work` yields. If the work has not ended after `OVERDUE_SECONDS`,
+        no image is admitted until those in flight are finished, and the work then advances for about a second. This
+        repeats every `OVERDUE_SECONDS`. An error ends the work and is logged.
         """
         with self._wakeup:
             self._idle_work = work
+            self._idle_work_due = time.monotonic() + OVERDUE_SECONDS
             self._wakeup.notify()
 
     def cancel(self, job: Job, error: PreheatError) -> None:
@@ -194,6 +200,8 @@ class Scheduler:
                 try:
                     self._drain_inbox()
                     self._drop_cancelled()
+                    if self._idle_work_overdue() and not self._in_flight():
+                        self._advance_overdue_work()
                     self._admit()
                     if self._active_loops:
                         self._step(self._active_loops[0])
@@ -242,6 +250,21 @@ class Scheduler:
         finally:
             self._wakeup.acquire()
 
+    def _idle_work_overdue(self) -> bool:
+        return self._idle_work is not None and time.monotonic() >= self._idle_work_due
+
+    def _advance_overdue_work(self) -> None:
+        """Run parts of the work of `when_idle` for about `_INTERRUPTION_SECONDS`. No image may be in flight."""
+        end = time.monotonic() + _INTERRUPTION_SECONDS
+        with self._wakeup:
+            while self._idle_work is not None and not self._closed and time.monotonic() < end:
+                self._advance_idle_work(self._idle_work)
+            self._idle_work_due = time.monotonic() + OVERDUE_SECONDS
+
+    def _in_flight(self) -> bool:
+        """True if images are in loops, or between two of them."""
+        return bool(self._running) or any(self._waiting_for_loop.values())
+
     def _drop_cancelled(self) -> None:
         with self._wakeup:
             cancelled, self._cancelled = self._cancelled, deque()
@@ -265,8 +288,9 @@ class Scheduler:
                     self._start_image(key, job, image)
                 except Exception as error:
                     self._fail({job}, error)
-        in_flight = bool(self._running) or any(self._waiting_for_loop.values())
-        while (failed := self._turns.update(self._waiting, in_flight)) is not None:
+        if self._idle_work_overdue():
+            return
+        while (failed := self._turns.update(self._waiting, self._in_flight())) is not None:
             failed[0].fail(failed[1])
             self._free(failed[0])
         images_ahead, full_loops = 0, set()

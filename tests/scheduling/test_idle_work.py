@@ -63,6 +63,28 @@ def test_never_runs_while_images_run(gate: Gate, scheduler: Scheduler) -> None:
     assert began.wait(TIMEOUT_SECONDS)
 
 
+def test_overdue_work_runs_between_images(gate: Gate, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler that is never idle admits no image until the work has run, which needs empty loops."""
+    monkeypatch.setattr(scheduling, "IDLE_SECONDS", 3600.0)
+    monkeypatch.setattr(scheduling, "OVERDUE_SECONDS", 0.0)
+    parts: list[list[int]] = []
+
+    def work() -> Iterator[None]:
+        for _ in range(2):
+            assert not any(loop.images for loop in scheduler.model.loops.values())
+            parts.append(gate.order)
+            yield
+
+    first = scheduler.submit(params(1))
+    gate.run(1)
+    scheduler.when_idle(work())
+    second = scheduler.submit(params(2))
+    gate.open()
+    results(first, second)
+    assert parts == [[1], [1]]
+    assert gate.order == [1, 2]
+
+
 def test_error_ends_only_the_work(
     gate: Gate, scheduler: Scheduler, device_failures: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
