@@ -25,7 +25,7 @@ ERRORS = Counter(
 )
 CANCELLATIONS = Counter(
     "preheat_cancellations_total",
-    "Requests cancelled by their client or their deadline, by state: queued or running.",
+    "Requests cancelled by their client or their deadline, by state: decoding, queued or running.",
     ["state"],
 )
 QUEUE = Gauge("preheat_queue_images", "Accepted images that wait for a denoising loop.")
@@ -65,7 +65,7 @@ GPU_MEMORY = Gauge(
 for _kind in ("refused", "too_large", "overloaded", "unavailable", "deadline", "broken_image", "adapter", "failed",
               "cancelled"):  # fmt: skip
     ERRORS.labels(_kind)
-for _state in ("queued", "running"):
+for _state in ("decoding", "queued", "running"):
     CANCELLATIONS.labels(_state)
 for _task in get_args(Task):
     IMAGES.labels(_task)

@@ -80,7 +80,7 @@ class Limits(StrictModel):
     max_queue: Annotated[int, Field(ge=MAX_IMAGES)] = 64
     """Images that may wait for the denoising loop; further requests are refused at once."""
     deadline_seconds: Seconds = 300.0
-    """Seconds from acceptance to the answer."""
+    """Seconds from the arrival of a request to the answer."""
     stuck_seconds: Seconds = 120.0
     """Seconds without progress after which the device counts as failed."""
     sizes_at_once: Positive = 4

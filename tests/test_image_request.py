@@ -1,7 +1,10 @@
 """Requests with images and masks: their fields, their resolution to pixels, and what is refused."""
 
+import base64
 import re
+import struct
 import warnings
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +18,7 @@ from PIL import Image
 
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, resolve
-from model.errors import RequestRefused
+from model.errors import Cancelled, RequestRefused
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
@@ -24,12 +27,21 @@ from tests.support.images import file_of
 from tests.support.linear_networks import linear_model
 
 SIZES = SizeList(((128, 128), (192, 128)))
-SERVED = ServedModel(128, 128, SIZES, has_refiner=True, defaults=Defaults(), release="toy/1", encodes_images=True)
+SERVED = ServedModel(128, 128, SIZES, has_refiner=True, defaults=Defaults(), release="toy/1", image_sizes=SIZES)
 Pixels = npt.NDArray[np.uint8]
 
 
 def noise(width: int, height: int) -> Pixels:
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def damaged_png(width: int, height: int) -> str:
+    """Return a PNG with a valid header, whose pixels cannot be decoded."""
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b"")]
+    file = b"\x89PNG\r\n\x1a\n"
+    for kind, data in chunks:
+        file += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    return base64.b64encode(file).decode()
 
 
 def half(width: int, height: int, level: int = 255) -> Pixels:
@@ -160,9 +172,35 @@ def test_refuses_fields_that_need_masks(field: str) -> None:
         resolve(GenerationRequest(prompt="a cat", **fields, **{field: False}), SERVED)
 
 
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_abandoned_request_decodes_no_further_image(checks: int) -> None:
+    """`abandoned` turns true before the headers are read, before the image and before the mask is decoded."""
+    image, mask = file_of(noise(128, 128)), damaged_png(128, 128)
+    images = [{"image": "AAAA"}, {"image": mask}, {"image": image, "masks": [{"image": mask}]}]
+    request = GenerationRequest(prompt="a cat", **images[checks])
+    with pytest.raises(RequestRefused):
+        resolve_with_images(request, SERVED)
+    answers = iter([False] * checks + [True])
+    with pytest.raises(Cancelled):
+        resolve_with_images(request, SERVED, lambda: next(answers))
+
+
+def test_refuses_an_image_of_a_size_without_encoder() -> None:
+    served = replace(SERVED, image_sizes=SizeList(((192, 128),)))
+    with pytest.raises(
+        RequestRefused, match="no VAE encoder for 128x128, only for 192x128 .* with `resize`"
+    ) as refused:
+        resolved(served)
+    assert refused.value.field == "image"
+    assert resolved(served, width=192, height=128, resize="stretch").width == 192
+    assert resolve(GenerationRequest(prompt="a cat"), served).width == 128
+
+
 def test_refuses_an_image_without_a_vae_encoder() -> None:
-    with pytest.raises(RequestRefused, match="release toy/1 has no VAE encoder. Build the model again") as refused:
-        resolved(replace(SERVED, encodes_images=False))
+    with pytest.raises(
+        RequestRefused, match="release toy/1 has no VAE encoder for the sizes served here. Build the model again"
+    ) as refused:
+        resolved(replace(SERVED, image_sizes=None))
     assert refused.value.field == "image"
 
 

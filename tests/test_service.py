@@ -7,7 +7,8 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from starlette.requests import Request
 
 from engine_builder.local_server.client import CallFailed, generate
 from engine_builder.local_server.server import Layout, Server, with_metadata
-from model.api.request import GenerationRequest
+from model.api.request import GenerationRequest, resolve
 from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded
@@ -33,7 +34,7 @@ from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
 from model.store.store import Store
 from tests.conftest import READY_SECONDS
-from tests.support.images import largest_difference, open_image, pixels
+from tests.support.images import file_of, largest_difference, open_image, pixels
 from tests.support.linear_networks import linear_model, stub
 from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, http_client, post, predict
 from tests.support.waiting import eventually
@@ -276,9 +277,10 @@ def test_health_is_answered_while_the_device_is_busy(client: httpx.Client) -> No
 # -- failure and termination ------------------------------------------------------------------------------------------
 
 
-def make_service(model: LoadedModel) -> tuple[Service, Scheduler]:
-    served = ServedModel(64, 64, SizeList(((64, 64),)), has_refiner=True, defaults=Defaults(num_inference_steps=2))
-    scheduler = Scheduler(Runner(model), Limits(), lambda: None)
+def make_service(model: LoadedModel, deadline_seconds: float = 300.0) -> tuple[Service, Scheduler]:
+    sizes = SizeList(((64, 64),))
+    served = ServedModel(64, 64, sizes, True, Defaults(num_inference_steps=2), image_sizes=sizes)
+    scheduler = Scheduler(Runner(model), Limits(deadline_seconds=deadline_seconds), lambda: None)
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
     return Service(loaded, scheduler, ColdStart(), False), scheduler
 
@@ -294,6 +296,99 @@ def test_ended_server_does_not_decode_images() -> None:
     assert asyncio.run(answer()).status_code == 400
     scheduler.close()
     assert asyncio.run(answer()).status_code == 503
+
+
+@dataclass
+class SlowDecoder:
+    """In place of `resolve_with_images`: holds each thread until `finish`. `begun`: the prompts, in order."""
+
+    def __post_init__(self) -> None:
+        self.begun: list[str] = []
+        self.abandoned: list[str] = []
+        self.finish = threading.Event()
+
+    def __call__(self, request: GenerationRequest, served: ServedModel, abandoned: Callable[[], bool]) -> Any:
+        self.begun.append(request.prompt)
+        assert self.finish.wait(READY_SECONDS)
+        if abandoned():
+            self.abandoned.append(request.prompt)
+        return resolve(request, served, (64, 64))
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDecoder]:
+    decoder = SlowDecoder()
+    monkeypatch.setattr("model.api.service.resolve_with_images", decoder)
+    yield decoder
+    decoder.finish.set()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(READY_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_deadline_includes_decoding(decoder: SlowDecoder) -> None:
+    service, scheduler = make_service(linear_model(), deadline_seconds=0.05)
+
+    async def answer(prompt: str) -> Any:
+        http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+        return await service.answer(GenerationRequest(prompt=prompt, image="AAAA", strength=1.0), http)
+
+    async def answer_three() -> None:
+        responses = await asyncio.gather(*(answer(prompt) for prompt in "abc"))
+        assert [response.status_code for response in responses] == [504, 504, 504]
+        assert sorted(decoder.begun) == ["a", "b"] and not decoder.finish.is_set(), "c waited for a thread"
+        assert (await answer("d")).status_code == 504
+        assert sorted(decoder.begun) == ["a", "b"], "the threads of a and b are still decoding"
+        decoder.finish.set()
+        await until(lambda: sorted(decoder.abandoned) == ["a", "b"])
+        await asyncio.sleep(0.05)
+        assert sorted(decoder.begun) == ["a", "b"], "c and d were answered before they were decoded"
+
+    asyncio.run(answer_three())
+    scheduler.close()
+
+
+def test_client_that_leaves_is_not_decoded(decoder: SlowDecoder) -> None:
+    service, scheduler = make_service(linear_model())
+    left = asyncio.Event()
+
+    async def leave() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    def answer(prompt: str, receive: Any) -> "asyncio.Task[Any]":
+        http = Request({"type": "http", "headers": []}, receive)
+        return asyncio.create_task(service.answer(GenerationRequest(prompt=prompt, image="AAAA", strength=1.0), http))
+
+    async def answer_four() -> None:
+        staying = [answer(prompt, lambda: asyncio.Event().wait()) for prompt in "ab"]
+        await until(lambda: sorted(decoder.begun) == ["a", "b"])
+        leaving, last = answer("c", leave), answer("d", lambda: asyncio.Event().wait())
+        await asyncio.sleep(0.05)
+        left.set()
+        assert (await leaving).status_code == 499
+        assert not decoder.finish.is_set()
+        decoder.finish.set()
+        assert [(await task).status_code for task in (*staying, last)] == [200, 200, 200]
+        assert sorted(decoder.begun) == ["a", "b", "d"] and not decoder.abandoned
+
+    asyncio.run(answer_four())
+    scheduler.close()
+
+
+def test_accepted_request_releases_its_texts() -> None:
+    """Truss keeps the request object until the answer."""
+    service, scheduler = make_service(linear_model())
+    data = file_of(np.zeros((64, 64, 3), np.uint8))
+    request = GenerationRequest(prompt="a circle", image=data, strength=1.0, masks=[{"image": data}])
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+    response: Any = asyncio.run(service.answer(request, http))
+    scheduler.close()
+    assert response.status_code == 200
+    assert data not in str(request)
 
 
 def test_broken_image_is_an_error_with_its_seed(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,12 +3,13 @@
 The functions take milliseconds to a second. Call them from a worker thread.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from model.api.request import ControlRequest, GenerationRequest, MaskRequest, resolve
-from model.errors import RequestRefused
+from model.errors import Cancelled, RequestRefused
 from model.images.fit import check_fit, fit
 from model.images.inputs import InputImage, decode_mask, decode_rgb, read_image, read_mask
 from model.images.postprocess import feather
@@ -16,11 +17,15 @@ from model.loading.served import ServedModel
 from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, Mask
 
 
-def resolve_with_images(request: GenerationRequest, served: ServedModel) -> GenerationParams:
+def resolve_with_images(
+    request: GenerationRequest, served: ServedModel, abandoned: Callable[[], bool] = lambda: False
+) -> GenerationParams:
     """Return the parameters of a request with images, with decoded pixels.
 
-    Raises RequestRefused as `resolve` does, and for an image or a mask that cannot be used.
+    `abandoned` is asked before each image is decoded. Raises Cancelled once it returns true. Raises RequestRefused as
+    `resolve` does, and for an image or a mask that cannot be used.
     """
+    _check_wanted(abandoned)
     image = None if request.image is None else read_image(request.image, "image")
     masks = [
         (mask, read_mask(mask.image, f"masks.{number}.image", image))
@@ -35,12 +40,26 @@ def resolve_with_images(request: GenerationRequest, served: ServedModel) -> Gene
     size = (params.width, params.height)
     for file in [*([] if image is None else [image]), *(file for _, file in controls)]:
         check_fit((file.width, file.height), size, request.resize, file.field)
-    params = replace(params, controls=tuple(_control(request, params, *pair) for pair in controls))
+    resolved_controls = []
+    for control, file in controls:
+        _check_wanted(abandoned)
+        resolved_controls.append(_control(request, params, control, file))
+    params = replace(params, controls=tuple(resolved_controls))
     if image is None:
         return params
+    _check_wanted(abandoned)
     # A copy, as of the masks: PyTorch needs writable memory, and warns without it.
     pixels = np.array(fit(decode_rgb(image), size, request.resize))
-    return replace(params, image=pixels, masks=tuple(_mask(request, params, *pair) for pair in masks))
+    resolved_masks = []
+    for mask, file in masks:
+        _check_wanted(abandoned)
+        resolved_masks.append(_mask(request, params, mask, file))
+    return replace(params, image=pixels, masks=tuple(resolved_masks))
+
+
+def _check_wanted(abandoned: Callable[[], bool]) -> None:
+    if abandoned():
+        raise Cancelled("The request was answered before its images were decoded.")
 
 
 def _control(

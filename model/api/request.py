@@ -236,6 +236,10 @@ class GenerationRequest(StrictModel):
         5, ge=0, le=MAX_STEPS, description="With stream, the steps from one small preview to the next; 0: no previews."
     )
 
+    def release_images(self) -> None:
+        """Drop `image`, `masks` and `controls`, once they are decoded. Truss keeps this object until the answer."""
+        self.__dict__.update(image=None, masks=None, controls=None)  # the model is frozen for everyone else
+
     @model_validator(mode="wrap")
     @classmethod
     def _explain_problems(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -40,7 +41,7 @@ from model.scheduling.scheduler import Scheduler
 logger = logging.getLogger("preheat")
 
 HEARTBEAT_SECONDS = 1.0
-MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 100 to 200 MB
+MAX_DECODERS = 2  # requests whose images are decoded at once; an image of 32 megapixels takes 300 to 365 MiB
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 # Error -> HTTP status, and the name under which it is counted. 499: the client has left.
 STATUS: dict[type[PreheatError], tuple[int, str]] = {
@@ -54,6 +55,8 @@ STATUS: dict[type[PreheatError], tuple[int, str]] = {
     DeadlineExceeded: (504, "deadline"),
 }
 _OTHER_ERROR = (500, "failed")
+Watcher = asyncio.Task[PreheatError]
+"""Returns the error of a request whose client leaves or whose deadline passes. Cancelled at the answer."""
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Service:
         self._cold_start = cold_start
         self._log_prompts = log_prompts
         self._decoders = asyncio.Semaphore(MAX_DECODERS)
-        self._watchers: set[asyncio.Task[None]] = set()
+        self._watchers: set[Watcher] = set()
 
     async def answer(self, request: GenerationRequest, http: Request) -> Response | GenerationResponse:
         """Return the response. A caller of predict_binary gets the bare body, which Truss writes as msgpack."""
@@ -88,14 +91,20 @@ class Service:
         def emit(event: StepEvent | ImageEvent | None) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
+        watcher = self._watch(http)
         try:
-            context.params = await self._resolve(request)
+            context.params = await self._resolve(request, watcher)
             preview_every = request.preview_every if request.stream else 0
             job = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
-        except PreheatError as error:
-            return self._error_response(context, error)
+        except BaseException as error:
+            watcher.cancel()
+            if isinstance(error, PreheatError):
+                return self._error_response(context, error)
+            raise
         job.result.add_done_callback(lambda _: emit(None))
-        self._watch_client(job, http)
+        job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(watcher.cancel))
+        watcher.add_done_callback(partial(self._cancel, job))
+        request.release_images()
         if request.stream:
             events_as_lines = self._stream_events(context, job, events)
             return StreamingResponse(events_as_lines, media_type="application/x-ndjson", headers=headers)
@@ -110,28 +119,50 @@ class Service:
         content = await asyncio.to_thread(json.dumps, body)
         return Response(content, media_type="application/json", headers=headers)
 
-    async def _resolve(self, request: GenerationRequest) -> GenerationParams:
-        """Return the request's parameters. Images are decoded in a worker thread, a few requests at once."""
+    async def _resolve(self, request: GenerationRequest, watcher: Watcher) -> GenerationParams:
+        """Return the request's parameters. Images are decoded in a worker thread, a few requests at once.
+
+        Raises the error of `watcher` as soon as it has one. No further image of the request is then decoded.
+        """
         if request.image is None and not request.controls:
             return resolve(request, self._loaded.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
-        async with self._decoders:
-            return await asyncio.to_thread(resolve_with_images, request, self._loaded.served)
+        decoding = asyncio.create_task(self._decode(request, watcher))
+        try:
+            await asyncio.wait((decoding, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not decoding.done():
+                metrics.CANCELLATIONS.labels("decoding").inc()
+                raise watcher.result()
+            return decoding.result()
+        finally:
+            decoding.cancel()
+
+    async def _decode(self, request: GenerationRequest, watcher: Watcher) -> GenerationParams:
+        await self._decoders.acquire()
+        thread = asyncio.ensure_future(
+            asyncio.to_thread(resolve_with_images, request, self._loaded.served, watcher.done)
+        )
+        # If this coroutine is cancelled, its thread still runs until the end of the image.
+        thread.add_done_callback(lambda _: self._decoders.release())
+        return await asyncio.shield(thread)
 
     def refuse(self, headers: Mapping[str, str], error: PreheatError) -> JSONResponse:
         """Return the answer to a request that is refused by its headers, before it is parsed."""
         context = RequestContext(_request_id(headers), time.perf_counter(), stream=False, prompt="")
         return self._error_response(context, error)
 
-    def _watch_client(self, job: Job, http: Request) -> None:
-        """Cancel the request when its client leaves or its deadline passes."""
-        task = asyncio.get_running_loop().create_task(self._cancel_on_disconnect_or_deadline(job, http))
-        loop = task.get_loop()
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
-        job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+    def _watch(self, http: Request) -> Watcher:
+        """Start the watcher of a request that has just arrived."""
+        watcher = asyncio.get_running_loop().create_task(self._wait_for_disconnect_or_deadline(http))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return watcher
 
-    async def _cancel_on_disconnect_or_deadline(self, job: Job, http: Request) -> None:
+    def _cancel(self, job: Job, watcher: Watcher) -> None:
+        if not watcher.cancelled():
+            self._scheduler.cancel(job, watcher.result())
+
+    async def _wait_for_disconnect_or_deadline(self, http: Request) -> PreheatError:
         seconds = self._scheduler.limits.deadline_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -140,9 +171,8 @@ class Service:
                 while (await http.receive())["type"] != "http.disconnect":
                     pass
         except TimeoutError:
-            self._scheduler.cancel(job, DeadlineExceeded(f"The images were not finished within {seconds:g} s."))
-        else:
-            self._scheduler.cancel(job, Cancelled("The client left."))
+            return DeadlineExceeded(f"The images were not finished within {seconds:g} s.")
+        return Cancelled("The client left.")
 
     async def _stream_events(
         self, context: RequestContext, job: Job, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
