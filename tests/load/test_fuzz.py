@@ -70,7 +70,7 @@ def valid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
         case "string" if "maxLength" not in schema:
             return st.sampled_from(IMAGES)
         case "array":
-            return st.lists(valid_values(schema["items"]), min_size=schema["minItems"], max_size=2)
+            return st.lists(valid_values(schema["items"]), min_size=schema.get("minItems", 0), max_size=2)
         case "object":
             optional = {name: valid_values(part) for name, part in schema["properties"].items()}
             required = {name: optional.pop(name) for name in schema["required"]}
@@ -103,7 +103,12 @@ def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def make_images_valid(body: dict[str, Any]) -> None:
-    """Make the fields about images fit together, as far as other fields allow it."""
+    """Make the fields about images fit together, as far as other fields allow it.
+
+    The release has no ControlNets, and the deployment offers no adapters.
+    """
+    for name in ("controls", "loras"):
+        body.pop(name, None)
     if body.get("image") is None:
         for name in NEED_IMAGE & body.keys():
             del body[name]

@@ -86,7 +86,8 @@ def test_scores_scenes_and_writes_their_pictures(trained: ControlNetModel, tmp_p
     assert score.scenes == 2 and 0 <= score.both <= min(score.placed, score.true) <= 1
     assert len(pictures) == 4 and {picture.size for picture in pictures} == {(SIDE, SIDE)}
     write_sheet(pictures, tmp_path / "sheet.png")
-    assert Image.open(tmp_path / "sheet.png").size == (PICTURE_COLUMNS * SIDE // 2, SIDE)
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.size == (PICTURE_COLUMNS * SIDE // 2, SIDE)
 
 
 @pytest.mark.parametrize("number", range(5))
