@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 
+from engine_builder.adapters.add import add_adapter
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.checkpoints.folder import Checkpoint
@@ -23,6 +24,7 @@ from model.cold_start import ColdStart
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
+from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
@@ -32,6 +34,7 @@ from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
 from tests.support import controlnets
+from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.control_reference import ControlReference
 from tests.support.images import file_of, largest_difference, pixels
 from tests.support.predictions import http_client, post, predict
@@ -305,6 +308,27 @@ def test_resizes_a_control_image(client: httpx.Client, toy: Loaded) -> None:
     request = request_of(params_of(toy, control("edges"))) | {"resize": "stretch"}
     request["controls"][0]["image"] = file_of(large)
     assert predict(client, **request)["status"] == "success"
+
+
+def test_adapters_change_the_controlled_unet_too(
+    toy_folder: Path, folders: dict[str, Path], control_store: WritableStore, tmp_path: Path
+) -> None:
+    """They are merged, because no UNet takes both adapters and the outputs of ControlNets as inputs."""
+    deltas = random_deltas(module_shapes(toy_folder), PACKABLE, 4, 0, 0.25)
+    file = write_adapter(tmp_path / "style.safetensors", deltas, "peft")
+    store = open_writable_store(copy_store(control_store, tmp_path / "store"))
+    add_adapter(store, "style", file)
+    adapters = ServedAdapters(("style",))
+    adapted = load_release(store, "control/1", detect_targets(), [], ColdStart(), adapters=adapters)
+    reference = ControlReference(toy_folder, {"edges": folders["edges"]})
+    reference.load_lora("style", file)
+    controlled = params_of(adapted, control("edges"))
+    changed = replace(controlled, loras=(("style", 0.8),))
+    images = [generate(adapted.model, [params])[0][0] for params in (controlled, changed, controlled)]
+    assert largest_difference(images[1], reference.generate(changed)) <= TOLERANCE
+    assert largest_difference(images[0], reference.generate(controlled)) <= TOLERANCE
+    assert np.array_equal(images[2], images[0])
+    assert largest_difference(images[1], images[0]) > TOLERANCE
 
 
 def test_a_release_has_the_weights_of_the_unet_once(control_store: WritableStore) -> None:

@@ -45,6 +45,7 @@ class ControlReference(Reference):
             return super().generate(params)
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             image = params.image
+            self._select_adapters(params)
             for of_pass in params.passes():
                 image = self._generate_controlled(of_pass, image)
             assert image is not None

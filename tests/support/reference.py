@@ -63,16 +63,20 @@ class Reference:
         # diffusers creates NumPy arrays in a way that NumPy has deprecated.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             image = params.image
-            if params.loras:
-                names, scales = zip(*params.loras, strict=True)
-                self._base["text to image"].enable_lora()
-                self._base["text to image"].set_adapters(list(names), list(scales))
-            elif self._has_loras:
-                self._base["text to image"].disable_lora()
+            self._select_adapters(params)
             for of_pass in params.passes():
                 image = self._generate(of_pass, image)
             assert image is not None
             return image
+
+    def _select_adapters(self, params: GenerationParams) -> None:
+        """Switch on the adapters of a request. All pipelines share the networks that they change."""
+        if params.loras:
+            names, scales = zip(*params.loras, strict=True)
+            self._base["text to image"].enable_lora()
+            self._base["text to image"].set_adapters(list(names), list(scales))
+        elif self._has_loras:
+            self._base["text to image"].disable_lora()
 
     def _generate(self, params: GenerationParams, image: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
         shared = {
