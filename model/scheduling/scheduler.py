@@ -72,7 +72,7 @@ class Scheduler:
         self._unets = [spec.name for spec in loop_unets(self.model.components)]
         self._wakeup = threading.Condition()  # guards the next seven attributes
         self._idle_work: Iterator[None] | None = None
-        self._idle_work_due = math.inf  # by time.monotonic()
+        self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
         self._queued_images = 0
@@ -139,7 +139,7 @@ class Scheduler:
         """
         with self._wakeup:
             self._idle_work = work
-            self._idle_work_due = time.monotonic() + OVERDUE_SECONDS
+            self._idle_work_since = time.monotonic()
             self._wakeup.notify()
 
     def cancel(self, job: Job, error: PreheatError) -> None:
@@ -251,7 +251,7 @@ class Scheduler:
             self._wakeup.acquire()
 
     def _idle_work_overdue(self) -> bool:
-        return self._idle_work is not None and time.monotonic() >= self._idle_work_due
+        return self._idle_work is not None and time.monotonic() >= self._idle_work_since + OVERDUE_SECONDS
 
     def _advance_overdue_work(self) -> None:
         """Run parts of the work of `when_idle` for about `_INTERRUPTION_SECONDS`. No image may be in flight."""
@@ -259,7 +259,7 @@ class Scheduler:
         with self._wakeup:
             while self._idle_work is not None and not self._closed and time.monotonic() < end:
                 self._advance_idle_work(self._idle_work)
-            self._idle_work_due = time.monotonic() + OVERDUE_SECONDS
+            self._idle_work_since = time.monotonic()
 
     def _in_flight(self) -> bool:
         """True if images are in loops, or between two of them."""
