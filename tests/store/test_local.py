@@ -228,7 +228,7 @@ def test_refuses_unreadable_manifest(store: WritableLocalStore) -> None:
     broken = [
         {"engines": manifest.engines * 2},
         {"settings": manifest.settings.model_copy(update={"vae_scaling_factor": float("nan")})},
-        {"schema_version": 3},
+        {"schema_version": 99},
         {"version": "../1"},
     ]
     for update in broken:
