@@ -146,7 +146,8 @@ class WritableLocalStore(LocalStore):
             os.replace(temporary, target)
 
     def records(self, kind: str) -> list[str]:
-        return sorted(path.stem for path in (self.root / RECORDS / kind).glob("*.json"))
+        with self._reading(f"The list of {kind}"):
+            return sorted(path.stem for path in (self.root / RECORDS / kind).glob("*.json"))
 
     # -- the file system -----------------------------------------------------------------------------------------
 

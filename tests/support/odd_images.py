@@ -275,7 +275,10 @@ def _mask(rng: random.Random) -> Case:
             picture(rng, size=size), "WEBP", save_all=True, append_images=[picture(rng, size=size)]
         ),
     }[kind]()
-    fields["masks"] = [good] * rng.randint(0, 2) + [{"image": text(file), "feather": rng.choice([0, 3])}]
+    masks, feather = [good] * rng.randint(0, 2), rng.choice([0, 3])
+    if kind == "transparent":  # so dark a mask that a blur may leave nothing to repaint, which is refused
+        feather = 0
+    fields["masks"] = [*masks, {"image": text(file), "feather": feather}]
     accepted = kind in ("good", "transparent")
     field = f"masks.{len(fields['masks']) - 1}.image"
     return Case(f"mask: {kind}", fields, "accepted" if accepted else "refused", field)
