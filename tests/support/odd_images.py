@@ -10,13 +10,14 @@ import base64
 import io
 import json
 import random
-import resource
+import re
 import struct
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -334,8 +335,12 @@ def find_problem(case: Case) -> str | None:
 
 
 def peak_mib() -> float:
-    """Return the largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Return the largest resident memory of this process so far.
+
+    ``ru_maxrss`` of a new program is at least the resident memory of the process that started it. VmHWM is its own.
+    """
+    [kilobytes] = re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(kilobytes) / 1024
 
 
 def as_line(case: Case) -> bytes:
