@@ -1,9 +1,10 @@
 """The `preheat` commands for releases and stores: keygen, publish, add-lora, releases, verify, copy, gc."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.progress import Progress
@@ -18,11 +19,14 @@ from engine_builder.commands.console import (
     plain,
 )
 from engine_builder.stores.store import WritableStore
-from model.errors import CorruptBlob, ManifestError, UntrustedRelease
+from model.errors import AdapterError, CorruptBlob, ManifestError, UntrustedRelease
 from model.pipeline.spec import UNET, VAE_DECODER
+from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Blob, Manifest
 from model.store.signature import check_signature, parse_public_keys
 from model.store.store import Store
+
+Entry = TypeVar("Entry", Manifest, AdapterRecord)
 
 
 def keygen(file: Annotated[Path, typer.Argument(help="New file for the private key.")]) -> None:
@@ -87,8 +91,8 @@ def run_publish(
     return manifest
 
 
-def _signer(manifest: Manifest) -> str:
-    return f"signed by {plain(manifest.signature.key_id)}" if manifest.signature else "not signed"
+def _signer(entry: Manifest | AdapterRecord) -> str:
+    return f"signed by {plain(entry.signature.key_id)}" if entry.signature else "not signed"
 
 
 def _print_accepted(manifest: Manifest) -> None:
@@ -112,12 +116,9 @@ def add_lora(
 
     private_key = read_key(sign) if sign else None
     record, fitting, is_new = add_adapter(open_cli_store(store, cache_dir), name, path, release, private_key)
-    ranks = sorted({layer.rank for layer in record.layers.values()})
-    shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    signer = f"signed by {record.signature.key_id}" if record.signature else "not signed"
     console.print(
-        f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {len(record.layers)} layers of rank {shown}, "
-        f"{record.total_bytes / 2**20:.1f} MiB, {signer}. It fits {plain(fitting)}.",
+        f"{'Added' if is_new else 'Unchanged:'} [bold]{plain(name)}[/], {plain(_describe_adapter(record))}. "
+        f"It fits {plain(fitting)}.",
         soft_wrap=True,
     )
 
@@ -129,15 +130,16 @@ def releases(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="With --validation: folder for report.json and pairs.png.")] = None,
 ) -> None:
-    """List the releases of a store. Exit status 1 if one of them cannot be read."""
+    """List the releases and the adapters of a store. Exit status 1 if one of them cannot be read."""
     if out is not None and validation is None:
         raise typer.BadParameter("is an option of --validation", param_hint="--out")
     opened_store = open_cli_store(store)
     if validation is not None:
         _show_validation(opened_store, validation, out)
         return
-    names = opened_store.releases()
-    manifests = _read_manifests(opened_store, names)
+    names, adapter_names = opened_store.releases(), opened_store.adapters()
+    manifests = _read_each(opened_store.read_release, names)
+    adapters = _read_each(opened_store.read_adapter, adapter_names)
     for manifest in manifests:
         # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
@@ -150,7 +152,10 @@ def releases(
         console.print(
             f"{plain(opened_store.url)} has no release. Run preheat build and preheat publish.", soft_wrap=True
         )
-    if len(manifests) < len(names):
+    for record in adapters:
+        console.print(f"[bold]{plain(record.name)}[/]", soft_wrap=True)
+        console.print(f"    adapter, {_describe_adapter(record)}", soft_wrap=True, markup=False)
+    if len(manifests) + len(adapters) < len(names) + len(adapter_names):
         raise typer.Exit(1)
 
 
@@ -177,15 +182,22 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
         console.print(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}", soft_wrap=True)
 
 
-def _read_manifests(store: Store, names: list[str]) -> list[Manifest]:
-    """Return the manifests of the releases that can be read. Prints the errors of the others."""
-    manifests = []
+def _read_each(read: Callable[[str], Entry], names: list[str]) -> list[Entry]:
+    """Return what `read` returns for the names that can be read. Prints the errors of the others."""
+    entries = []
     for name in names:
         try:
-            manifests.append(store.read_release(name))
-        except ManifestError as error:
+            entries.append(read(name))
+        except (ManifestError, AdapterError) as error:
             console.print(f"[red]unreadable[/] {plain(error)}", soft_wrap=True)
-    return manifests
+    return entries
+
+
+def _describe_adapter(record: AdapterRecord) -> str:
+    """Return "700 layers of rank 16, 90.1 MiB, signed by 1a2b3c4d"."""
+    ranks = sorted({layer.rank for layer in record.layers.values()})
+    shown = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return f"{len(record.layers)} layers of rank {shown}, {record.total_bytes / 2**20:.1f} MiB, {_signer(record)}"
 
 
 def _precisions(manifest: Manifest) -> str:
@@ -198,26 +210,32 @@ def _precisions(manifest: Manifest) -> str:
 
 
 def verify(
-    release: Annotated[str | None, typer.Argument(help="MODEL/VERSION; default: every release.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="MODEL/VERSION, or the name of an adapter; default: every release and adapter."),
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     public_key: Annotated[
         str | None,
         typer.Option(envvar="PREHEAT_PUBLIC_KEY", help="Also check signatures with these keys, separated by commas."),
     ] = None,
 ) -> None:
-    """Hash every blob that a release names, in the store itself, and check its signature. Exit status 1 if anything is
+    """Hash every blob of releases and adapters, in the store itself, and check signatures. Exit status 1 if anything is
     damaged, unreadable, or not signed by --public-key."""
     keys = parse_public_keys(public_key)
     opened_store = open_cli_store(store)
-    names = [release] if release else opened_store.releases()
-    manifests = _read_manifests(opened_store, names)
+    names = [name] if name else [*opened_store.releases(), *opened_store.adapters()]
+    manifests = _read_each(opened_store.read_release, [name for name in names if _is_release(name)])
+    adapters = _read_each(opened_store.read_adapter, [name for name in names if not _is_release(name)])
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
+    blobs |= {blob.sha256: blob for record in adapters for blob in record.blobs}
     untrusted = 0
-    for manifest in manifests:
+    entries: list[Manifest | AdapterRecord] = [*manifests, *adapters]
+    for entry in entries:
         try:
-            check_signature(manifest, keys)
-            unchecked = " (not checked: give --public-key)" if manifest.signature and not keys else ""
-            console.print(f"{plain(manifest.name)} is {_signer(manifest)}{unchecked}", soft_wrap=True)
+            check_signature(entry, keys)
+            unchecked = " (not checked: give --public-key)" if entry.signature and not keys else ""
+            console.print(f"{plain(entry.name)} is {_signer(entry)}{unchecked}", soft_wrap=True)
         except UntrustedRelease as error:
             untrusted += 1
             console.print(f"[red]untrusted[/] {plain(error)}", soft_wrap=True)
@@ -235,33 +253,48 @@ def verify(
             damaged += [message] if message else []
     for message in damaged:
         console.print(f"[red]damaged[/] {plain(message)}")
-    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {len(manifests)} releases are intact.")
-    if damaged or untrusted or len(manifests) < len(names):
+    kinds = [(len(manifests), "release"), (len(adapters), "adapter")]
+    counted = " and ".join(f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in kinds if count)
+    console.print(f"{len(blobs) - len(damaged)} of {len(blobs)} blobs of {counted or 'nothing'} are intact.")
+    if damaged or untrusted or len(manifests) + len(adapters) < len(names):
         raise typer.Exit(1)
 
 
 def copy(
-    release: Annotated[str, typer.Argument(help="MODEL/VERSION.")],
-    source: Annotated[str, typer.Option("--from", help="The store that has the release.")] = DEFAULT_STORE,
+    name: Annotated[str, typer.Argument(help="MODEL/VERSION, or the name of an adapter.")],
+    source: Annotated[str, typer.Option("--from", help="The store that has it.")] = DEFAULT_STORE,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Copy a release to another store, for example from this machine's folder to s3://bucket."""
-    from engine_builder.releases.mirror import copy_release
+    """Copy a release or an adapter to another store, for example from this machine's folder to s3://bucket."""
+    from engine_builder.releases.mirror import copy_adapter, copy_release
 
     stores = open_cli_store(source, cache_dir), open_cli_store(store, cache_dir)
     if stores[0].url == stores[1].url:
         raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
     transfers = sum(store.url.startswith("s3:") for store in stores)  # of every byte, which the meter counts
     began = time.perf_counter()
-    with meter.show(f"Copying {plain(release)}") as set_total:
-        manifest, is_new = copy_release(*stores, release, lambda manifest: set_total(transfers * total_bytes(manifest)))
+    with meter.show(f"Copying {plain(name)}") as set_total:
+        if _is_release(name):
+            manifest, is_new = copy_release(
+                *stores, name, lambda manifest: set_total(transfers * total_bytes(manifest))
+            )
+            size = total_bytes(manifest)
+        else:
+            record, is_new = copy_adapter(*stores, name, lambda record: set_total(transfers * record.total_bytes))
+            size = record.total_bytes
     if is_new:
         seconds = time.perf_counter() - began
-        size = total_bytes(manifest) / 2**20
-        console.print(f"Copied [bold]{plain(release)}[/] to {plain(stores[1].url)}: {size:.0f} MiB in {seconds:.1f} s")
+        console.print(
+            f"Copied [bold]{plain(name)}[/] to {plain(stores[1].url)}: {size / 2**20:.0f} MiB in {seconds:.1f} s"
+        )
     else:
-        console.print(f"[bold]{plain(release)}[/] already exists in {plain(stores[1].url)}.")
+        console.print(f"[bold]{plain(name)}[/] already exists in {plain(stores[1].url)}.")
+
+
+def _is_release(name: str) -> bool:
+    """True for MODEL/VERSION. Names of adapters have no slash."""
+    return "/" in name
 
 
 def total_bytes(manifest: Manifest) -> int:

@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from engine_builder.adapters.add import add_adapter, release_layers
 from engine_builder.adapters.names import kohya_names
 from engine_builder.adapters.read import BadAdapter, open_adapter, read_factors
+from engine_builder.commands import main as cli
 from engine_builder.releases.gc import named_blobs
+from engine_builder.releases.mirror import copy_adapter
 from engine_builder.releases.signing import public_key, read_key, write_key
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.adapters.layers import Layer
 from model.errors import AdapterError, AdapterExists, AdapterNotFound, UntrustedRelease
 from model.store.adapter_record import parse_adapter
 from model.store.signature import check_signature
-from tests.conftest import MODEL_FOLDER
+from tests.conftest import MODEL_FOLDER, Opener
 from tests.support.adapters import CONVOLUTIONS, LINEARS, STYLES, Style, module_shapes, random_deltas, write_adapter
 
 Shapes = dict[str, tuple[int, ...]]
@@ -188,6 +191,58 @@ def test_record_is_written_once(writable: WritableStore, file: Path, shapes: Sha
     with pytest.raises(AdapterExists, match="another adapter style.*Choose another name"):
         add_adapter(writable, "style", other)
     assert {blob.sha256 for blob in record.blobs} <= named_blobs(writable)
+
+
+def test_adapter_is_copied_to_a_bucket_and_back(
+    open_bucket: Opener, writable: WritableStore, file: Path, shapes: Shapes, tmp_path: Path
+) -> None:
+    write_key(tmp_path / "key.pem")
+    record, _, _ = add_adapter(writable, "style", file, key=read_key(tmp_path / "key.pem"))
+    remote, back = open_bucket(), open_writable_store(tmp_path / "back")
+    assert copy_adapter(writable, remote, "style") == (record, True)
+    assert copy_adapter(remote, back, "style") == (record, True)
+    assert copy_adapter(writable, remote, "style") == (record, False)
+    for blob in record.blobs:
+        assert back.get(blob.sha256, blob.bytes).read_bytes() == writable.get(blob.sha256, blob.bytes).read_bytes()
+    with pytest.raises(AdapterNotFound, match="Available: style"):
+        copy_adapter(writable, remote, "other")
+    other = write_adapter(file.with_name("b.safetensors"), random_deltas(shapes, LINEARS, 4, seed=2), "kohya")
+    add_adapter(writable, "other", other)
+    changed = writable.read_adapter("other").model_copy(update={"name": "style"})
+    back_again = open_writable_store(tmp_path / "again")
+    copy_adapter(writable, back_again, "other")
+    back_again.write_adapter(changed)
+    with pytest.raises(AdapterExists, match="another adapter style"):
+        copy_adapter(back_again, remote, "style")
+    assert remote.read_adapter("style") == record
+
+
+def test_commands_list_verify_and_copy_adapters(writable: WritableStore, file: Path, tmp_path: Path) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(cli.app, arguments)
+        return result.exit_code, " ".join(result.output.split())
+
+    record, _, _ = add_adapter(writable, "style", file)
+    layers = f"{len(record.layers)} layers of rank 4"
+    code, output = run("releases", "--store", writable.url)
+    assert code == 0 and f"style adapter, {layers}" in output and output.endswith("not signed")
+    assert run("verify", "style", "--store", writable.url) == (
+        0,
+        "style is not signed 1 of 1 blobs of 1 adapter are intact.",
+    )
+    other = f"file://{tmp_path}/other"
+    code, output = run("copy", "style", "--from", writable.url, "--store", other)
+    assert code == 0 and output.startswith(f"Copied style to {other}: 1 MiB")
+    assert "already exists" in run("copy", "style", "--from", writable.url, "--store", other)[1]
+    blob = tmp_path / "other" / "blobs" / "sha256" / record.blobs[0].sha256
+    blob.chmod(0o600)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"x")
+    code, output = run("verify", "--store", other)
+    assert code == 1 and "damaged Blob" in output and "0 of 1 blobs of 1 adapter are intact." in output
+    (tmp_path / "other" / "adapters" / "style.json").write_text("{}")
+    for command in ("verify", "releases"):
+        code, output = run(command, "--store", other)
+        assert code == 1 and "unreadable The record of adapter style is damaged" in output
 
 
 def test_missing_adapter_names_the_others(writable: WritableStore, file: Path) -> None:

@@ -256,7 +256,7 @@ def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
         code, output = run(command, "--store", store.root)
         assert code == 1
         assert "toy/good" in output and "unreadable " in output and "toy/newer" in output
-    assert "blobs of 1 releases are intact" in output
+    assert "blobs of 1 release are intact" in output
     newer.unlink()
     assert run("releases", "--store", store.root)[0] == run("verify", "--store", store.root)[0] == 0
 
