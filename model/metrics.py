@@ -15,6 +15,7 @@ from model.pipeline.spec import loop_unets
 # Upper bounds of the histograms.
 _SECONDS_BOUNDS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 3, 5, 8, 13, 20, 30, 60, 120, 300)
 _IMAGES_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_DECIBELS_BOUNDS = (5, 10, 15, 20, 25, 30, 35, 40, 45, 50, 60)
 
 REQUESTS = Counter("preheat_requests_total", "Requests answered, by HTTP status.", ["status"])
 ERRORS = Counter(
@@ -56,6 +57,16 @@ ADAPTER_MERGE_SECONDS = Histogram(
     buckets=_SECONDS_BOUNDS,
 )
 ADAPTERS_CACHED = Gauge("preheat_adapters_cached", "LoRA adapters whose factors are on the device.")
+COMPARISONS = Counter(
+    "preheat_comparisons_total",
+    "Served images that were chosen to be compared with fp16, by outcome: compared, dropped, failed.",
+    ["outcome"],
+)
+COMPARISON_DECIBELS = Histogram(
+    "preheat_comparison_decibels",
+    "PSNR in dB of served images against the same images in fp16; 100 for equal images.",
+    buckets=_DECIBELS_BOUNDS,
+)
 HEALTHY = Gauge("preheat_healthy", "1 while the model is loaded and healthy, else 0.")
 GPU_MEMORY = Gauge(
     "preheat_gpu_memory_bytes", "GPU memory: total, used (by all processes), reserved (by PyTorch).", ["kind"]
@@ -67,6 +78,8 @@ for _kind in ("refused", "too_large", "overloaded", "unavailable", "deadline", "
     ERRORS.labels(_kind)
 for _state in ("decoding", "queued", "running"):
     CANCELLATIONS.labels(_state)
+for _outcome in ("compared", "dropped", "failed"):
+    COMPARISONS.labels(_outcome)
 for _task in get_args(Task):
     IMAGES.labels(_task)
     REQUEST_SECONDS.labels(_task)

@@ -84,6 +84,7 @@ class Model:
         from model.loading.runtimes import find_targets, runtime_cache_folder
         from model.loading.warmup import batch_measurement, warm_up
         from model.pipeline.runner import Runner
+        from model.scheduling.comparison import ImageComparison
         from model.scheduling.scheduler import Scheduler
 
         settings = self._settings
@@ -103,10 +104,14 @@ class Model:
             ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
         )
         metrics.watch_gpu_memory(loaded.model.device)
+        every = settings.compare_every
+        comparison = None if every is None else ImageComparison(loaded.model, every)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
         try:
             # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
-            scheduler.preview_map = scheduler.call(lambda: warm_up(loaded, cold_start=self._cold_start)).result()
+            scheduler.preview_map = scheduler.call(
+                lambda: warm_up(loaded, cold_start=self._cold_start, comparison=comparison)
+            ).result()
         except BaseException:
             scheduler.close()
             raise
@@ -116,6 +121,7 @@ class Model:
         gc.collect()
         gc.freeze()
         scheduler.when_idle(batch_measurement(loaded))
+        scheduler.comparison = comparison
         self._prefetch.close()
         self._scheduler = scheduler
         self._service = Service(loaded, scheduler, self._cold_start, settings.log_prompts)

@@ -93,11 +93,13 @@ class Limits(StrictModel):
 class ServedPrecision:
     """What a deployment configures about precision.
 
-    `unet`: see `model.loading.runtimes.servable_engines`. `fp16_steps`: None: the release's default.
+    `unet`: see `model.loading.runtimes.servable_engines`. `fp16_steps`: None: the release's default. `compares`: images
+    of 8-bit UNets are compared with fp16.
     """
 
     unet: Precision | None = None
     fp16_steps: Fp16Steps | None = None
+    compares: bool = False
 
 
 class Settings(StrictModel):
@@ -110,6 +112,8 @@ class Settings(StrictModel):
     """Of the UNet's engines; None: the first of these that the release has."""
     fp16_steps: Fp16Steps | None = None
     """Of 8-bit UNets: the first and last steps that run in fp16; None: the release's default."""
+    compare_every: Positive | None = None
+    """Of 8-bit UNets: one in so many images is compared with fp16 while the server is idle; None: no image."""
     public_key: Annotated[list[PublicKey], BeforeValidator(_parse_keys), Field(strict=False)] = []
     """Releases must be signed by one of these; empty: no signature is needed."""
     cache_dir: str | None = None
@@ -128,8 +132,9 @@ class Settings(StrictModel):
 
     @property
     def served_precision(self) -> ServedPrecision:
-        """The configured precision and fp16 steps."""
-        return ServedPrecision(None if self.precision is None else Precision.named(self.precision), self.fp16_steps)
+        """The configured precision and fp16 steps, and whether images are compared with fp16."""
+        unet = None if self.precision is None else Precision.named(self.precision)
+        return ServedPrecision(unet, self.fp16_steps, self.compare_every is not None)
 
     def required(self, name: Literal["store", "release"]) -> str:
         """Return a setting that has no default. Raises ConfigError if it is missing."""

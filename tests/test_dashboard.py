@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from prometheus_client import REGISTRY
 
 from tests.support.metrics import declared_metrics
 
 DASHBOARD = json.loads((Path(__file__).resolve().parents[1] / "docs" / "grafana" / "preheat.json").read_text())
+ALERTS = yaml.safe_load((Path(__file__).resolve().parents[1] / "docs" / "grafana" / "alerts.yaml").read_text())
 METRICS = declared_metrics()
 LABELS = {series: labels for metric in METRICS for series, labels in metric.labels_by_series().items()}
 
@@ -36,6 +39,19 @@ def test_expression_names_existing_metrics_and_labels(target: dict[str, Any]) ->
 def test_shows_every_metric() -> None:
     shown = {name for target in targets() for name in sample_names(target)}
     assert [metric.name for metric in METRICS if not shown & metric.labels_by_series().keys()] == []
+
+
+def test_alerts_name_existing_metrics_and_labels() -> None:
+    rules = [rule for group in ALERTS["groups"] for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules) > 0
+    for rule in rules:
+        for name, selector in re.findall(r"(preheat_\w+)(?:\{([^}]*)\})?", rule["expr"]):
+            labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', selector))
+            assert labels.keys() <= LABELS[name], rule["alert"]
+            exposed = [sample for family in REGISTRY.collect() for sample in family.samples if sample.name == name]
+            for label, pattern in labels.items():
+                values = {sample.labels[label] for sample in exposed}
+                assert set(pattern.split("|")) <= values, f"{rule['alert']}: {label}"
 
 
 def test_panels_do_not_overlap() -> None:

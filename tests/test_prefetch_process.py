@@ -191,8 +191,9 @@ def in_precisions(store: S3Store, manifest: Manifest, *precisions: Precision) ->
         (None, {"precision": "fp8", "fp16_steps": {"first": 1}}, {FP8, FP16}),
         (Fp16Steps(last=1), {"precision": "fp8"}, {FP8, FP16}),
         (Fp16Steps(last=1), {"precision": "fp8", "fp16_steps": {}}, {FP8}),
+        (None, {"precision": "fp8", "compare_every": 9}, {FP8, FP16}),
     ],
-    ids=["default", "fp8", "fp8 and fp16 steps", "the release's fp16 steps", "no fp16 steps"],
+    ids=["default", "fp8", "fp8 and fp16 steps", "the release's fp16 steps", "no fp16 steps", "compared"],
 )
 def test_precision_reaches_the_process(
     release_default: Fp16Steps | None, configured: dict[str, Any], precisions: set[Precision],

@@ -35,12 +35,18 @@ def check_memory(device: torch.device, selection: Selection, free: int | None = 
                 "Use a machine with more memory, or raise the container's limit.",
             )
         return
-    needed += tensorrt_bytes(selection) + loop_bytes(selection.engines)
+    engines = selection.engines if selection.fp16_steps is not None else _of_first_precision(selection.engines)
+    needed += tensorrt_bytes(selection) + loop_bytes(engines)
     free = torch.cuda.mem_get_info(device)[0] if free is None else free
     if needed > free:
         raise OutOfDeviceMemory(
             f"Weights and loops take {needed / 2**30:.1f} GiB, and this GPU has {free / 2**30:.1f} GiB free."
         )
+
+
+def _of_first_precision(engines: Mapping[str, Sequence[EngineRecord]]) -> dict[str, list[EngineRecord]]:
+    """Return the engines in each component's first precision. Images that are compared with fp16 are in no loop."""
+    return {name: [e for e in records if e.precision == records[0].precision] for name, records in engines.items()}
 
 
 def free_host_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

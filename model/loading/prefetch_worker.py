@@ -64,6 +64,7 @@ class PrefetchProcess:
             "precision": settings.precision,
             "with_adapters": bool(settings.loras),
             "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
+            "compares": settings.served_precision.compares,
         }
         with suppress(OSError):  # the process has ended, and `manifest` returns None
             self._stdin.write(json.dumps(request, default=str).encode() + b"\n")
@@ -135,6 +136,7 @@ def main() -> None:
             ServedPrecision(
                 request["precision"] and Precision.named(request["precision"]),
                 request["fp16_steps"] and Fp16Steps(**request["fp16_steps"]),
+                request["compares"],
             ),
             request["with_adapters"],
         )

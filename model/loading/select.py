@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from model.engines.tensorrt.libraries import LIBRARIES
-from model.errors import EngineError, MissingComponent, NoEngineForTarget
+from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
 from model.pipeline.spec import (
@@ -35,7 +35,8 @@ class Selection:
 
     `weights[name][i]` belongs to `engines[name][i]`. The engines of a component's variants follow its own. `shared`:
     components without engines of their own -> the component with the same weights whose engines serve both.
-    `fp16_steps`: if not None, UNets have engines in two precisions: first the served one, then fp16 for these steps.
+    `fp16_steps`: the steps in fp16, or None if there are none. With them, or if images are compared with fp16, UNets
+    have engines in two precisions: first the served one, then fp16.
     """
 
     manifest: Manifest
@@ -93,7 +94,8 @@ def select(
     if they have none of the buckets. `versions`: runtime -> the server's version of that
     library; None: the installed ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes
     adapters as inputs, if the release has it. Raises MissingComponent,
-    NoEngineForTarget or EngineError, before any blob is read.
+    NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be compared with fp16, before any
+    blob is read.
     """
     names = required_components(manifest)
     precision = precision or ServedPrecision()
@@ -106,8 +108,19 @@ def select(
         if chosen := choose_engines(manifest, name, target, buckets, wanted):
             engines[name] = chosen
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
+    if precision.compares and not engines[UNET][0].precision.is_quantized:
+        raise ConfigError(
+            f"compare_every compares images of 8-bit UNets with fp16, and release {manifest.name} is served in "
+            f"{engines[UNET][0].precision}.",
+            "Set `precision` to an 8-bit precision of the release, or remove `compare_every` from the config.",
+        )
+    remedies = []
     if fp16_steps is not None:
-        check_precision(manifest, target, FP16, "set `fp16_steps: {}` in the config to run all steps in 8 bits")
+        remedies.append("set `fp16_steps: {}` in the config to run all steps in 8 bits")
+    if precision.compares:
+        remedies.append("remove `compare_every` from the config")
+    if remedies:
+        check_precision(manifest, target, FP16, " and ".join(remedies))
         for spec in (*unets(), CONTROL_COMPONENTS[UNET_CONTROLLED]):
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)

@@ -23,16 +23,23 @@ from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.prompt import encode_prompt
 from model.pipeline.spec import BASE, REFINER, UNET_LORA
 from model.pipeline.text_to_image import generate
+from model.scheduling.comparison import ImageComparison
 from model.scheduling.efficiency import measure_efficient_batches
 
 _STEPS = 2  # of the image; with a refiner, one of them is its own
 _MAX_STEPS = 40  # of it, if the first and last steps run in fp16
 
 
-def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdStart | None = None) -> PreviewMap:
+def warm_up(
+    loaded: Loaded,
+    probe: DeviceProbe | None = None,
+    cold_start: ColdStart | None = None,
+    comparison: ImageComparison | None = None,
+) -> PreviewMap:
     """Warm up every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
-    `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts. Raises
+    `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts.
+    `comparison`: if images are compared with fp16. Raises
     OutOfDeviceMemory if the configured buckets do not fit into the GPU's memory, and EngineError if the release's
     engines do not fit together.
     """
@@ -50,6 +57,8 @@ def warm_up(loaded: Loaded, probe: DeviceProbe | None = None, cold_start: ColdSt
                 with warm_up_part(f"image_{width}x{height}"):
                     encodes = served.image_sizes is not None and served.image_sizes.holds(width, height)
                     generate(loaded.model, [_from_image(params) if encodes else params])
+                    if comparison is not None:
+                        comparison.warm_up(params)
                     if served.controlnets:
                         generate(loaded.model, [_with_controls(params, served)])
             with warm_up_part("texts"):

@@ -34,7 +34,7 @@ LoopKey = tuple[str, int, int]
 class LoadedModel:
     """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far.
 
-    `fp16_unets`: by UNet, the same network in fp16, which runs the `fp16_steps`.
+    `fp16_unets`: by UNet, the same network in fp16, which runs the `fp16_steps` and the images of `with_fp16_unets`.
     """
 
     engines: dict[str, EngineSet]
@@ -68,6 +68,15 @@ class LoadedModel:
             self.latents_normalization = on_device[0][None], on_device[1][None]
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
         self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
+
+    def with_fp16_unets(self) -> "LoadedModel":
+        """Return the same model with its UNets in fp16 in all steps. It has no adapters, and shares everything else."""
+        other = replace(
+            self, engines=self.engines | self.fp16_unets, fp16_unets={}, fp16_steps=Fp16Steps(), loops={}, adapters=None
+        )
+        other.text_stream, other.first_text_stream = self.text_stream, self.first_text_stream
+        other.encode_stream, other.decode_stream = self.encode_stream, self.decode_stream
+        return other
 
     @property
     def active_adapters(self) -> AdapterSet:
@@ -145,7 +154,7 @@ def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs
         return EagerLoop(networks, height, width)
 
     loop = make(networks)
-    if unet not in model.fp16_unets:
+    if unet not in model.fp16_unets or not model.fp16_steps.exist:
         return loop
     outer = make(replace(networks, unet=model.fp16_unets[unet], controlled=model.fp16_unets.get(controlled_unet(unet))))
     return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)

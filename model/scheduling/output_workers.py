@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from model.denoising.loop import ImageState
-from model.images.encode import broken_image, encode_base64
+from model.images.encode import Pixels, broken_image, encode_base64
 from model.images.pending import PendingImage
 from model.pipeline.finish import finish
 from model.pipeline.preview import Preview
@@ -17,8 +17,11 @@ THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 
 class OutputWorkers:
     """Any thread may call `submit_image` and `submit_preview`, which return at once."""
 
-    def __init__(self, on_image: Callable[[Job], None], on_failure: Callable[[Job, Exception], None]) -> None:
-        """`on_image` is called with its job after each image, `on_failure` with a job and its error.
+    def __init__(
+        self, on_image: Callable[[Job, int, Pixels], None], on_failure: Callable[[Job, Exception], None]
+    ) -> None:
+        """`on_image` is called after each image with its job, its index and its decoded pixels, `on_failure` with a job
+        and its error.
 
         Both run on these threads.
         """
@@ -47,7 +50,7 @@ class OutputWorkers:
                 raise broken_image([index], job.params.num_images)
             data = encode_base64(finish(pixels, job.params), job.params.output_format, job.params.quality)
             job.emit(ImageEvent(index, data))
-            self._on_image(job)
+            self._on_image(job, index, pixels)
             job.add_encoded_image(index, data)
         except Exception as error:
             self._on_failure(job, error)

@@ -25,6 +25,7 @@ import torch
 from model import metrics
 from model.denoising.loop import ImageState, has_room, unet_batch
 from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
+from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
@@ -32,6 +33,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.spec import loop_unets
 from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import may_join, shortens_mean_latency
+from model.scheduling.comparison import ImageComparison
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
 from model.settings import Limits
@@ -69,6 +71,7 @@ class Scheduler:
         self.limits = limits
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
+        self.comparison: ImageComparison | None = None
         self._unets = [spec.name for spec in loop_unets(self.model.components)]
         self._wakeup = threading.Condition()  # guards the next seven attributes
         self._idle_work: Iterator[None] | None = None
@@ -215,40 +218,56 @@ class Scheduler:
             while not (self._inbox or self._cancelled or self._active_loops or self._closed or self._can_admit()):
                 began = time.monotonic() if began is None else began
                 self._last_progress = None
-                if self._idle_work is None:
+                work = self._work_while_idle()
+                if work is None:
                     self._wakeup.wait()
                 elif (pause := began + IDLE_SECONDS - time.monotonic()) > 0:
                     self._wakeup.wait(pause)
                 else:
-                    self._advance_idle_work(self._idle_work)
+                    self._advance_idle_work(work)
             inbox, self._inbox = self._inbox, deque()
         self._last_progress = time.monotonic()
         for item in inbox:
             if isinstance(item, Job):
                 self._waiting.append(item)
+                if self.comparison is not None:
+                    self.comparison.end()
                 continue
             try:
                 item.result.set_result(item.work())
             except BaseException as error:
                 item.result.set_exception(error)
 
+    def _work_while_idle(self) -> Iterator[None] | None:
+        """Return the work of `when_idle`, or else the comparison of an image. None: there is no such work."""
+        if self._idle_work is not None or self.comparison is None:
+            return self._idle_work
+        return self.comparison.work
+
     def _can_admit(self) -> bool:
         """True if a job waits for more than its adapters."""
         return bool(self._waiting) and not self._turns.blocked
 
     def _advance_idle_work(self, work: Iterator[None]) -> None:
-        """Run one part of the work of `when_idle`. Called with the lock, which is released meanwhile."""
+        """Run one part of the work of `when_idle`, or of a comparison. Called with the lock, which is released
+        meanwhile."""
         self._last_progress = time.monotonic()
         self._wakeup.release()
         try:
             next(work)
         except StopIteration:
-            self._idle_work = None
+            self._end_idle_work(work)
         except Exception as error:
-            self._idle_work = None
+            self._end_idle_work(work)
             self._fail(set(), error)
         finally:
             self._wakeup.acquire()
+
+    def _end_idle_work(self, work: Iterator[None]) -> None:
+        if work is self._idle_work:
+            self._idle_work = None
+        elif self.comparison is not None:
+            self.comparison.end()
 
     def _idle_work_overdue(self) -> bool:
         return self._idle_work is not None and time.monotonic() >= self._idle_work_since + OVERDUE_SECONDS
@@ -490,8 +509,11 @@ class Scheduler:
 
     # -- callbacks of the output workers ------------------------------------------------------------------------------
 
-    def _count_image(self, job: Job) -> None:
+    def _count_image(self, job: Job, index: int, pixels: Pixels) -> None:
         metrics.IMAGES.labels(job.params.task).inc()
+        if self.comparison is not None and self.comparison.offer(job.params, index, pixels):
+            with self._wakeup:
+                self._wakeup.notify()
         now, last = time.monotonic(), self._last_image
         self._last_image = now
         if last is not None and self._queued_images:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -25,11 +26,13 @@ from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.engines.engine import EngineSet
-from model.errors import NoEngineForTarget
+from model.errors import ConfigError, NoEngineForTarget
+from model.images.distance import psnr
 from model.loading.load import Loaded, load_release
 from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
+from model.scheduling.comparison import ImageComparison
 from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
@@ -127,6 +130,17 @@ def test_first_and_last_steps_need_fp16_engines(built: tuple[WritableStore, Mani
         load(built[0], FP8, Fp16Steps(first=1))
 
 
+def test_comparison_needs_fp16_engines(built: tuple[WritableStore, Manifest]) -> None:
+    served = ServedPrecision(FP8, compares=True)
+    with pytest.raises(NoEngineForTarget, match=r"no unet engine in fp16 .*`compare_every`"):
+        select(built[1], detect_targets(), [], precision=served)
+
+
+def test_comparison_needs_an_8_bit_unet(built: tuple[WritableStore, Manifest]) -> None:
+    with pytest.raises(ConfigError, match=r"release toy-sdxl is served in fp32\..*`compare_every`"):
+        select(built[1], detect_targets(), [], precision=ServedPrecision(compares=True))
+
+
 def test_code_of_another_version_is_built_again(
     built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +236,29 @@ def test_benchmark_compares_two_precisions(with_fp16: WritableStore, capsys: pyt
     printed = capsys.readouterr().out
     for case, ratio in ratios.items():
         assert f"{case}: fp8 is {ratio:.3f} times as fast as fp16" in printed
+
+
+def test_images_in_fp8_are_compared_with_fp16(with_fp16: WritableStore) -> None:
+    """With engines: all steps of the comparison run in fp16, and the distance is that of both precisions' pictures."""
+    fp8 = ServedPrecision(FP8, Fp16Steps(), compares=True)
+    loaded, exact = (
+        load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
+        for served in (fp8, ServedPrecision(FP16))
+    )
+    request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
+    found = picture(loaded)
+    expected = psnr(picture(exact), found)
+    ran: list[str] = []
+    record_runs(loaded.model.fp16_unets["unet"], "16", ran)
+    record_runs(loaded.model.engines["unet"], "8", ran)
+    comparison = ImageComparison(loaded.model, every=1)
+    assert comparison.offer(resolve(request, loaded.served), 0, found)
+    before = REGISTRY.get_sample_value("preheat_comparison_decibels_sum") or 0.0
+    assert comparison.work is not None
+    list(comparison.work)
+    assert ran == ["16"] * 6
+    reported = (REGISTRY.get_sample_value("preheat_comparison_decibels_sum") or 0.0) - before
+    assert reported == pytest.approx(expected, abs=1e-6) and expected < 60
 
 
 def test_fp16_steps_are_ignored_unless_the_unet_is_8_bit(with_fp16: WritableStore) -> None:

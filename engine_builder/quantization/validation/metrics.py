@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from model.errors import PreheatError
+from model.images.distance import psnr as picture_psnr
 from model.images.encode import Pixels
 
 # Wang, Simoncelli and Bovik, "Multi-scale structural similarity for image quality assessment", Asilomar 2003.
@@ -62,8 +63,7 @@ def psnr(reference: Pixels, found: Pixels) -> float:
     Both: uint8 [height, width, 3]. Infinity if they are equal. Raises NotComparable for other shapes.
     """
     _check_pictures(reference, found)
-    difference = found.astype(np.float64) - reference
-    return decibels(255.0**2, float((difference**2).mean()))
+    return picture_psnr(reference, found)
 
 
 def perceptual_distance(reference: Pixels, found: Pixels) -> float:

@@ -1,0 +1,251 @@
+"""Comparison with fp16: it reports the distance of one in N images, makes way for requests and keeps nothing."""
+
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from model.engines.engine import EngineSet
+from model.images.distance import psnr
+from model.loading.load import Loaded
+from model.loading.served import Defaults, ServedModel, SizeList
+from model.loading.warmup import warm_up
+from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.text_to_image import generate
+from model.scheduling import scheduler as scheduling
+from model.scheduling.comparison import ImageComparison
+from model.scheduling.scheduler import Scheduler
+from model.store.manifest import Fp16Steps
+from tests.support.linear_networks import Stub, stub
+from tests.support.scheduling import params, results, settle
+from tests.support.waiting import eventually
+
+IDLE = 0.01
+
+
+class OtherStub(Stub):
+    """A UNet whose predictions differ a little, as those in 8 bits and in fp16 do."""
+
+    def outputs(self, inputs: Any) -> dict[str, torch.Tensor]:
+        return {name: 1.02 * tensor for name, tensor in super().outputs(inputs).items()}
+
+
+@pytest.fixture(autouse=True)
+def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "IDLE_SECONDS", IDLE)
+
+
+@pytest.fixture
+def model(model: LoadedModel) -> LoadedModel:
+    for unet in (spec.UNET, spec.REFINER_UNET):
+        model.fp16_unets[unet] = EngineSet([OtherStub(unet, stub(model, unet).signature)])
+    return model
+
+
+@pytest.fixture
+def comparison(model: LoadedModel, scheduler: Scheduler) -> ImageComparison:
+    scheduler.comparison = ImageComparison(model, every=1)
+    return scheduler.comparison
+
+
+@pytest.fixture
+def outcomes() -> Iterator[Any]:
+    """Return the comparisons since the test began, by outcome, without zeros."""
+
+    def read() -> dict[str, float]:
+        names = ("compared", "dropped", "failed")
+        return {name: REGISTRY.get_sample_value("preheat_comparisons_total", {"outcome": name}) or 0 for name in names}
+
+    before = read()
+    yield lambda: {name: value - before[name] for name, value in read().items() if value > before[name]}
+
+
+def decibels() -> tuple[float, float]:
+    """Return the number and the sum of all distances reported so far."""
+    names = ("preheat_comparison_decibels_count", "preheat_comparison_decibels_sum")
+    count, total = (REGISTRY.get_sample_value(name) or 0.0 for name in names)
+    return count, total
+
+
+def fp16_runs(model: LoadedModel, unet: str = spec.UNET) -> int:
+    engine = model.fp16_unets[unet].engines[0]
+    assert isinstance(engine, Stub)
+    return len(engine.seen)
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_refiner": True}, {"num_images": 2, "scheduler": "Euler a"}])
+def test_reports_the_distance_to_fp16(
+    changes: dict[str, Any], model: LoadedModel, scheduler: Scheduler, comparison: ImageComparison, outcomes: Any
+) -> None:
+    wanted = params(5, **changes)
+    expected = psnr(
+        generate(model.with_fp16_unets(), [wanted])[0][-1],
+        generate(model, [wanted])[0][-1],
+    )
+    runs, (count, total) = fp16_runs(model), decibels()
+    assert 20 < expected < 60
+    results(scheduler.submit(wanted))
+    eventually(lambda: "compared" in outcomes(), "the image is compared")
+    assert decibels()[0] == count + 1
+    if not changes.get("num_images"):  # of two, either may be the last
+        assert decibels()[1] - total == pytest.approx(expected, abs=0.01)
+    assert fp16_runs(model) > runs and bool(changes.get("use_refiner")) == bool(fp16_runs(model, spec.REFINER_UNET))
+
+
+def test_equal_images_count_as_100_decibels(model: LoadedModel, scheduler: Scheduler, outcomes: Any) -> None:
+    model.fp16_unets = {name: model.engines[name] for name in model.fp16_unets}
+    scheduler.comparison = ImageComparison(model, every=1)
+    _, total = decibels()
+    results(scheduler.submit(params(1)))
+    eventually(lambda: outcomes() == {"compared": 1}, "the image is compared")
+    assert decibels()[1] - total == pytest.approx(100)
+
+
+def test_compares_one_in_n_images(model: LoadedModel, scheduler: Scheduler, outcomes: Any) -> None:
+    scheduler.comparison = ImageComparison(model, every=3)
+    for seed in range(7):
+        results(scheduler.submit(params(seed)))
+        eventually(lambda seed=seed: outcomes().get("compared", 0) == (seed + 1) // 3, "every third image is compared")
+    assert outcomes() == {"compared": 2}
+
+
+def test_request_ends_the_comparison(
+    model: LoadedModel, scheduler: Scheduler, outcomes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that arrives during a step of the comparison begins after that step."""
+    first = scheduler.submit(params(1, num_inference_steps=40))
+    results(first)
+    arrived = []
+    comparison = ImageComparison(model, every=1)
+    engine = model.fp16_unets[spec.UNET].engines[0]
+    assert isinstance(engine, Stub)
+    outputs = engine.outputs
+
+    def submit_once(inputs: Any) -> dict[str, torch.Tensor]:
+        if not arrived:
+            arrived.append(scheduler.submit(params(2)))
+        return outputs(inputs)
+
+    monkeypatch.setattr(engine, "outputs", submit_once)
+    assert comparison.offer(first.params, 0, generate(model, [first.params])[0][0])
+    scheduler.comparison = comparison
+    settle(scheduler)  # wakes the thread
+    eventually(lambda: bool(arrived), "the comparison begins")
+    results(*arrived)
+    assert len(engine.seen) == 1 and outcomes() == {"dropped": 1}
+
+
+def test_request_drops_an_image_that_waits(
+    model: LoadedModel, scheduler: Scheduler, outcomes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "IDLE_SECONDS", 3600.0)
+    scheduler.comparison = ImageComparison(model, every=1)
+    results(scheduler.submit(params(1)))
+    results(scheduler.submit(params(2)))
+    assert outcomes() == {"dropped": 1} and not fp16_runs(model)
+
+
+def test_keeps_one_image_and_nothing_afterwards(model: LoadedModel, outcomes: Any) -> None:
+    comparison = ImageComparison(model, every=1)
+    kept = []
+    for seed in range(3):
+        wanted = params(seed)
+        pixels = generate(model, [wanted])[0][0].copy()
+        kept.append(weakref.ref(pixels))
+        assert comparison.offer(wanted, 0, pixels)
+        del pixels
+    assert [reference() is None for reference in kept] == [True, True, False]
+    work = comparison.work
+    assert work is not None and comparison.work is work
+    list(work)
+    comparison.end()
+    del work
+    gc.collect()
+    assert kept[2]() is None and comparison.work is None
+    assert outcomes() == {"dropped": 2, "compared": 1}
+
+
+def test_images_with_adapters_are_not_compared(model: LoadedModel, outcomes: Any) -> None:
+    comparison = ImageComparison(model, every=1)
+    pixels = generate(model, [params(1)])[0][0]
+    assert not comparison.offer(params(1, loras=(("style", 1.0),)), 0, pixels)
+    assert comparison.work is None
+    assert comparison.offer(params(1), 0, pixels)
+
+    class Merged:
+        active = (("style", 1.0),)
+
+    model.adapters = Merged()  # type: ignore[assignment]
+    assert comparison.work is None
+    assert outcomes() == {"dropped": 1}
+
+
+@pytest.mark.parametrize("kind", ["error", "NaN"])
+def test_failure_harms_no_request(
+    kind: str, model: LoadedModel, scheduler: Scheduler, comparison: ImageComparison, outcomes: Any,
+    device_failures: list[str],
+) -> None:  # fmt: skip
+    engine = model.fp16_unets[spec.UNET].engines[0]
+    assert isinstance(engine, Stub)
+    if kind == "error":
+        engine.fails = RuntimeError("out of memory")
+    else:
+        engine.poison = (0, math.nan)
+    count, _ = decibels()
+    results(scheduler.submit(params(1)))
+    eventually(lambda: outcomes() == {"failed": 1}, "the comparison fails")
+    results(scheduler.submit(params(2)))
+    assert scheduler.healthy() and not device_failures and decibels()[0] == count
+
+
+def test_steps_in_fp16_do_not_count_as_8_bit(model: LoadedModel) -> None:
+    """Mixed loops serve, and the reference runs all steps in fp16."""
+    model.fp16_steps = Fp16Steps(first=4)
+    served = generate(model, [params(1)])[0][0]
+    np.testing.assert_array_equal(served, generate(model.with_fp16_unets(), [params(1)])[0][0])
+    model.fp16_steps, model.loops = Fp16Steps(), {}
+    assert (generate(model, [params(1)])[0][0] != served).any()
+    assert not model.with_fp16_unets().fp16_unets
+
+
+def test_loops_of_a_comparison_hold_no_graphs(model: LoadedModel, comparison: ImageComparison) -> None:
+    """The fp16 UNet has no loop of its own, which would hold buffers on a GPU."""
+    before = dict(model.loops)
+    assert comparison.offer(params(1), 0, generate(model, [params(1)])[0][0])
+    model.loops = dict(before)
+    assert comparison.work is not None
+    list(comparison.work)
+    assert model.loops == before
+
+
+def test_warm_up_generates_in_fp16(model: LoadedModel) -> None:
+    sizes = SizeList(((64, 64), (96, 64)))
+    served = ServedModel(64, 64, sizes, has_refiner=True, defaults=Defaults())
+    loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
+    warm_up(loaded)
+    assert not fp16_runs(model)
+    warm_up(loaded, comparison=ImageComparison(model, every=1))
+    engine = model.fp16_unets[spec.UNET].engines[0]
+    assert isinstance(engine, Stub)
+    assert {tuple(inputs["sample"].shape[2:]) for inputs in engine.seen} == {(8, 8), (8, 12)}
+
+
+def test_image_of_a_request_is_compared_by_its_own_seed(model: LoadedModel) -> None:
+    comparison = ImageComparison(model, every=1)
+    wanted = params(2**32 - 1, num_images=2)
+    for index, pixels in enumerate(generate(model.with_fp16_unets(), [wanted])[0]):
+        assert comparison.offer(wanted, index, pixels)
+        _, total = decibels()
+        assert comparison.work is not None
+        list(comparison.work)
+        comparison.end()
+        assert decibels()[1] - total == pytest.approx(100)
+    assert replace(wanted, num_images=1).seeds == (2**32 - 1,)
