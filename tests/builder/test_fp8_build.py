@@ -137,7 +137,7 @@ def test_comparison_needs_fp16_engines(built: tuple[WritableStore, Manifest]) ->
 
 
 def test_comparison_needs_an_8_bit_unet(built: tuple[WritableStore, Manifest]) -> None:
-    with pytest.raises(ConfigError, match=r"release toy-sdxl is served in fp32\..*`compare_every`"):
+    with pytest.raises(ConfigError, match=r"release toy-sdxl/mixed is served in fp32\..*`compare_every`"):
         select(built[1], detect_targets(), [], precision=ServedPrecision(compares=True))
 
 
