@@ -36,6 +36,7 @@ from engine_builder.commands.console import (
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import add_lora, copy, gc, keygen, publish, releases, run_publish, verify
+from engine_builder.commands.triton import export_triton, triton_client
 from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
@@ -61,6 +62,8 @@ for command in (
     verify,
     copy,
     gc,
+    export_triton,
+    triton_client,
 ):
     app.command()(command)
 

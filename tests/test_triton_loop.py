@@ -1,0 +1,206 @@
+"""`generate_loop` on a real Triton server: its images are those of the Truss server's pipeline, and broken folders are
+refused with their reason."""
+
+import io
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint
+from engine_builder.commands.main import app
+from engine_builder.local_server.client import CallFailed
+from engine_builder.releases.publish import publish
+from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.triton_repository import client
+from engine_builder.triton_repository.client import Protocol
+from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
+from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
+from model.api.request import GenerationRequest, resolve
+from model.cold_start import ColdStart
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
+from model.pipeline.text_to_image import generate
+from model.store.precision import FP32
+from tests.conftest import KEPT_TOYS, MODEL_FOLDER, REPOSITORY, file_lock
+from tests.support import toy_sd
+from tests.support.triton_server import TritonServer, require_triton, require_triton_client
+
+INSTALLED = REPOSITORY / ".preheat" / "tritonserver-2.51"
+STEPS = 4
+PROMPTS = ("a large red circle on a blue background", "two green squares", "a small yellow triangle")
+
+
+def export(url: str, release: str, out: Path) -> Path:
+    ran = CliRunner().invoke(app, ["export-triton", release, "--store", url, "--out", str(out)])
+    assert ran.exit_code == 0, ran.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def repository(store: WritableStore, release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of `preheat export-triton`."""
+    return export(store.url, release, tmp_path_factory.mktemp("triton") / "repository")
+
+
+@pytest.fixture(scope="module")
+def installed() -> Path:
+    with file_lock(INSTALLED.with_suffix(".lock")):
+        return require_triton(INSTALLED)
+
+
+@pytest.fixture(scope="module")
+def triton(installed: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with TritonServer(installed, repository, tmp_path_factory.mktemp("server")) as server:
+        assert server.load(GENERATE_LOOP) == ""
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sd_store(
+    target: Target, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
+) -> WritableStore:
+    """A store with the toy of Stable Diffusion 1.5, published as toy-sd/1. Its engines are kept between runs."""
+    root = tmp_path_factory.mktemp("triton-sd")
+    folder = toy_sd.write(root / "toy", MODEL_FOLDER / "tokenizer", "1.5")
+    plan = BuildPlan("toy-sd", Checkpoint(folder), None, target, FP32)
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
+        kept = open_writable_store(KEPT_TOYS)
+        build(plan, kept, lambda component, activity, *_: show_progress(f"toy SD: {component}: {activity}"))
+        shutil.copytree(KEPT_TOYS, root / "store")
+    store = open_writable_store(root / "store")
+    publish(store, "toy-sd")
+    return store
+
+
+def request(number: int) -> dict[str, Any]:
+    """Return one of ten requests, which differ in prompt, seed, sampler and guidance."""
+    sampler = ("Euler", "Euler a", "DDIM", "DPM++ 2M")[number % 4]
+    values: dict[str, Any] = {"prompt": PROMPTS[number % 3], "seed": number, "scheduler": sampler}
+    values |= {"num_inference_steps": STEPS, "guidance_scale": 1.0 + number, "output_format": "png"}
+    return values | ({"negative_prompt": "blue", "width": 128} if number % 2 else {})
+
+
+def pixels(file: bytes) -> np.ndarray[Any, np.dtype[np.int16]]:
+    return np.asarray(Image.open(io.BytesIO(file)), np.int16)
+
+
+def expected(loaded: Loaded, values: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.int16]]:
+    [image], _, _ = generate(loaded.model, [resolve(GenerationRequest(**values), loaded.served)])
+    return image.astype(np.int16)
+
+
+def call(triton: TritonServer, values: dict[str, Any], protocol: Protocol = "http", **options: Any) -> Any:
+    return client.generate(protocol, getattr(triton, protocol), values, 60, **options)
+
+
+def compare_ten_images(triton: TritonServer, loaded: Loaded) -> None:
+    requests = [request(number) for number in range(10)]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda values: call(triton, values), requests))
+    for values, [(event, file)] in zip(requests, answers, strict=True):
+        assert event["seed"] == values["seed"] and event["release"] == loaded.release
+        assert np.abs(pixels(file) - expected(loaded, values)).max() <= 1
+
+
+def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
+    compare_ten_images(triton, loaded)
+
+
+def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: WritableStore, tmp_path: Path) -> None:
+    repository = export(sd_store.url, "toy-sd/1", tmp_path / "repository")
+    loaded = load_release(sd_store, "toy-sd/1", detect_targets(), [], ColdStart())
+    with TritonServer(installed, repository, tmp_path) as server:
+        assert server.load(GENERATE_LOOP) == ""
+        compare_ten_images(server, loaded)
+
+
+def test_streams_previews_and_every_image(triton: TritonServer) -> None:
+    require_triton_client()
+    previews: list[Any] = []
+    values = request(0) | {"stream": True, "preview_every": 2, "num_images": 2}
+    images = call(triton, values, "grpc", progress=lambda event, file: previews.append((event, pixels(file).shape)))
+    assert [event["seed"] for event, _ in images] == [0, 1]
+    assert previews and all(shape == (32, 32, 3) for _, shape in previews)
+    [(_, alone)] = call(triton, request(0) | {"seed": 1})
+    assert np.abs(pixels(images[1][1]) - pixels(alone)).max() <= 1
+
+
+def test_refuses_with_the_field_of_the_request(triton: TritonServer) -> None:
+    with pytest.raises(CallFailed, match="seed: got -1, expected"):
+        call(triton, {"prompt": "a", "seed": -1})
+    with pytest.raises(CallFailed, match="height: 72 is not served"):
+        call(triton, {"prompt": "a", "height": 72})
+
+
+def test_version_of_the_url_chooses_the_release(triton: TritonServer, release: str) -> None:
+    version = release.partition("/")[2]
+    [(event, _)] = call(triton, request(0), version=version)
+    assert event["release"] == release
+    with pytest.raises(CallFailed, match="version"):
+        call(triton, request(0), version=str(int(version) + 1))
+
+
+def break_blob(folder: Path) -> None:
+    blob = max(folder.glob("*/store/blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    blob.unlink()
+
+
+def break_bytes(folder: Path) -> None:
+    blob = max(folder.glob("*/store/blobs/sha256/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.unlink()
+    blob.write_bytes(content)
+
+
+def break_config(folder: Path) -> None:
+    config = folder / "config.pbtxt"
+    config.write_text(config.read_text().replace("TYPE_UINT8 dims: [-1] }\n]", "TYPE_UINT8 dims: [7] }\n]", 1))
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [(break_blob, "is missing"), (break_bytes, "its bytes have changed"), (break_config, "input request as")],
+)
+def test_broken_model_names_its_reason(triton: TritonServer, damage: Any, reason: str, repository: Path) -> None:
+    name = damage.__name__
+    shutil.copytree(repository / GENERATE_LOOP, repository / name)
+    config = repository / name / "config.pbtxt"
+    config.write_text(config.read_text().replace(f'name: "{GENERATE_LOOP}"', f'name: "{name}"'))
+    damage(repository / name)
+    error = triton.load(name)
+    assert name in error and reason in error + str(triton.index())
+    assert not triton.ready(name) and triton.ready(GENERATE_LOOP)
+    assert call(triton, request(1))
+
+
+def test_unloads_and_loads_again(triton: TritonServer) -> None:
+    [(_, before)] = call(triton, request(3))
+    assert triton.unload(GENERATE_LOOP) == ""
+    with pytest.raises(CallFailed):
+        call(triton, request(3))
+    assert triton.load(GENERATE_LOOP) == ""
+    [(_, after)] = call(triton, request(3))
+    assert after == before
+
+
+def test_blobs_are_linked(repository: Path, store: WritableStore, release: str) -> None:
+    links = list((repository / GENERATE_LOOP).glob("*/store/blobs/sha256/*"))
+    assert {link.name for link in links} == set(store.read_release(release).blobs())
+    for link in links:
+        assert link.samefile(store.get(link.name, link.stat().st_size))
+
+
+def test_refuses_an_existing_folder(repository: Path, store: WritableStore, release: str) -> None:
+    releases = read_releases(store, [release])
+    with pytest.raises(RepositoryError, match="exists already"):
+        write_repository(store, releases, [{1: (loop_model(), [])}], repository)
