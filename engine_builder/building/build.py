@@ -147,8 +147,9 @@ def fingerprint(plan: BuildPlan) -> str:
     roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
     roots += [plan.base.vae] if plan.base.vae else []
     roots += [folder for _, folder in plan.base.controlnets]
+    roots += [path for files in plan.base.ip_adapters for path in (files.path, files.encoder)]
     for index, root in enumerate(roots):
-        for path in sorted(_files(root)):
+        for path in sorted(_files(root)) if root.is_dir() else [root]:
             refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)
             if path.is_file() and path.suffix in _SOURCE_SUFFIXES and not refiner_file:
                 with path.open("rb") as file:
@@ -232,6 +233,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         options |= {"quantization": plan.quantization.digest, "fp8": str(LINEAR_VERSION)}
     if preset := plan.base.preset:
         options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)
+    if plan.base.ip_adapters:
+        options["ip_images"] = str(plan.base.ip_images)
     if plan.base.vae:
         options["vae"] = plan.base.vae.name
     return versions | {"source": source} | options

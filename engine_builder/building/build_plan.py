@@ -11,6 +11,7 @@ from engine_builder.backends.tensorrt.options import PlanOptions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts
 from engine_builder.networks.controlnet import components_of_controlnets
+from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
 from model.denoising.sampler_names import REPLACED_CLASSES
@@ -94,7 +95,10 @@ class BuildPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The components to build, each followed by its variants that have sizes. Those of ControlNets are last."""
+        """The components to build, each followed by its variants that have sizes.
+
+        Those of ControlNets and IP-Adapters are last.
+        """
         variant_sizes = self.variant_sizes
         of_model = tuple(
             name
@@ -102,7 +106,7 @@ class BuildPlan:
             for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
         of_adapters = (UNET_LORA,) if self.lora_rank else ()
-        return of_model + of_adapters + components_of_controlnets(self.base)
+        return of_model + of_adapters + components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
 
     @property
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
@@ -180,8 +184,8 @@ class BuildPlan:
     def buckets_of(self, network: Network) -> list[Bucket]:
         """Return the buckets that one component is compiled for.
 
-        With sizes the batch is 1 or 2 texts, 32 timesteps, 1 image, or the batch of each size for a UNet. Without sizes
-        there is one dynamic bucket.
+        With sizes the batch is 1 or 2 texts, 32 timesteps, 1 image or reference image, or the batch of each size for a
+        UNet. Without sizes there is one dynamic bucket.
         """
         spec, variant = find_component(network.component)
         if not self.sizes:
@@ -192,6 +196,8 @@ class BuildPlan:
         match spec.batch_unit:
             case "text":
                 shapes = ((batch, None, None) for batch in _TEXT_BATCHES)
+            case "reference":
+                shapes = [(1, None, None)]
             case "timestep":
                 shapes = [(_TIMESTEPS_PER_CALL, None, None)]
             case "image":

@@ -9,6 +9,7 @@ from engine_builder.building.eager_engine import EagerEngine
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, write_tokenizers
 from engine_builder.networks.controlnet import components_of_controlnets
+from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest, resolve
@@ -17,7 +18,7 @@ from model.engines.engine import EngineSet
 from model.images.encode import Pixels
 from model.loading.served import ServedModel, SizeRange, read_defaults
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import Control
+from model.pipeline.params import Control, ImagePrompt
 from model.pipeline.spec import components_of, find_component, model_parts
 from model.pipeline.text_to_image import generate
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
@@ -54,7 +55,7 @@ def load_eager_model(
     reader = ModuleReader()
     networks = {}
     names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
-    for name in (*names, *components_of_controlnets(base)):
+    for name in (*names, *components_of_controlnets(base), *components_of_ip_adapters(base)):
         checkpoint = base if find_component(name)[0].part == "base" else refiner
         assert checkpoint is not None
         networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True)
@@ -75,11 +76,14 @@ def eager_engines(networks: Mapping[str, Network], recording: bool = False) -> d
 
 
 def generate_eagerly(
-    model: LoadedModel, request: GenerationRequest, controls: tuple[Control, ...] = ()
+    model: LoadedModel,
+    request: GenerationRequest,
+    controls: tuple[Control, ...] = (),
+    image_prompts: tuple[ImagePrompt, ...] = (),
 ) -> list[Pixels]:
     """Return the images of a request with an explicit width and height, which may be any. Raises BrokenImage.
 
-    `controls`: its uses of ControlNets.
+    `controls`, `image_prompts`: its uses of ControlNets and IP-Adapters.
     """
     assert request.width is not None and request.height is not None
     served = ServedModel(
@@ -89,7 +93,8 @@ def generate_eagerly(
         has_refiner=model.settings.refiner is not None,
         defaults=read_defaults({}),
     )
-    return generate(model, [replace(resolve(request, served), controls=controls)])[0]
+    params = replace(resolve(request, served), controls=controls, image_prompts=image_prompts)
+    return generate(model, [params])[0]
 
 
 def _open_tokenizer(store: Store, record: TokenizerRecord) -> ClipTokenizer:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 
 from engine_builder.building.eager_model import eager_engines, generate_eagerly, open_eager_model
@@ -12,10 +13,18 @@ from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.engines.shapes import bind_shapes
 from model.engines.signatures import control_types
 from model.images.encode import Pixels
+from model.images.fit import reference_square
 from model.pipeline.encode import encode_pixels, to_pixels
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import Control
-from model.pipeline.spec import COMPONENTS, CONTROLNET_TIME, controlnets_of, find_component
+from model.pipeline.params import Control, ImagePrompt
+from model.pipeline.spec import (
+    COMPONENTS,
+    CONTROLNET_TIME,
+    IMAGE_ENCODER,
+    controlnets_of,
+    find_component,
+    ip_adapters_of,
+)
 from model.store.manifest import Bucket, ModelFacts, Signature, TokenizerRecord
 from model.store.store import Store
 
@@ -53,6 +62,8 @@ def record_real_inputs(
         encode_pixels(model, to_pixels(torch.from_numpy(pixels).to(device)))
         if controlnets := controlnets_of(networks):
             generate_eagerly(model, request, tuple(_control(model, name, pixels) for name in controlnets))
+        for name in ip_adapters_of(networks):
+            generate_eagerly(model, request, image_prompts=(_image_prompt(model, name, pixels),))
     # The request has a negative prompt, so it does not use the variants: they get their component's inputs.
     recorded = {name: eager[find_component(name)[0].name].recorded_inputs for name in networks}
     for name, network in networks.items():
@@ -75,6 +86,12 @@ def _control(model: LoadedModel, controlnet: str, pixels: Pixels) -> Control:
     """Return a ControlNet's use in every step, with the generated image as the control image."""
     types = control_types(model.engines[f"{CONTROLNET_TIME}.{controlnet}"].signature)
     return Control(controlnet, pixels, scale=1.0, start=0.0, end=1.0, mode=0 if types else None)
+
+
+def _image_prompt(model: LoadedModel, adapter: str, pixels: Pixels) -> ImagePrompt:
+    """Return an IP-Adapter's use, with the generated image as the reference image."""
+    [spec] = model.engines[f"{IMAGE_ENCODER}.{adapter}"].signature.inputs
+    return ImagePrompt(adapter, np.stack([reference_square(pixels, int(spec.shape[2]))]), scale=1.0)
 
 
 def fit_to_bucket(real_inputs: list[Inputs], network: Network, bucket: Bucket) -> list[Inputs]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointConfig, CheckpointError
 from model.pipeline.spec import CONTROLNET
-from model.validation import CONTROLNET_NAME, MAX_CONTROL_TYPES
+from model.validation import COMPONENT_NAME, MAX_CONTROL_TYPES
 
 CLASSES = ("ControlNetModel", "ControlNetUnionModel")
 _CONTROLNET_REMEDY = "Name the folder of a ControlNet in diffusers' layout that was trained for this model."
@@ -39,7 +39,7 @@ _ACCEPTED: dict[str, tuple[tuple[Any, ...], Any]] = {
 def parse_controlnet(text: str) -> tuple[str, Path]:
     """Parse "NAME=PATH". Raises CheckpointError."""
     name, separator, path = text.partition("=")
-    if not separator or not re.fullmatch(CONTROLNET_NAME, name) or not path:
+    if not separator or not re.fullmatch(COMPONENT_NAME, name) or not path:
         raise CheckpointError(
             f"{text!r:.80} is not NAME=PATH.",
             "Give a name of lower-case letters, digits, - and _ (at most 32) and a folder, for example "

@@ -15,7 +15,7 @@ from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
-from model.pipeline.spec import CONTROLNET
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER
 from model.store.manifest import Family
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
@@ -88,24 +88,43 @@ class CheckpointConfig(dict[str, Any]):
 
 
 @dataclass(frozen=True)
+class IpAdapterFiles:
+    """An IP-Adapter. path: its safetensors file. encoder: the folder of its CLIP image encoder."""
+
+    name: str
+    path: Path
+    encoder: Path
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A diffusers checkout on disk.
 
     vae: the folder of a VAE in place of the model's own. preset: replaces entries of the scheduler's config.
     controlnets: pairs of a name and a folder of a ControlNet, which is read as the subfolder "controlnet.NAME".
+    ip_adapters: the IP-Adapters. The image encoder of one is read as the subfolder "image_encoder.NAME".
+    ip_images: the most reference images of an IP-Adapter in a request.
     """
 
     root: Path
     vae: Path | None = None
     preset: Preset | None = None
     controlnets: tuple[tuple[str, Path], ...] = ()
+    ip_adapters: tuple[IpAdapterFiles, ...] = ()
+    ip_images: int = 4
 
     def folder(self, subfolder: str) -> Path:
         """Return the folder that a subfolder is read from."""
-        kind, _, controlnet = subfolder.partition(".")
-        if kind == CONTROLNET and controlnet:
-            return dict(self.controlnets)[controlnet]
+        kind, _, name = subfolder.partition(".")
+        if kind == CONTROLNET and name:
+            return dict(self.controlnets)[name]
+        if kind == IMAGE_ENCODER and name:
+            return self.ip_adapter(name).encoder
         return self.vae if subfolder == "vae" and self.vae is not None else self.root / subfolder
+
+    def ip_adapter(self, name: str) -> IpAdapterFiles:
+        """Return the IP-Adapter of a name."""
+        return next(files for files in self.ip_adapters if files.name == name)
 
     def config(self, subfolder: str, file: str = "config.json") -> CheckpointConfig:
         """Read a JSON file. Raises CheckpointError if it is missing or not a JSON object."""
@@ -238,7 +257,8 @@ def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
     The names are those that diffusers and transformers read.
     """
     folder, variant = checkpoint.folder(subfolder), variant_of(checkpoint, subfolder)
-    stem = "model" if subfolder.startswith("text_encoder") else "diffusion_pytorch_model"
+    of_transformers = subfolder.startswith(("text_encoder", f"{IMAGE_ENCODER}."))
+    stem = "model" if of_transformers else "diffusion_pytorch_model"
     suffix = re.escape(f".{variant}") if variant else ""
     pattern = re.compile(rf"{stem}({suffix}|{suffix}{_SHARD.pattern}|{_SHARD.pattern}{suffix})\.safetensors")
     paths = sorted(path for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))

@@ -28,9 +28,10 @@ from engine_builder.commands.console import (
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
-from model.pipeline.spec import UNET, UNET_CONTROLLED, VAE_DECODER, VAE_ENCODER
+from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP8, FP16, FP32, Precision
+from model.validation import MAX_IP_IMAGES
 
 if TYPE_CHECKING:
     from engine_builder.backends.built import ReportProgress
@@ -58,6 +59,20 @@ def build(
         list[str] | None,
         typer.Option(help="NAME=PATH, repeatable: a ControlNet's folder, and the name that requests use for it."),
     ] = None,
+    ip_adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH, repeatable: an IP-Adapter's .safetensors file, and the name for requests."),
+    ] = None,
+    image_encoder: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The folder of the IP-Adapters' CLIP image encoder, or one for each in the same order; default: "
+            "image_encoder next to the file, or in MODEL."
+        ),
+    ] = None,
+    ip_images: Annotated[
+        int, typer.Option(min=1, max=MAX_IP_IMAGES, help="The most reference images of an IP-Adapter in a request.")
+    ] = 4,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
         str | None,
@@ -135,7 +150,8 @@ def build(
     plan = parse_plan(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
-        lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (),
+        lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
+        image_encoders=image_encoder or (), ip_images=ip_images,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -167,6 +183,8 @@ def run_build(store: WritableStore, plan: "BuildPlan", jobs: int | None = None) 
     console.print(_image_remark(plan))
     if plan.base.controlnets:
         console.print(_control_remark(plan))
+    if plan.base.ip_adapters:
+        console.print(_ip_adapter_remark(plan))
     started = time.perf_counter()
     remaining = RemainingTime()
     with _progress(remaining.seconds) as report:
@@ -192,13 +210,15 @@ def parse_plan(
     gpus: Sequence[str] = (), refit: str | None = None, compatibility: str = "none", workspace: float | None = None,
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
-    loras: Sequence[str] = (), controlnets: Sequence[str] = (),
+    loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
+    image_encoders: Sequence[str] = (), ip_images: int = 4,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
-    `controlnets`: NAME=PATH of each. `with_refiner` False leaves out the model's own refiner. `calibrations`: the store
-    that has them, for fp8. Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument,
-    CheckpointError, and for fp8 Fp8Unsupported, CalibrationError and BadPolicy.
+    `controlnets`, `ip_adapters`: NAME=PATH of each. `image_encoders`: folders, see `parse_ip_adapters`.
+    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for fp8. Downloads
+    the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for fp8
+    Fp8Unsupported, CalibrationError and BadPolicy.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -209,9 +229,13 @@ def parse_plan(
         from engine_builder.building.build_plan import BuildPlan, Size, default_sizes
         from engine_builder.checkpoints.controlnet import parse_controlnet
         from engine_builder.checkpoints.find import find_checkpoints
+        from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
 
-    if controlnets and runtime in LIBRARIES:
-        raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint="--controlnet")
+    for option, values in (("--controlnet", controlnets), ("--ip-adapter", ip_adapters)):
+        if values and runtime in LIBRARIES:
+            raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint=option)
+    if image_encoders and not ip_adapters:
+        raise typer.BadParameter("needs --ip-adapter", param_hint="--image-encoder")
     options = None
     targets: tuple[Target, ...] = (build_target(),)
     if runtime in LIBRARIES:
@@ -243,7 +267,12 @@ def parse_plan(
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
     base, found_refiner = find_checkpoints(model, refiner, vae, preset)
-    base = replace(base, controlnets=tuple(map(parse_controlnet, controlnets)))
+    base = replace(
+        base,
+        controlnets=tuple(map(parse_controlnet, controlnets)),
+        ip_adapters=parse_ip_adapters(ip_adapters, image_encoders, base),
+        ip_images=ip_images,
+    )
     refiner_checkpoint = found_refiner if with_refiner else None
     quantization = None
     if unet_precision == FP8:
@@ -344,6 +373,16 @@ def _control_remark(plan: "BuildPlan") -> str:
     return (
         f"Includes {count} engine{'s' if count > 1 else ''} of {UNET_CONTROLLED}, and as many of each ControlNet "
         f"({names}). ControlNets of one architecture share theirs"
+    )
+
+
+def _ip_adapter_remark(plan: "BuildPlan") -> str:
+    """Describe what the build adds for IP-Adapters."""
+    names, count = ", ".join(files.name for files in plan.base.ip_adapters), len(plan.sizes) or 1
+    images = plan.base.ip_images
+    return (
+        f"Includes {count} engine{'s' if count > 1 else ''} of {UNET_IP}, and two of each IP-Adapter ({names}), for up "
+        f"to {images} reference image{'s' if images > 1 else ''} of each in a request"
     )
 
 

@@ -282,6 +282,25 @@ def cross_attention(
     return attend(queries, keys, values, heads)
 
 
+def image_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: int) -> Tensor:
+    """Return the sum of the attentions to the tokens of each IP-Adapter, [batch, n, channels].
+
+    queries: [batch, n, channels]. keys, values: [batch, adapters * tokens, channels]. bias: float32 [batch, adapters,
+    tokens], added to the scores. Each adapter has a softmax of its own, so its weights are those of a single adapter,
+    and one product with all values adds the adapters up.
+    """
+
+    def split(tensor: Tensor) -> Tensor:
+        return tensor.reshape(*tensor.shape[:2], heads, -1).transpose(1, 2)
+
+    scaled = split(queries) * (queries.shape[-1] // heads) ** -0.5
+    scores = (scaled @ split(keys).transpose(2, 3)).float()  # [batch, heads, n, adapters * tokens]
+    by_adapter = scores.unflatten(3, bias.shape[1:]) + bias[:, None, None]
+    weights = by_adapter.softmax(-1).flatten(3).to(values.dtype)
+    mixed: Tensor = weights @ split(values)
+    return mixed.transpose(1, 2).flatten(2)
+
+
 def feed_forward(widening: Any, narrowing: Any, tokens: Tensor) -> Tensor:
     """Return narrowing(values * gelu(gates)), [batch, n, inner]. Values and gates alternate in `widening(tokens)`."""
     out: Tensor = narrowing(geglu(widening, tokens, input_scale(narrowing)))

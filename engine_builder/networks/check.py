@@ -8,19 +8,24 @@ import torch
 from engine_builder.checkpoints.check import check_files, check_folder, check_tokenizer, read_shapes
 from engine_builder.checkpoints.controlnet import check_controlnets
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
+from engine_builder.checkpoints.ip_adapter import check_ip_adapters
 from engine_builder.checkpoints.presets import PRESETS
-from engine_builder.networks.network import load_meta_module
+from engine_builder.networks.network import load_meta_module, load_network
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import (
     BASE,
     CONTROL_COMPONENTS,
     CONTROLNET,
     FAMILIES,
+    IMAGE_ENCODER,
+    IP_ADAPTER,
+    IP_COMPONENTS,
     REFINER,
     Part,
     components_of,
     tokenizers_of,
 )
+from model.store.precision import FP32
 
 _MAX_LAYERS = 128  # of one block; SDXL's second text encoder has 32
 _LAYER_COUNTS = ("num_hidden_layers", "layers_per_block", "transformer_layers_per_block")
@@ -60,6 +65,12 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         check_folder(base.folder(folder))
         wrapper = WRAPPERS[CONTROL_COMPONENTS[CONTROLNET].wrapper]
         _check_network(base, folder, wrapper.package, wrapper.class_of(base.config(folder)))
+    check_ip_adapters(base)
+    for files in base.ip_adapters:
+        check_folder(files.encoder)
+        wrapper = WRAPPERS[IP_COMPONENTS[IMAGE_ENCODER].wrapper]
+        _check_network(base, f"{IMAGE_ENCODER}.{files.name}", wrapper.package, wrapper.class_name)
+        load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
     for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
         check_tokenizer(base, tokenizer, encoders)
 

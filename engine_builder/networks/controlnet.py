@@ -132,8 +132,8 @@ class ControlnetNetwork(nn.Module):
     def forward(self, sample: Tensor, time_embeds: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         network = self.network
         *texts_of_network, control, scale = inputs
-        biases, texts = self.widths.split(time_embeds, *texts_of_network)
-        results = encode(network, network.conv_in(sample) + control, biases, texts)
+        biases, contexts = self.widths.biases(time_embeds), self.widths.contexts(*texts_of_network)
+        results = encode(network, network.conv_in(sample) + control, biases, contexts)
         projections = [*network.controlnet_down_blocks, network.controlnet_mid_block]
         factor = scale[:, :, None, None]
         return tuple(

@@ -19,12 +19,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
+from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
 from engine_builder.networks.controlnet import control_type_count
+from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import CONTROLNET, find_component
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, UNET_IP, find_component
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -137,6 +139,8 @@ def load_network(
     Raises CheckpointError if the component is
     missing or not SDXL's.
     """
+    if component.startswith((f"{IMAGE_ENCODER}.", f"{IP_ADAPTER}.")):
+        return _load_ip_adapter(checkpoint, component, precision, device, reader, plain)
     spec, variant = find_component(component)
     wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
     config = checkpoint.config(spec.checkpoint_folder)
@@ -153,6 +157,12 @@ def load_network(
             residuals=residual_shapes(network, widths.vae_scale),
             control_types=control_type_count(network),
         )
+    if component == UNET_IP:
+        widths = replace(
+            widths,
+            image_slots=image_slots(checkpoint),
+            residuals=widths.residuals if checkpoint.controlnets else (),
+        )
     options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
@@ -160,18 +170,52 @@ def load_network(
     if isinstance(module, LowRankUnetNetwork):
         widths = replace(widths, lora_down=module.packing.down_width, lora_up=module.packing.up_width)
     multiples = {"cfg_half": checkpoint.size_step(), "image": widths.vae_scale}
-    module = module.to(device).eval().requires_grad_(False)
-    if layout == "channels_last":
-        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Network(
         component,
-        module,
+        _placed(module, device, layout),
         spec.signature(widths, precision.io),
         architecture(config, component),
         precision,
         layout,
         multiples.get(spec.batch_unit),
     )
+
+
+def _placed(module: nn.Module, device: str, layout: Layout) -> nn.Module:
+    """Return a module for inference on a device, with its weights in a layout."""
+    module = module.to(device).eval().requires_grad_(False)
+    if layout == "channels_last":
+        module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return module
+
+
+def _load_ip_adapter(
+    checkpoint: Checkpoint, component: str, precision: Precision, device: str, reader: ModuleReader | None, plain: bool
+) -> Network:
+    """Load an IP-Adapter, or its image encoder, as `load_network` does."""
+    spec, _ = find_component(component)
+    kind, _, name = component.partition(".")
+    files, dtype = checkpoint.ip_adapter(name), DTYPES[precision.storage]
+    layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
+    unet_class = WRAPPERS["UnetNetwork"]
+    unet = load_meta_module(unet_class.package, unet_class.class_name, checkpoint, "unet", dtype)
+    widths = replace(
+        checkpoint.widths(), image_features=features_of_image(checkpoint, files), keys_values_width=text_width(unet)
+    )
+    if kind == IMAGE_ENCODER:
+        config = checkpoint.config(spec.checkpoint_folder)
+        read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
+        wrapper = WRAPPERS[spec.wrapper]
+        network = read(wrapper.package, wrapper.class_name, checkpoint, spec.checkpoint_folder, dtype)
+        module = image_encoder_network(files, network)
+        widths = replace(widths, image_side=config.size("image_size"))
+        entries = architecture(config, component)
+    else:
+        module = read_ip_adapter(files, unet, dtype, device)
+        widths = replace(widths, image_tokens=tokens_of_image(checkpoint, files))
+        entries = architecture(checkpoint.config("unet"), component) | open_adapter(files).architecture
+    signature = spec.signature(widths, precision.io)
+    return Network(component, _placed(module, device, layout), signature, entries, precision, layout, None)
 
 
 def _load(library: str, class_name: str, checkpoint: Checkpoint, subfolder: str, dtype: torch.dtype) -> nn.Module:

@@ -10,7 +10,7 @@ transformer. With channels_last weights both have the same memory layout, and no
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from engine_builder.networks.blocks import (
     cross_attention,
     feed_forward,
     group_norm,
+    image_attention,
     input_scale,
     repeat_batch,
     resnet,
@@ -48,7 +49,7 @@ class UnetTextNetwork(nn.Module):
         super().__init__()
         attentions = [block.attn2 for block in transformer_blocks(network)]
         linears = [linear for attention in attentions for linear in (attention.to_k, attention.to_v)]
-        self.keys_values = nn.ModuleList(concat_linears(group) for group in _group_linears(linears))
+        self.keys_values = nn.ModuleList(concat_linears(group) for group in group_linears(linears))
 
     def forward(self, encoder_hidden_states: Tensor) -> tuple[Tensor, ...]:
         return (torch.cat([product(encoder_hidden_states) for product in self.keys_values], dim=-1),)
@@ -114,15 +115,15 @@ class UnetNetwork(nn.Module):
         keep_parameters(network, is_read_by_step)
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        return self._predict(sample, time_embeds, keys_values, ())
+        return self._predict(sample, time_embeds, self.widths.contexts(keys_values), ())
 
     def _predict(
-        self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, residuals: tuple[Tensor, ...]
+        self, sample: Tensor, time_embeds: Tensor, contexts: Iterator["Context"], residuals: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """`residuals`: what is added to each skip connection and to the middle; empty: nothing."""
         network = self.network
-        biases, texts = self.widths.split(time_embeds, keys_values)
-        skips = encode(network, network.conv_in(sample), biases, texts)
+        biases = self.widths.biases(time_embeds)
+        skips = encode(network, network.conv_in(sample), biases, contexts)
         skips[0] = repeat_batch(skips[0], time_embeds.shape[0])
         if residuals:
             skips = [skip + residual for skip, residual in zip(skips, residuals, strict=True)]
@@ -130,7 +131,7 @@ class UnetNetwork(nn.Module):
         for block in network.up_blocks:
             for layer, transformer in _layers(block):
                 hidden = resnet(layer, torch.cat([hidden, skips.pop()], dim=1), next(biases))
-                hidden = _transformer(transformer, hidden, texts)
+                hidden = _transformer(transformer, hidden, contexts)
             for upsampler in block.upsamplers or ():
                 hidden = upsample(upsampler, hidden)
         return (network.conv_out(F.silu(group_norm(network.conv_norm_out, hidden))),)
@@ -162,7 +163,57 @@ class ControlledUnetNetwork(UnetNetwork):
     def forward(
         self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, *residuals: Tensor
     ) -> tuple[Tensor, ...]:
-        return self._predict(sample, time_embeds, keys_values, residuals)
+        return self._predict(sample, time_embeds, self.widths.contexts(keys_values), residuals)
+
+
+class ImagePromptUnetNetwork(UnetNetwork):
+    """A UNet that also attends to the tokens of reference images, and may add the outputs of ControlNets.
+
+    image_keys, image_values: [batch, adapters, tokens, width of all keys]. image_bias: float32 [batch, adapters,
+    tokens], added to the scores of the attention. The tokens of each adapter have an attention of their own. Zeros for
+    an image without reference images: attention to values of zero adds nothing.
+    """
+
+    def forward(  # type: ignore[override]
+        self,
+        sample: Tensor,
+        time_embeds: Tensor,
+        keys_values: Tensor,
+        image_keys: Tensor,
+        image_values: Tensor,
+        image_bias: Tensor,
+        *residuals: Tensor,
+    ) -> tuple[Tensor, ...]:
+        widths = self.widths.text[::2]
+        images = zip(
+            torch.split(image_keys.flatten(1, 2), widths, dim=-1),
+            torch.split(image_values.flatten(1, 2), widths, dim=-1),
+            strict=True,
+        )
+        contexts = (
+            context._replace(image=ImageContext(keys, values, image_bias))
+            for context, (keys, values) in zip(self.widths.contexts(keys_values), images, strict=True)
+        )
+        return self._predict(sample, time_embeds, contexts, residuals)
+
+
+class ImageContext(NamedTuple):
+    """Keys and values of a cross-attention from reference images, and the bias of their tokens.
+
+    keys, values: [batch, adapters * tokens, width]. bias: float32 [batch, adapters, tokens].
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+
+
+class Context(NamedTuple):
+    """What a cross-attention attends to. keys, values: of the text, [batch, tokens, width]. image: None without."""
+
+    keys: Tensor
+    values: Tensor
+    image: ImageContext | None = None
 
 
 @dataclass(frozen=True)
@@ -172,12 +223,14 @@ class BlockWidths:
     time: list[int]
     text: list[int]
 
-    def split(
-        self, time_embeds: Tensor, keys_values: Tensor | None = None
-    ) -> tuple[Iterator[Tensor], Iterator[Tensor]]:
-        """Return the biases of the ResNet blocks, and the keys and values of the attentions, in order."""
-        biases = torch.split(time_embeds, self.time, dim=-1)
-        return iter(biases), iter(() if keys_values is None else torch.split(keys_values, self.text, dim=-1))
+    def biases(self, time_embeds: Tensor) -> Iterator[Tensor]:
+        """Return the biases of the ResNet blocks, in order."""
+        return iter(torch.split(time_embeds, self.time, dim=-1))
+
+    def contexts(self, keys_values: Tensor | None = None) -> Iterator[Context]:
+        """Return the keys and values of the cross-attentions, in order."""
+        parts = () if keys_values is None else torch.split(keys_values, self.text, dim=-1)
+        return map(Context, parts[::2], parts[1::2])
 
 
 def prepare_blocks(network: Any, use_winograd: bool) -> BlockWidths:
@@ -194,7 +247,7 @@ def prepare_blocks(network: Any, use_winograd: bool) -> BlockWidths:
     return BlockWidths(time, text)
 
 
-def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], texts: Iterator[Tensor]) -> list[Tensor]:
+def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], contexts: Iterator[Context]) -> list[Tensor]:
     """Run the down blocks and the middle block of a UNet or ControlNet on the convolved latents.
 
     Returns `hidden` and the result of each layer, which skip connections read, and last the middle block's. The batch
@@ -203,7 +256,7 @@ def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], texts: Iterat
     results = [hidden]
     for block in network.down_blocks:
         for layer, transformer in _layers(block):
-            hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), texts)
+            hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), contexts)
             results.append(hidden)
         for downsampler in block.downsamplers or ():
             hidden = downsampler.conv(hidden)
@@ -211,7 +264,7 @@ def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], texts: Iterat
     middle = network.mid_block
     hidden = resnet(middle.resnets[0], hidden, next(biases))
     for layer, transformer in zip(middle.resnets[1:], middle.attentions, strict=True):
-        hidden = resnet(layer, _transformer(transformer, hidden, texts), next(biases))
+        hidden = resnet(layer, _transformer(transformer, hidden, contexts), next(biases))
     return [*results, hidden]
 
 
@@ -275,8 +328,8 @@ def _layers(block: Any) -> Iterable[tuple[Any, Any]]:
     return zip(block.resnets, transformers, strict=True)
 
 
-def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> Tensor:
-    """Run a transformer, or return `hidden` if it is None. `texts` yields keys and values of each of its blocks."""
+def _transformer(transformer: Any, hidden: Tensor, contexts: Iterator[Context]) -> Tensor:
+    """Run a transformer, or return `hidden` if it is None. `contexts` has what each of its blocks attends to."""
     if transformer is None:
         return hidden
     batch, channels, height, width = hidden.shape
@@ -286,20 +339,26 @@ def _transformer(transformer: Any, hidden: Tensor, texts: Iterator[Tensor]) -> T
         attention = block.attn1
         fused, to_out = attention.to_qkv(block.norm1(tokens)), attention.to_out[0]
         tokens = tokens + to_out(self_attention(fused, attention.heads, input_scale(to_out)))
-        tokens = _add_cross_attention(block.attn2, tokens, block.norm2(tokens), next(texts), next(texts))
+        tokens = _add_cross_attention(block.attn2, tokens, block.norm2(tokens), next(contexts))
         tokens = tokens + feed_forward(block.ff.net[0].interleaved, block.ff.net[2], block.norm3(tokens))
     return tokens_to_pixels(transformer.proj_out(tokens), hidden) + hidden
 
 
-def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return `tokens` plus cross-attention of `normed`. Entries beyond the batch of `keys` are unconditional.
+def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, context: Context) -> Tensor:
+    """Return `tokens` plus cross-attention of `normed`. Entries beyond the batch of the keys are unconditional.
 
-    Attention to zeros is zero, so only the bias of the output projection is added to them.
+    Attention to zeros is zero, so only the bias of the output projection is added to them. With reference images, all
+    entries are conditional.
     """
+    keys, values, image = context
     projection, conditional = attention.to_out[0], keys.shape[0]
     if conditional == 0:
         return tokens + cast(Tensor, projection.bias)
     queries = attention.to_q(normed[:conditional])
+    if image is not None:
+        to_images = image_attention(queries, image.keys, image.values, image.bias, attention.heads)
+        to_all: Tensor = projection(cross_attention(queries, keys, values, attention.heads) + to_images)
+        return tokens + to_all
     mixed: Tensor = projection(cross_attention(queries, keys, values, attention.heads, input_scale(projection)))
     if conditional == tokens.shape[0]:
         return tokens + mixed
@@ -322,7 +381,7 @@ def _fuse_queries_keys_values(attention: Any) -> None:
     attention.to_q = attention.to_k = attention.to_v = None
 
 
-def _group_linears(linears: Iterable[nn.Linear]) -> Iterator[list[nn.Linear]]:
+def group_linears(linears: Iterable[nn.Linear]) -> Iterator[list[nn.Linear]]:
     """Group `linears` in order, so that the concatenated weights of a group fit into a blob in any precision."""
     group: list[nn.Linear] = []
     weights = 0

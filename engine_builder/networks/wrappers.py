@@ -7,11 +7,13 @@ from typing import Any
 from torch import nn
 
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
+from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
 from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
     ControlledUnetNetwork,
     GuidedUnetNetwork,
+    ImagePromptUnetNetwork,
     UnconditionalUnetNetwork,
     UnetNetwork,
     UnetTextNetwork,
@@ -56,6 +58,9 @@ WRAPPERS = {
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
     "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),
+    "ImagePromptUnetNetwork": Wrapper(*_UNET, ImagePromptUnetNetwork, accepts_winograd=True),
+    "ImageEncoderNetwork": Wrapper("transformers", "CLIPVisionModelWithProjection", ImageEncoderNetwork),
+    "IpAdapterNetwork": Wrapper("diffusers", "IPAdapter", IpAdapterNetwork),  # of a file, not of a class's folder
     "ControlnetTextNetwork": Wrapper(*_CONTROLNET, UnetTextNetwork, other_classes=_UNION),
     "ControlnetTimeNetwork": Wrapper(*_CONTROLNET, controlnet_time_network, other_classes=_UNION),
     "ControlnetImageNetwork": Wrapper(*_CONTROLNET, ControlnetImageNetwork, other_classes=_UNION),

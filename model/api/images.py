@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from model.api.request import ControlRequest, GenerationRequest, MaskRequest, resolve
+from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, MaskRequest, resolve
 from model.errors import Cancelled, RequestRefused
-from model.images.fit import check_fit, fit
+from model.images.fit import check_fit, fit, reference_square
 from model.images.inputs import InputImage, decode_mask, decode_rgb, read_image, read_mask
 from model.images.postprocess import feather
 from model.loading.served import ServedModel
-from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, Mask
+from model.pipeline.params import REPAINTED_LEVEL, Control, GenerationParams, ImagePrompt, Mask
 
 
 def resolve_with_images(
@@ -36,6 +36,13 @@ def resolve_with_images(
         (control, read_image(control.image, f"controls.{number}.image"))
         for number, control in enumerate(request.controls or ())
     ]
+    references = [
+        (
+            adapter,
+            [read_image(data, f"ip_adapters.{number}.images.{index}") for index, data in enumerate(adapter.images)],
+        )
+        for number, adapter in enumerate(request.ip_adapters or ())
+    ]
     params = resolve(request, served, None if image is None else (image.width, image.height))
     size = (params.width, params.height)
     for file in [*([] if image is None else [image]), *(file for _, file in controls)]:
@@ -44,7 +51,12 @@ def resolve_with_images(
     for control, file in controls:
         _check_wanted(abandoned)
         resolved_controls.append(_control(request, params, control, file))
-    params = replace(params, controls=tuple(resolved_controls))
+    image_prompts = [
+        _image_prompt(adapter, files, served.ip_adapters[adapter.name].side, abandoned)
+        for adapter, files in references
+        if adapter.scale
+    ]
+    params = replace(params, controls=tuple(resolved_controls), image_prompts=tuple(image_prompts))
     if image is None:
         return params
     _check_wanted(abandoned)
@@ -72,6 +84,17 @@ def _control(
 
         pixels = canny(pixels)
     return Control(control.name, np.array(pixels), control.scale, control.start, control.end, control.mode)
+
+
+def _image_prompt(
+    adapter: IpAdapterRequest, files: list[InputImage], side: int, abandoned: Callable[[], bool]
+) -> ImagePrompt:
+    """Return the use of an IP-Adapter, with its images as squares of `side` pixels."""
+    squares = []
+    for file in files:
+        _check_wanted(abandoned)
+        squares.append(reference_square(decode_rgb(file), side))
+    return ImagePrompt(adapter.name, np.stack(squares), adapter.scale)
 
 
 def _mask(request: GenerationRequest, params: GenerationParams, mask: MaskRequest, file: InputImage) -> Mask:

@@ -20,6 +20,9 @@ from model.validation import (
     MAX_CONTROLS,
     MAX_FEATHER,
     MAX_IMAGES,
+    MAX_IP_ADAPTERS,
+    MAX_IP_IMAGES,
+    MAX_IP_SCALE,
     MAX_LORA_SCALE,
     MAX_LORAS,
     MAX_MASKS,
@@ -121,6 +124,24 @@ class ControlRequest(StrictModel):
     )
 
 
+class IpAdapterRequest(StrictModel):
+    """The use of an IP-Adapter: a network that makes the result follow what reference images show, like a prompt."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        description="The IP-Adapter, by the name that the release has for it. Each may be named once."
+    )
+    images: Annotated[list[str], Field(min_length=1, max_length=MAX_IP_IMAGES)] = Field(
+        description=f"The reference images: 1 to {MAX_IP_IMAGES}, and at most as many as the release takes; a refusal "
+        "states it. Each is base64 or a `data:` URL of a PNG, JPEG or WebP file of any size. The network reads the "
+        "square around its centre, commonly in 224 x 224 pixels."
+    )
+    scale: Annotated[float, Field(ge=0, le=MAX_IP_SCALE)] = Field(
+        1.0,
+        description=f"Strength of the reference images, as `set_ip_adapter_scale` in diffusers: 0 to {MAX_IP_SCALE}. "
+        "0 leaves the adapter out.",
+    )
+
+
 class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
@@ -170,6 +191,11 @@ class GenerationRequest(StrictModel):
     controls: Annotated[list[ControlRequest], Field(min_length=1, max_length=MAX_CONTROLS)] | None = Field(
         None,
         description=f"ControlNets that control the steps of the base model: 1 to {MAX_CONTROLS}, each with an image.",
+    )
+    ip_adapters: Annotated[list[IpAdapterRequest], Field(min_length=1, max_length=MAX_IP_ADAPTERS)] | None = Field(
+        None,
+        description=f"IP-Adapters that make the base model follow reference images: 1 to {MAX_IP_ADAPTERS}, each with "
+        "its images.",
     )
     width: Side | None = Field(
         None,
@@ -237,8 +263,9 @@ class GenerationRequest(StrictModel):
     )
 
     def release_images(self) -> None:
-        """Drop `image`, `masks` and `controls`, once they are decoded. Truss keeps this object until the answer."""
-        self.__dict__.update(image=None, masks=None, controls=None)  # the model is frozen for everyone else
+        """Drop all images, once they are decoded. Truss keeps this object until the answer."""
+        # The model is frozen for everyone else.
+        self.__dict__.update(image=None, masks=None, controls=None, ip_adapters=None)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -258,7 +285,17 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
-_NOT_PARAMETERS = {"stream", "preview_every", "image", "strength", "masks", "resize", "loras", "controls"}
+_NOT_PARAMETERS = {
+    "stream",
+    "preview_every",
+    "image",
+    "strength",
+    "masks",
+    "resize",
+    "loras",
+    "controls",
+    "ip_adapters",
+}
 
 
 def resolve(
@@ -270,8 +307,8 @@ def resolve(
     masks: see `model.api.images`.
 
     Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, an adapter that is
-    not offered, a refiner, a VAE encoder or a ControlNet that the release lacks, a strength that leaves no step, or a
-    field that needs another one.
+    not offered, a refiner, a VAE encoder, a ControlNet or an IP-Adapter that the release lacks, a strength that leaves
+    no step, or a field that needs another one.
     """
     width, height = image_size or (served.native_width, served.native_height)
     values = served.defaults.model_dump()
@@ -295,6 +332,7 @@ def resolve(
     values["loras"] = _resolve_loras(request, served, values["use_refiner"])
     _check_image_fields(request, served, values["width"], values["height"])
     _check_controls(request, served)
+    _check_ip_adapters(request, served)
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
         default = DEFAULT_INPAINT_STRENGTH
@@ -383,6 +421,30 @@ def _check_controls(request: GenerationRequest, served: ServedModel) -> None:
         if not types and control.mode is not None:
             raise RequestRefused(
                 f"{field}.mode", f"{control.mode} is not accepted, because {control.name} is not a Union network."
+            )
+
+
+def _check_ip_adapters(request: GenerationRequest, served: ServedModel) -> None:
+    """Raise RequestRefused for an IP-Adapter that is not served, is named twice or gets too many images."""
+    seen: set[str] = set()
+    for number, adapter in enumerate(request.ip_adapters or ()):
+        field = f"ip_adapters.{number}"
+        if adapter.name not in served.ip_adapters:
+            names = ", ".join(served.ip_adapters)
+            raise RequestRefused(
+                f"{field}.name",
+                f"{format_value(adapter.name)} is not an IP-Adapter of release {served.release}. "
+                + (f"It has {names}." if names else "It has none: build it with them (`preheat build --ip-adapter`)."),
+            )
+        if adapter.name in seen:
+            raise RequestRefused(f"{field}.name", f"{format_value(adapter.name)} is named twice. Name each once.")
+        seen.add(adapter.name)
+        most = served.ip_adapters[adapter.name].images
+        if len(adapter.images) > most:
+            raise RequestRefused(
+                f"{field}.images",
+                f"{len(adapter.images)} images are not accepted; {adapter.name} takes at most {most} in release "
+                f"{served.release}. Send fewer, or build the release for more (`preheat build --ip-images`).",
             )
 
 

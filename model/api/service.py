@@ -124,7 +124,7 @@ class Service:
 
         Raises the error of `watcher` as soon as it has one. No further image of the request is then decoded.
         """
-        if request.image is None and not request.controls:
+        if request.image is None and not request.controls and not request.ip_adapters:
             return resolve(request, self._loaded.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         decoding = asyncio.create_task(self._decode(request, watcher))

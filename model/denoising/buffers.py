@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
-from model.engines.signatures import control_input
+from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, IMAGE_VALUES, control_input, residuals_of
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
@@ -52,6 +52,12 @@ def control_inputs(controlnets: Mapping[str, Signature]) -> dict[str, TensorSpec
     }
 
 
+def image_inputs(unet: Signature | None) -> dict[str, TensorSpec]:
+    """Return the inputs of a UNet that an image's conditioning has for IP-Adapters. None: no such UNet."""
+    names = (IMAGE_KEYS, IMAGE_VALUES, IMAGE_BIAS)
+    return {spec.name: spec for spec in (unet.inputs if unet else ()) if spec.name in names}
+
+
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
     """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height."""
     pixels = {"height": height, "width": width}
@@ -66,11 +72,13 @@ def buffer_shapes(
     width: int,
     batches: Sequence[int],
     controlnets: Mapping[str, Signature] = MappingProxyType({}),
+    image_prompted: Signature | None = None,
 ) -> dict[str, BufferShape]:
     """Return the buffers of a loop at `height` x `width` pixels, by name.
 
     `networks`: the networks that run in a step, the UNet last. `by_step`: see `model.denoising.loop.StepNetworks`.
-    `batches`: the batch sizes of the UNet's engines. `controlnets`: those of the release, by name.
+    `batches`: the batch sizes of the UNet's engines. `controlnets`: those of the release, by name. `image_prompted`:
+    the UNet of steps with an IP-Adapter; None: the release has none.
 
     Each image owns one latent slot and one or two conditioning slots. There are as many latent slots as the largest
     batch has entries. If an engine of batch 1 exists, there are at least two conditioning slots, because it runs twice
@@ -97,10 +105,11 @@ def buffer_shapes(
         "slot_indices": BufferShape((slots,), "int64"),
         "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),
     }
-    for signature in controlnets.values():
-        for spec in signature.outputs:  # the same of each ControlNet
-            shapes[RESIDUAL + spec.name] = BufferShape((cond_slots, *entry_shape(spec, height, width)), spec.dtype)
-    for name, spec in (conditioning_inputs(networks) | control_inputs(controlnets)).items():
+    residuals = [spec for signature in controlnets.values() for spec in signature.outputs]  # the same of each
+    for spec in (*residuals, *(residuals_of(image_prompted) if image_prompted else ())):
+        shapes[RESIDUAL + spec.name] = BufferShape((cond_slots, *entry_shape(spec, height, width)), spec.dtype)
+    conditioning = conditioning_inputs(networks) | control_inputs(controlnets) | image_inputs(image_prompted)
+    for name, spec in conditioning.items():
         entry = entry_shape(spec, height, width)
         if name in by_step:
             shapes[COND_BY_SLOT + name] = BufferShape((cond_slots, MAX_STEPS, *entry), spec.dtype)

@@ -104,9 +104,13 @@ class EagerLoop:
         tensors = {SAMPLE: model_input[torch.tensor(order, device=model_input.device)]}
         unet = self._networks.unet
         residuals = self._control([self.images[index] for index in order], entries, tensors[SAMPLE])
-        if residuals:
+        tensors |= residuals
+        if any(image.image_prompt for image in self.images):
+            assert self._networks.image_prompted is not None
+            unet = self._networks.image_prompted
+        elif residuals:
             assert self._networks.controlled is not None
-            unet, tensors = self._networks.controlled, tensors | residuals
+            unet = self._networks.controlled
         for engines in (*self._networks.before, unet):
             inputs = {
                 spec.name: tensors[spec.name].to(DTYPES[spec.dtype])

@@ -6,7 +6,8 @@ The set of active images is data too. So no sampler, step count, guidance scale 
 
 A step in which an image uses a ControlNet is several graphs: one for each ControlNet in use, which adds its outputs to
 shared buffers, and one with the UNet that reads them. So the number of graphs grows with that of ControlNets, not with
-that of their combinations.
+that of their combinations. A step in which an image uses an IP-Adapter has the graph of a further UNet, which reads
+the ControlNets' outputs too.
 
 Each image owns a latent slot: the index of its latents, noise, coefficients and step counter in their buffers. It also
 owns a conditioning slot for each of its one or two texts. A mapping assigns the slots to the entries of the UNet's
@@ -75,7 +76,13 @@ class GraphLoop:
         with torch.inference_mode():
             batches = [engine.bucket.batch.max for engine in networks.unet.serving(height, width)]
             shapes = buffer_shapes(
-                networks.signatures, networks.by_step, height, width, batches, networks.control_signatures
+                networks.signatures,
+                networks.by_step,
+                height,
+                width,
+                batches,
+                networks.control_signatures,
+                networks.image_prompted.signature if networks.image_prompted else None,
             )
             buffers = {
                 name: torch.zeros(buffer.shape, dtype=DTYPES[buffer.dtype], device=device)
@@ -113,9 +120,15 @@ class GraphLoop:
                 batch: self._capture(engines, partial(self._step, engines))
                 for batch, engines in cfg_engines_by_batch.items()
             }
+            if self._residuals:
+                self._clear = self._queue.capture(self._clear_residuals, True, "clear_residuals")
+            if networks.image_prompted is not None:
+                self.capacity = min(self.capacity, networks.image_prompted.max_batch(height, width))
+                self._image_prompted_replays = self._capture_batches(
+                    networks.image_prompted, partial(self._step, residuals=self._residuals)
+                )
             if networks.controlled is not None:
                 self.capacity = min(self.capacity, networks.controlled.max_batch(height, width))
-                self._clear = self._queue.capture(self._clear_residuals, True, "clear_residuals")
                 self._control_replays = {
                     name: self._capture_batches(engines, partial(self._control_step, name))
                     for name, engines in networks.controlnets.items()
@@ -232,10 +245,13 @@ class GraphLoop:
         """Upload the mapping of the active images. Return what queues a step of the smallest batch that holds them."""
         needed, images = unet_batch(self.images), len(self.images)
         used = {name for image in self.images for name in image.active_controls}
+        image_prompted = any(image.image_prompt for image in self.images)
         unet = self._controlled_replays if used else self._replays
+        if image_prompted:
+            unet = self._image_prompted_replays
         batch = unet.batch(needed)
         guided_against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
-        if not used and guided_against_zeros and batch in self._cfg_replays:
+        if not used and not image_prompted and guided_against_zeros and batch in self._cfg_replays:
             self._upload_mapping(self._map_for_cfg_variants(batch), batch)
             return self._cfg_replays[batch]
         mapping = self._empty_mapping()
@@ -246,9 +262,10 @@ class GraphLoop:
             mapping.latent_slots.extend([latent_slot] * image.unet_batch)
             mapping.cond_entries[latent_slot] = len(mapping.cond_slots) - 1
         self._upload_mapping(mapping, batch)
-        if not used:
+        if not (used or image_prompted) or not self._residuals:
             return unet.smallest(needed, images)
-        controls = [replays.smallest(needed, images) for name, replays in self._control_replays.items() if name in used]
+        replays = [self._control_replays[name] for name in self._networks.controlnets if name in used]
+        controls = [of_controlnet.smallest(needed, images) for of_controlnet in replays]
         return partial(call_all, [self._clear, *controls, unet.smallest(needed, images)])
 
     def _map_for_cfg_variants(self, batch: int) -> _Mapping:

@@ -30,6 +30,7 @@ class StepNetworks:
     controlled: takes the place of `unet` in a step in which an image uses a ControlNet. It also takes the sum of the
         outputs of `controlnets`, by name.
     controlnets: by name. Each runs for the images that use it (`ImageState.controls`).
+    image_prompted: takes the place of `unet` in a step in which an image uses an IP-Adapter, also with a ControlNet.
     """
 
     unet: EngineSet
@@ -37,6 +38,7 @@ class StepNetworks:
     before: tuple[EngineSet, ...] = ()
     controlled: EngineSet | None = None
     controlnets: Mapping[str, EngineSet] = field(default_factory=dict)
+    image_prompted: EngineSet | None = None
 
     @property
     def signatures(self) -> tuple[Signature, ...]:
@@ -87,6 +89,7 @@ class ImageState:
     denoised: the estimate after the last step, if another loop ran it (`Loop.take`); otherwise None. Some samplers use
         it in the next step.
     controls: by ControlNet that the image uses, what its outputs are multiplied by in each step of the loop, [steps].
+    image_prompt: true if the steps of the loop use an IP-Adapter, whose inputs are in the conditioning.
     known: what each step keeps of an image outside of a mask; None: nothing.
     extra_channels: for a UNet with more input channels than latents, its last channels, [1, channels, height/8,
         width/8]. None: zeros.
@@ -111,6 +114,7 @@ class ImageState:
     stage: int = 0
     pass_index: int = 0
     controls: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    image_prompt: bool = False
     known: Known | None = None
     extra_channels: torch.Tensor | None = None
     inputs: Outputs | None = None

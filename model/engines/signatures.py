@@ -14,6 +14,11 @@ LORA_DOWN, LORA_UP = "lora_down", "lora_up"  # the factors of adapters, see `mod
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 CONTROL = "control"  # a ControlNet's embedding of the control image
 CONTROL_TYPE = "control_type"  # which of a Union network's types the control image is: 1 there, otherwise 0
+IMAGE_FEATURES = "features"  # of a reference image, by the image encoder of an IP-Adapter
+IMAGE_KEYS, IMAGE_VALUES = "image_keys", "image_values"  # of the tokens of reference images
+IMAGE_BIAS = (
+    "image_bias"  # added to the attention's scores of these tokens: 0, and a large negative number for an unused one
+)
 CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
 
 CfgLayout = Literal["uncond", "both"]
@@ -41,6 +46,10 @@ class Widths:
     lora_up: int = 1
     residuals: tuple[tuple[int, int], ...] = ()  # of a ControlNet: channels, and pixels for each element's side
     control_types: int = 0  # of a Union network
+    image_side: int = 1  # pixels of the square that an image encoder takes
+    image_features: tuple[int, ...] = (1,)  # an image encoder's output of an image: (width,) or (tokens, width)
+    image_tokens: int = 1  # that an IP-Adapter makes of an image
+    image_slots: tuple[int, int] = (1, 1)  # of a UNet: the most IP-Adapters, and the most tokens of each
 
     @property
     def latents(self) -> tuple[str | int, ...]:
@@ -128,6 +137,39 @@ def controlled_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
     return Signature(inputs=(*unet.inputs, *_residuals(widths, dtype)), outputs=unet.outputs)
 
 
+def ip_unet_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """A UNet that also takes keys and values of reference images, and with ControlNets their outputs.
+
+    The inputs of images are [batch, adapters, tokens, width], the bias [batch, adapters, tokens].
+    """
+    unet, shape = unet_signature(widths, dtype), ("rows", *widths.image_slots)
+    images = (*_image_keys_values(widths, dtype, shape), TensorSpec(name=IMAGE_BIAS, dtype="float32", shape=shape))
+    residuals = _residuals(widths, dtype) if widths.residuals else ()
+    return Signature(inputs=(*unet.inputs, *images, *residuals), outputs=unet.outputs)
+
+
+def image_encoder_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Normalized pixels of a square, [batch, 3, side, side] -> features [batch, width] or [batch, tokens, width]."""
+    pixels = TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, widths.image_side, widths.image_side))
+    return Signature(inputs=(pixels,), outputs=(_image_features(widths, dtype),))
+
+
+def ip_adapter_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """Features of an image -> keys and values of its tokens in all cross-attentions, [batch, tokens, width] each."""
+    outputs = _image_keys_values(widths, dtype, ("rows", widths.image_tokens))
+    return Signature(inputs=(_image_features(widths, dtype),), outputs=outputs)
+
+
+def _image_features(widths: Widths, dtype: Dtype) -> TensorSpec:
+    return TensorSpec(name=IMAGE_FEATURES, dtype=dtype, shape=("rows", *widths.image_features))
+
+
+def _image_keys_values(widths: Widths, dtype: Dtype, shape: tuple[str | int, ...]) -> tuple[TensorSpec, TensorSpec]:
+    width = max(1, widths.keys_values_width // 2)
+    keys, values = (TensorSpec(name=name, dtype=dtype, shape=(*shape, width)) for name in (IMAGE_KEYS, IMAGE_VALUES))
+    return keys, values
+
+
 def controlnet_signature(widths: Widths, dtype: Dtype) -> Signature:
     """Latents with their time embeddings, keys and values, and the control image's embedding -> scaled residuals.
 
@@ -173,6 +215,17 @@ def _control(widths: Widths, dtype: Dtype) -> TensorSpec:
 def _control_type(widths: Widths) -> tuple[TensorSpec, ...]:
     spec = TensorSpec(name=CONTROL_TYPE, dtype="float32", shape=("rows", widths.control_types or 1))
     return (spec,) if widths.control_types else ()
+
+
+def residuals_of(signature: Signature) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a UNet that ControlNets compute."""
+    return tuple(spec for spec in signature.inputs if spec.name.startswith("residual_"))
+
+
+def image_slots(unet: Signature) -> tuple[int, int]:
+    """Return the most IP-Adapters of a UNet, and the most tokens of each."""
+    [bias] = (spec for spec in unet.inputs if spec.name == IMAGE_BIAS)
+    return int(bias.shape[1]), int(bias.shape[2])
 
 
 def control_input(controlnet: str, name: str) -> str:

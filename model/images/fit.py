@@ -40,7 +40,17 @@ def fit(pixels: Pixels, size: tuple[int, int], resize: Resize) -> Pixels:
     return _crop(image, *size) if resize == "crop" else _pad(image, *size)
 
 
-def _crop(image: Image.Image, width: int, height: int) -> Pixels:
+def reference_square(pixels: Pixels, side: int) -> Pixels:
+    """Return the square around the centre of `pixels`, uint8 [side, side, 3], by a bicubic filter.
+
+    These are the pixels that transformers' `CLIPImageProcessor` normalizes, but for rounding.
+    """
+    return _crop(Image.fromarray(pixels), side, side, Image.Resampling.BICUBIC)
+
+
+def _crop(
+    image: Image.Image, width: int, height: int, resampling: Image.Resampling = Image.Resampling.LANCZOS
+) -> Pixels:
     # diffusers scales the whole image and then cuts it. A narrow image would become huge, so only the part that remains
     # is computed here. The filter also reads the pixels around the box, so the result is the same but for rounding.
     wider = width / height > image.width / image.height
@@ -49,7 +59,7 @@ def _crop(image: Image.Image, width: int, height: int) -> Pixels:
     left, top = scaled_width // 2 - width // 2, scaled_height // 2 - height // 2
     x, y = image.width / scaled_width, image.height / scaled_height
     box = (left * x, top * y, (left + width) * x, (top + height) * y)
-    return np.asarray(image.resize((width, height), Image.Resampling.LANCZOS, box))
+    return np.asarray(image.resize((width, height), resampling, box))
 
 
 def _pad(image: Image.Image, width: int, height: int) -> Pixels:

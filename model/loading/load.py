@@ -27,7 +27,7 @@ from model.loading.select import Selection, select
 from model.loading.served import ServedModel, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.spec import COMPONENTS, CONTROL_COMPONENTS, UNET, UNET_LORA, find_component
+from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
 from model.pipeline.tokenizer import ClipTokenizer, TokenizerSettings
 from model.settings import ServedBucket, ServedPrecision
 from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord, WeightsRecord
@@ -227,7 +227,7 @@ def open_engine(
 
 def _components_with_other_code(component: str) -> set[str]:
     """Return the components and variants whose wrapper differs from that of `component`."""
-    specs = (COMPONENTS | CONTROL_COMPONENTS).values()
+    specs = (COMPONENTS | ADDED_COMPONENTS).values()
     wrappers = {spec.name: spec.wrapper for spec in specs}
     wrappers |= {variant.name: variant.wrapper for spec in specs for variant in spec.variants}
     spec, used = find_component(component)

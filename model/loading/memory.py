@@ -14,6 +14,7 @@ from model.pipeline.spec import (
     controlled_unet,
     controlnets_of,
     find_component,
+    ip_unet,
     loop_unets,
     step_components,
 )
@@ -114,7 +115,9 @@ def _loop_bytes(
             if controlled_unet(unet) in engines:
                 by_step += control_inputs_by_step(controlnets_of(engines))
                 controlnets = {name: engines[f"{CONTROLNET}.{name}"][0].signature for name in controlnets_of(engines)}
-            buffers = buffer_shapes(signatures, by_step, height, width, batches, controlnets)
+            prompted = engines.get(ip_unet(unet), ())
+            image_prompted = prompted[0].signature if prompted else None
+            buffers = buffer_shapes(signatures, by_step, height, width, batches, controlnets, image_prompted)
             total += sum(buffer.bytes for buffer in buffers.values())
             if keeps_conditioning:
                 total += sum(buffer.bytes for name, buffer in buffers.items() if name.startswith(COND_BY_SLOT))

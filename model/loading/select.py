@@ -11,15 +11,16 @@ from model.errors import ConfigError, EngineError, MissingComponent, NoEngineFor
 from model.loading.runtimes import can_run, servable_engines, sort_fastest_first, version_of
 from model.loading.target import Target
 from model.pipeline.spec import (
-    CONTROL_COMPONENTS,
+    ADDED_COMPONENTS,
     LOW_RANK,
     UNET,
-    UNET_CONTROLLED,
     ComponentSpec,
     components_of,
     control_components,
     controlnets_of,
     find_component,
+    ip_adapters_of,
+    ip_components,
     model_parts,
     tokenizers_of,
     unets,
@@ -121,7 +122,7 @@ def select(
         remedies.append("remove `compare_every` from the config")
     if remedies:
         check_precision(manifest, target, FP16, " and ".join(remedies))
-        for spec in (*unets(), CONTROL_COMPONENTS[UNET_CONTROLLED]):
+        for spec in (*unets(), *(spec for spec in ADDED_COMPONENTS.values() if spec.replaces)):
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
@@ -168,7 +169,7 @@ def optional_components(
 ) -> tuple[str, ...]:
     """Return the optional components that the release has engines of for a target. `precision`: of the UNet.
 
-    Those of a ControlNet are returned all or not at all.
+    Those of a ControlNet, and those of an IP-Adapter, are returned all or not at all.
     """
 
     def has_engines(name: str) -> bool:
@@ -177,11 +178,13 @@ def optional_components(
     specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
     specs += LOW_RANK.values() if with_adapters else ()
     names = [spec.name for spec in specs if has_engines(spec.name)]
-    controlled = []
-    for controlnet in controlnets_of(manifest.architectures):
-        own = [spec.name for spec in control_components([controlnet]) if spec.name in manifest.architectures]
-        controlled += own if all(map(has_engines, own)) else []
-    return (*names, *dict.fromkeys(controlled))
+    added = []
+    of_each = [control_components([name]) for name in controlnets_of(manifest.architectures)]
+    of_each += [ip_components([name]) for name in ip_adapters_of(manifest.architectures)]
+    for components in of_each:
+        own = [spec.name for spec in components if spec.name in manifest.architectures]
+        added += own if all(map(has_engines, own)) else []
+    return (*names, *dict.fromkeys(added))
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:

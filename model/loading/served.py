@@ -8,10 +8,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.denoising.sampler_names import check_steps, sampler_name
-from model.engines.signatures import control_types
+from model.engines.signatures import control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
-from model.pipeline.spec import CONTROLNET_TIME, UNET, VAE_ENCODER, controlnets_of, find_component
+from model.pipeline.spec import (
+    CONTROLNET_TIME,
+    IMAGE_ENCODER,
+    IP_ADAPTER,
+    UNET,
+    UNET_IP,
+    VAE_ENCODER,
+    controlnets_of,
+    find_component,
+    ip_adapters_of,
+)
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
 from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
@@ -96,6 +106,14 @@ Sizes = SizeList | SizeRange
 
 
 @dataclass(frozen=True)
+class ServedIpAdapter:
+    """An IP-Adapter of a release. images: the most that it takes. side: the pixels of its encoder's square."""
+
+    images: int
+    side: int
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """The choices that a deployment offers to requests. Sizes in pixels."""
 
@@ -113,6 +131,8 @@ class ServedModel:
     """The names of the adapters that requests may use."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
     """By ControlNet the number of types of control images: 0 unless it is a Union network."""
+    ip_adapters: Mapping[str, ServedIpAdapter] = field(default_factory=dict)
+    """The IP-Adapters by name."""
 
 
 def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = ()) -> ServedModel:
@@ -159,7 +179,24 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
             name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature)
             for name in controlnets_of(selection.engines)
         },
+        ip_adapters=_served_ip_adapters(manifest.name, selection.engines),
     )
+
+
+def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecord]]) -> dict[str, ServedIpAdapter]:
+    """Return the IP-Adapters by name. Raises ManifestError if the UNet has no space for the tokens of an image."""
+    served = {}
+    for name in ip_adapters_of(engines):
+        slots, most_tokens = image_slots(engines[UNET_IP][0].signature)
+        tokens = int(engines[f"{IP_ADAPTER}.{name}"][0].signature.outputs[0].shape[1])
+        side = int(engines[f"{IMAGE_ENCODER}.{name}"][0].signature.inputs[0].shape[2])
+        if not slots or most_tokens < tokens:
+            raise ManifestError(
+                f"Release {release}: the IP-Adapter {name} makes {tokens} tokens of an image, and {UNET_IP} takes "
+                f"{most_tokens} of each of {slots} adapters."
+            )
+        served[name] = ServedIpAdapter(most_tokens // tokens, side)
+    return served
 
 
 def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]) -> Sizes:

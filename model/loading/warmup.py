@@ -17,7 +17,7 @@ from model.loading.interfaces import check_interfaces
 from model.loading.load import Loaded
 from model.loading.served import ServedModel, SizeList
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import Control, GenerationParams
+from model.pipeline.params import Control, GenerationParams, ImagePrompt
 from model.pipeline.plan import plan_request
 from model.pipeline.preview import PreviewMap, fit_preview_map
 from model.pipeline.prompt import encode_prompt
@@ -61,6 +61,8 @@ def warm_up(
                         comparison.warm_up(params)
                     if served.controlnets:
                         generate(loaded.model, [_with_controls(params, served)])
+                    for name in served.ip_adapters:
+                        generate(loaded.model, [_with_image_prompt(params, served, name)])
             with warm_up_part("texts"):
                 _encode_every_text(loaded.model, params)
             with warm_up_part("preview"):
@@ -124,6 +126,13 @@ def _with_controls(params: GenerationParams, served: ServedModel) -> GenerationP
         for name, types in served.controlnets.items()
     )
     return replace(params, use_refiner=False, controls=tuple(controls))
+
+
+def _with_image_prompt(params: GenerationParams, served: ServedModel, name: str) -> GenerationParams:
+    """Return the request with as many black reference images as an IP-Adapter takes."""
+    adapter = served.ip_adapters[name]
+    levels = np.zeros((adapter.images, adapter.side, adapter.side, 3), np.uint8)
+    return replace(params, use_refiner=False, image_prompts=(ImagePrompt(name, levels, scale=1.0),))
 
 
 def _encode_every_text(model: LoadedModel, params: GenerationParams) -> None:

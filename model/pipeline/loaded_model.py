@@ -21,6 +21,7 @@ from model.pipeline.spec import (
     control_inputs_by_step,
     controlled_unet,
     controlnets_of,
+    ip_unet,
     step_components,
 )
 from model.pipeline.tokenizer import ClipTokenizer
@@ -128,7 +129,7 @@ class LoadedModel:
         """Return the release's engines that run in each step of a UNet."""
         specs, by_step = step_components(unet, self.engines, self.components)
         *before, last = (self.engines[spec.name] for spec in specs)
-        networks = StepNetworks(last, by_step, tuple(before))
+        networks = StepNetworks(last, by_step, tuple(before), image_prompted=self.engines.get(ip_unet(unet)))
         if (name := controlled_unet(unet)) not in self.engines:
             return networks
         return replace(
@@ -156,5 +157,7 @@ def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs
     loop = make(networks)
     if unet not in model.fp16_unets or not model.fp16_steps.exist:
         return loop
-    outer = make(replace(networks, unet=model.fp16_unets[unet], controlled=model.fp16_unets.get(controlled_unet(unet))))
+    fp16 = model.fp16_unets
+    controlled, image_prompted = fp16.get(controlled_unet(unet)), fp16.get(ip_unet(unet))
+    outer = make(replace(networks, unet=fp16[unet], controlled=controlled, image_prompted=image_prompted))
     return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)

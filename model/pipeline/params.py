@@ -47,6 +47,19 @@ class Control:
 
 
 @dataclass(frozen=True)
+class ImagePrompt:
+    """The use of an IP-Adapter.
+
+    levels: the reference images as its image encoder takes them, uint8 [images, side, side, 3] (RGB).
+    scale: what the attention to the images is multiplied by.
+    """
+
+    name: str
+    levels: "MaskPixels" = field(compare=False, repr=False)
+    scale: float
+
+
+@dataclass(frozen=True)
 class GenerationParams:
     """`scheduler` is the sampler's public name; `seed` is that of the first image. Sizes in pixels.
 
@@ -55,6 +68,7 @@ class GenerationParams:
     masks: the parts of the image to repaint, one after the other, each on the result of the one before.
     loras: the adapters, by name, with their scales.
     controls: the ControlNets that the base's steps use, each with another name.
+    image_prompts: the IP-Adapters that the base's steps use, each with another name.
     composite, color_match, upscale: see `model.pipeline.finish`.
     """
 
@@ -77,6 +91,7 @@ class GenerationParams:
     strength: float = 1.0
     masks: tuple[Mask, ...] = ()
     controls: tuple[Control, ...] = ()
+    image_prompts: tuple[ImagePrompt, ...] = ()
     composite: bool = False
     color_match: bool = False
     upscale: int = 1

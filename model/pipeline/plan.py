@@ -17,7 +17,7 @@ from model.engines.signatures import timestep_cond_width
 from model.pipeline.encode import LatentDistribution
 from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
-from model.pipeline.params import REPAINTED_LEVEL, GenerationParams
+from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
 from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
 from model.store.manifest import RefinerFacts
 
@@ -51,6 +51,7 @@ class DenoisePlan:
     zero_negative: True if the unconditional half has zeros in place of an encoded text.
     time_ids: of the conditional and of the unconditional half: sizes, and the aesthetic score of some refiners.
     controls: the ControlNets in use, by name.
+    image_prompts: the IP-Adapters in use.
     """
 
     schedule: SamplerSchedule
@@ -60,6 +61,7 @@ class DenoisePlan:
     zero_negative: bool
     time_ids: tuple[list[float], list[float]]
     controls: Mapping[str, ControlPlan] = field(default_factory=dict)
+    image_prompts: tuple[ImagePrompt, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,8 +173,9 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
     ]
     warnings = [text for plan in plans for text in plan.warnings]
     later: tuple[RequestPlan, ...] = ()
-    # No UNet takes both adapters and the outputs of ControlNets as inputs.
-    packed = model.adapters is not None and model.adapters.can_pack(params.loras) and not params.controls
+    # No UNet takes both adapters and the outputs of ControlNets, or reference images, as inputs.
+    packed = model.adapters is not None and model.adapters.can_pack(params.loras)
+    packed = packed and not params.controls and not params.image_prompts
     packed = packed and model.takes_adapters(params.height, params.width)
     merged, inputs = ((), params.loras) if packed else (params.loras, ())
     factors: list[tuple[AdapterFactors, float]] = []
@@ -287,6 +290,7 @@ def _denoise_plan(
         zero_negative=params.negative_prompt is None and settings.force_zeros_for_empty_prompt,
         time_ids=time_ids,
         controls=_plan_controls(params, schedule.steps) if denoiser.part == "base" else {},
+        image_prompts=params.image_prompts if denoiser.part == "base" else (),
     )
 
 

@@ -16,6 +16,7 @@ from model.engines.shapes import DTYPES
 from model.engines.signatures import TEXT_EMBEDS, TIMESTEP_COND, timestep_cond_width
 from model.pipeline.control import condition_controlnet
 from model.pipeline.guidance import embed_guidance
+from model.pipeline.image_prompt import condition_image_prompts
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.plan import CfgConditioning, DenoisePlan, RequestPlan
 from model.pipeline.spec import Denoiser
@@ -116,5 +117,9 @@ def _conditionings(
     for name, control in plan.controls.items():
         of_texts = condition_controlnet(model, name, control, hidden, times)
         for conditioning, inputs in zip(conditionings, of_texts, strict=True):
+            conditioning.inputs.update(inputs)
+    if plan.image_prompts:
+        of_halves = condition_image_prompts(model, plan.image_prompts, guided=len(hidden) > 1)
+        for conditioning, inputs in zip(conditionings, of_halves, strict=True):
             conditioning.inputs.update(inputs)
     return conditionings

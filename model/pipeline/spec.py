@@ -17,8 +17,8 @@ Part = Literal["base", "refiner"]
 """The checkpoint that a component is read from, and the UNet that it serves."""
 Phase = Literal["prompt", "request", "step", "image"]
 """A component runs once for each prompt, request, denoising step or finished image."""
-BatchUnit = Literal["text", "timestep", "cfg_half", "image"]
-"""The unit of a component's batch. Only the last two have a height and a width."""
+BatchUnit = Literal["text", "reference", "timestep", "cfg_half", "image"]
+"""The unit of a component's batch. Only the last two have a height and a width. A reference image has one size."""
 Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 """The CUDA stream that a component runs on. Components of one stream never overlap."""
 
@@ -48,7 +48,8 @@ class ComponentSpec:
     by_step: with phase "step", the inputs that differ by step. Conditioning has one entry for each step for these
         inputs, and one entry for all steps for the others.
     feeds: with phase "step", the UNet before which the component runs. Its outputs are inputs of the UNet by name.
-    replaces: the UNet that the component replaces in steps with a ControlNet. It has the UNet's weights.
+    replaces: the UNet that the component replaces in steps with a ControlNet or an IP-Adapter. Their weights are the
+        same.
     precision_rule: "vae" if `force_upcast` of the VAE's config may require fp32.
     same_as: a component whose engines serve this one too if both have the same weights.
     variants: its further engines.
@@ -108,6 +109,9 @@ CONTROLNET = "controlnet"
 CONTROLNET_TEXT = "controlnet_text"
 CONTROLNET_TIME = "controlnet_time"
 CONTROLNET_IMAGE = "controlnet_image"
+UNET_IP = "unet_ip"
+IP_ADAPTER = "ip_adapter"
+IMAGE_ENCODER = "image_encoder"
 VAE_ENCODER = "vae_encoder"
 VAE_DECODER = "vae_decoder"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
@@ -215,6 +219,24 @@ CONTROL_COMPONENTS = _table(
 """The components of releases with ControlNets: a UNet that takes their outputs, and the networks that each ControlNet
 is divided into. "controlnet_time.canny" is the time network of the ControlNet "canny"."""
 
+IP_COMPONENTS = _table(
+    ComponentSpec(
+        UNET_IP, "base", "unet", "ImagePromptUnetNetwork", signatures.ip_unet_signature, "step", "cfg_half",
+        "denoising", ("time_embeds",), replaces=UNET,
+    ),
+    ComponentSpec(
+        IMAGE_ENCODER, "base", IMAGE_ENCODER, "ImageEncoderNetwork", signatures.image_encoder_signature, "request",
+        "reference",
+    ),
+    ComponentSpec(
+        IP_ADAPTER, "base", IP_ADAPTER, "IpAdapterNetwork", signatures.ip_adapter_signature, "request", "reference"
+    ),
+)  # fmt: skip
+"""The components of releases with IP-Adapters: a UNet that takes keys and values of reference images, and for each
+adapter its image encoder and itself. "image_encoder.style" is the encoder of the adapter "style"."""
+ADDED_COMPONENTS: Components = CONTROL_COMPONENTS | IP_COMPONENTS
+"""The components that a build adds by name: those of ControlNets and IP-Adapters."""
+
 BASE = Denoiser(
     "base",
     ((TEXT_ENCODER_FINAL, "tokenizer"), (TEXT_ENCODER, "tokenizer"), (TEXT_ENCODER_2, "tokenizer_2")),
@@ -248,10 +270,11 @@ def find_component(name: str, components: Components = COMPONENTS) -> tuple[Comp
         for variant in spec.variants:
             if variant.name == name:
                 return spec, variant
-    kind, _, controlnet = name.partition(".")
-    if kind in CONTROL_COMPONENTS:
-        spec = CONTROL_COMPONENTS[kind]
-        return (replace(spec, name=name, checkpoint_folder=f"{CONTROLNET}.{controlnet}") if controlnet else spec), None
+    kind, _, own_name = name.partition(".")
+    if kind in ADDED_COMPONENTS:
+        spec = ADDED_COMPONENTS[kind]
+        folder = f"{spec.checkpoint_folder}.{own_name}"
+        return (replace(spec, name=name, checkpoint_folder=folder) if own_name else spec), None
     return components[name], None
 
 
@@ -267,6 +290,20 @@ def control_components(controlnets: Collection[str]) -> tuple[ComponentSpec, ...
 def controlnets_of(components: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the ControlNets that are among the components of a release, in their order."""
     prefix = f"{CONTROLNET}."
+    return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
+
+
+def ip_components(adapters: Collection[str]) -> tuple[ComponentSpec, ...]:
+    """Return the components that a build with these IP-Adapters adds, in the order in which they are built."""
+    if not adapters:
+        return ()
+    names = [UNET_IP, *(f"{kind}.{adapter}" for adapter in adapters for kind in (IMAGE_ENCODER, IP_ADAPTER))]
+    return tuple(find_component(name)[0] for name in names)
+
+
+def ip_adapters_of(components: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the IP-Adapters that are among the components of a release, in their order."""
+    prefix = f"{IP_ADAPTER}."
     return tuple(name.removeprefix(prefix) for name in components if name.startswith(prefix))
 
 
@@ -295,6 +332,11 @@ def step_components(
 def controlled_unet(unet: str) -> str:
     """Return the component that replaces a UNet in steps with a ControlNet, or "" if the UNet has none."""
     return next((spec.name for spec in CONTROL_COMPONENTS.values() if spec.replaces == unet), "")
+
+
+def ip_unet(unet: str) -> str:
+    """Return the component that replaces a UNet in steps with an IP-Adapter, or "" if the UNet has none."""
+    return next((spec.name for spec in IP_COMPONENTS.values() if spec.replaces == unet), "")
 
 
 def control_inputs_by_step(controlnets: Iterable[str]) -> list[str]:

@@ -90,6 +90,7 @@ class Denoise:
             return None
         image.schedule, image.guidance, image.step = denoise_plan.schedule, denoise_plan.guidance, 0
         image.controls = {name: control.scales for name, control in denoise_plan.controls.items()}
+        image.image_prompt = bool(denoise_plan.image_prompts)
         if plan.source is not None and plan.unet_of_loop(unet) != plan.first_loop[0]:
             keep_base_result(model, plan, plan.source, image)
         return plan.unet_of_loop(unet), plan.params.height, plan.params.width

@@ -87,6 +87,7 @@ class ControlReference(Reference):
             width=params.width,
             output_type="np",
             **arguments,
+            **self._image_prompt_arguments(params),
             **_guidance(params, steps, steps, kind),
         ).images
         return _pixels(images)

@@ -101,6 +101,7 @@ class Reference:
         pipeline = self._base[kind]
         pipeline.scheduler = self._scheduler(params.scheduler)
         base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, kind, self._is_sdxl)}
+        base |= self._image_prompt_arguments(params)
         if not params.use_refiner:
             return _pixels(pipeline(**base, output_type="np").images)
         refining = self._refiner[refining_kind]
@@ -110,6 +111,11 @@ class Reference:
         done = pipeline.num_timesteps
         refiner = {**shared, **mask, **_guidance(params, guided - done, steps - done, refining_kind)}
         return _pixels(refining(**refiner, image=latents, denoising_start=frac, output_type="np").images)
+
+    def _image_prompt_arguments(self, params: GenerationParams) -> dict[str, Any]:
+        """Return the arguments of a base pipeline for IP-Adapters (tests/support/ip_reference.py)."""
+        assert not params.image_prompts
+        return {}
 
     def _scheduler(self, sampler: str) -> Any:
         scheduler, settings = (EDM_SCHEDULERS if self._is_edm else DIFFUSERS_SCHEDULERS)[sampler]
