@@ -148,6 +148,21 @@ def test_generate_sends_controls(sandbox: Path, server: CountingServer) -> None:
     ]
 
 
+def test_generate_sends_ip_adapters(sandbox: Path, server: CountingServer) -> None:
+    """Images of one name are those of one adapter. A file's name may contain an @."""
+    folder = sandbox / "work"
+    names = ("a.png", "b@home.png", "c.png")
+    for name in names:
+        (folder / name).write_bytes(base64.b64decode(PNG) + name.encode())
+    options = ["--ip-adapter=style=a.png@0.5", "--ip-adapter=style=b@home.png", "--ip-adapter=face=c.png"]
+    commands.run(sandbox, [Invocation(["generate", server.option, *options, "x"])])
+    adapters = json.loads(server.received)["ip_adapters"]
+    files = [base64.b64decode(image) for adapter in adapters for image in adapter.pop("images")]
+    assert adapters == [{"name": "style", "scale": 0.5}, {"name": "face"}]
+    for file, name in zip(files, names, strict=True):
+        assert file.endswith(name.encode())
+
+
 def test_generate_sends_no_field_that_was_not_given(sandbox: Path, server: CountingServer) -> None:
     commands.run(sandbox, [Invocation(["generate", server.option, "x"])])
     assert set(json.loads(server.received)) == {"prompt", "num_images", "output_format", "stream"}
@@ -181,6 +196,11 @@ def test_generate_refuses_bad_image_files_before_the_request(sandbox: Path, serv
             "--control-scale=1",
         ],
         "--canny needs --control": ["--canny"],
+        "is not NAME=FILE or NAME=FILE@SCALE": [f"--ip-adapter={folder}/photo.png"],
+        "Two scales were given for the IP-Adapter style": [
+            f"--ip-adapter=style={folder}/photo.png@1",
+            f"--ip-adapter=style={folder}/photo.png@0.5",
+        ],
         "masks: one of its values is not a finite number": [photo, f"--mask={folder}/photo.png", "--feather=nan"],
     }
     results = commands.run(

@@ -22,7 +22,8 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, width, "
+    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, "
+    "ip_adapters, width, "
     "height, num_inference_steps, guidance_scale, "
     "end_cfg_frac, scheduler, "
     "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every"
@@ -86,7 +87,7 @@ LOWEST = {
     "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
     "composite": False, "color_match": False, "loras": [],
     "controls": [{"name": "a", "image": "", "preprocess": "none", "scale": 0, "start": 0, "end": 0, "mode": 0}],
-    "width": 64, "height": 64, "num_inference_steps": 1,
+    "ip_adapters": [{"name": "a", "images": [""], "scale": 0}], "width": 64, "height": 64, "num_inference_steps": 1,
     "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
 }  # fmt: skip
@@ -96,7 +97,7 @@ HIGHEST = {
     ], "resize": "pad", "composite": True, "color_match": True,
     "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "controls": 4 * [
         {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 63}
-    ], "width": 4096, "height": 4096,
+    ], "ip_adapters": 4 * [{"name": "a" * 64, "images": 16 * ["A"], "scale": 2.0}], "width": 4096, "height": 4096,
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
@@ -317,7 +318,14 @@ def test_keeps_given_values_also_zero_and_false() -> None:
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
     resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))
-    assert resolved == given | {"image": None, "strength": 1.0, "masks": (), "loras": (), "controls": ()}
+    assert resolved == given | {
+        "image": None,
+        "strength": 1.0,
+        "masks": (),
+        "loras": (),
+        "controls": (),
+        "image_prompts": (),
+    }
 
 
 def test_empty_seed_is_random_in_all_bits() -> None:

@@ -40,6 +40,12 @@ CAPABILITIES: Tests = {
         "tests/builder/test_controlnets.py::test_refuses_a_folder_that_does_not_fit",
         "tests/test_canny.py::test_equals_opencv",
     ),
+    "IP-Adapter": (
+        "tests/test_ip_adapters.py::test_images_are_those_of_diffusers",
+        "tests/test_ip_adapters.py::test_requests_with_and_without_image_prompts_share_a_batch",
+        "tests/test_ip_adapters.py::test_a_reference_image_is_the_square_of_clip",
+        "tests/builder/test_ip_adapters.py::test_refuses_files_that_do_not_fit",
+    ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",

@@ -11,7 +11,7 @@ the floating-point operations of a step, counted on the networks of the folders.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,11 +52,23 @@ def compare(
     Returns the rows, and for each ControlNet the ratios "request" and "step". Raises RequestRefused if the release has
     no ControlNets, and ValueError for fewer than 6 steps.
     """
-    if steps < 2 * _FEWER_STEPS:
-        raise ValueError(f"{steps} steps are too few to compare; {2 * _FEWER_STEPS} are needed")
     if not loaded.served.controlnets:
         raise RequestRefused("controls", f"release {loaded.release} has no ControlNets.")
-    cases = dict(_cases(loaded, steps, side))
+    plain = plain_request(loaded, steps, side)
+    return compare_to_plain(loaded, plain, dict(_cases(loaded, plain)), runs, warm_ups)
+
+
+def compare_to_plain(
+    loaded: Loaded, plain: GenerationParams, others: Mapping[str, GenerationParams], runs: int, warm_ups: int
+) -> tuple[list[Row], dict[str, dict[str, float]]]:
+    """Measure a plain request and `others` alternately, each also with a third of the steps.
+
+    Returns the rows, and for each of `others` the ratios "request" and "step" to the plain one.
+    """
+    cases = {}
+    for name, params in ({_PLAIN: plain} | {f"with {name}": params for name, params in others.items()}).items():
+        cases[name] = params
+        cases[f"{name}, fewer steps"] = replace(params, num_inference_steps=params.num_inference_steps // _FEWER_STEPS)
     measured = measure([release_work(loaded, params) for params in cases.values()], warm_ups, runs)
     rows = {
         name: timed_row(f"{loaded.release} {name}", params, precision_of(loaded), *results)
@@ -73,12 +85,15 @@ def compare(
             "request": rows[f"with {name}"].p50 / rows[_PLAIN].p50,
             "step": step(f"with {name}") / step(_PLAIN),
         }
-        for name in loaded.served.controlnets
+        for name in others
     }
     return list(rows.values()), ratios
 
 
-def _cases(loaded: Loaded, steps: int, side: int | None) -> Iterator[tuple[str, GenerationParams]]:
+def plain_request(loaded: Loaded, steps: int, side: int | None) -> GenerationParams:
+    """Return one guided text-to-image request. Raises ValueError for too few steps to compare."""
+    if steps < 2 * _FEWER_STEPS:
+        raise ValueError(f"{steps} steps are too few to compare; {2 * _FEWER_STEPS} are needed")
     request = GenerationRequest(
         prompt="a photograph of an astronaut riding a horse",
         seed=1,
@@ -88,15 +103,14 @@ def _cases(loaded: Loaded, steps: int, side: int | None) -> Iterator[tuple[str, 
         scheduler="Euler",
         guidance_scale=7.5,
     )
-    plain = resolve(request, loaded.served)
+    return resolve(request, loaded.served)
+
+
+def _cases(loaded: Loaded, plain: GenerationParams) -> Iterator[tuple[str, GenerationParams]]:
     levels = np.random.default_rng(0).integers(0, 256, (plain.height, plain.width, 3), dtype=np.uint8)
-    cases = {_PLAIN: plain}
     for name, types in loaded.served.controlnets.items():
         control = Control(name, levels, scale=1.0, start=0.0, end=1.0, mode=0 if types else None)
-        cases[f"with {name}"] = replace(plain, controls=(control,))
-    for name, params in cases.items():
-        yield name, params
-        yield f"{name}, fewer steps", replace(params, num_inference_steps=steps // _FEWER_STEPS)
+        yield name, replace(plain, controls=(control,))
 
 
 def arithmetic_share(checkpoint: Checkpoint, controlnet: str, side: int = 1024) -> float:

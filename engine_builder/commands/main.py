@@ -41,7 +41,7 @@ from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
-from engine_builder.local_server.input_images import controls_of, masks_of, read_image_file
+from engine_builder.local_server.input_images import controls_of, ip_adapters_of, masks_of, read_image_file
 from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -158,6 +158,10 @@ def generate(
         list[float] | None, typer.Option(help="Strength of each ControlNet, in the same order.")
     ] = None,
     canny: Annotated[bool, typer.Option("--canny", help="Use the edges of the control images.")] = False,
+    ip_adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="An IP-Adapter and a reference image as NAME=FILE or NAME=FILE@SCALE, repeatable."),
+    ] = None,
     upscale: Annotated[int | None, typer.Option(help="2: twice the width and height.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 300,
 ) -> None:
@@ -180,6 +184,7 @@ def generate(
         "color_match": color_match or None,
         "upscale": upscale,
         "controls": controls_of(control or [], control_scale or [], canny) or None,
+        "ip_adapters": ip_adapters_of(ip_adapter or []) or None,
         "loras": [parse_lora(text) for text in lora] if lora else None,
     }
     request: dict[str, Any] = {"prompt": prompt, "num_images": images, "output_format": _format_of(out)}

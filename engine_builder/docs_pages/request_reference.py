@@ -16,6 +16,7 @@ from model.api.request import (
     GenerationRequest,
     GenerationResponse,
     ImageResult,
+    IpAdapterRequest,
     LoraRequest,
     MaskRequest,
 )
@@ -255,7 +256,10 @@ def page() -> str:
     """Return the text of docs/requests.md."""
     schema = GenerationRequest.model_json_schema()
     parts = [_HEAD, *_fields(schema)]
-    for field, model in (("masks", MaskRequest), ("loras", LoraRequest), ("controls", ControlRequest)):
+    entries = {
+        "masks": MaskRequest, "loras": LoraRequest, "controls": ControlRequest, "ip_adapters": IpAdapterRequest
+    }  # fmt: skip
+    for field, model in entries.items():
         parts += [f"\nOne entry of `{field}`:\n\n", *_fields(schema["$defs"][model.__name__])]
     limits = {
         "FILE_MIB": MAX_FILE_BYTES // 2**20,

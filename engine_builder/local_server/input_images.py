@@ -1,4 +1,4 @@
-"""Read image files for the fields `image`, `masks` and `controls` of a request."""
+"""Read image files for the fields `image`, `masks`, `controls` and `ip_adapters` of a request."""
 
 import base64
 from pathlib import Path
@@ -63,3 +63,36 @@ def controls_of(texts: list[str], scales: list[float], canny: bool) -> list[dict
     for control, scale in zip(controls, scales, strict=False):
         control["scale"] = scale
     return controls
+
+
+def ip_adapters_of(texts: list[str]) -> list[dict[str, Any]]:
+    """Return the field `ip_adapters` of a request, from "NAME=FILE" or "NAME=FILE@SCALE" of each image.
+
+    Texts with the same name are the images of one adapter. Raises CallFailed for a text without a name or file, two
+    scales of one adapter, and for files that cannot be read.
+    """
+    adapters: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        file, at, scale_text = path.rpartition("@")
+        scale = None
+        if at:
+            try:
+                scale = float(scale_text)
+            except ValueError:
+                file = path  # the file's name has an @
+        else:
+            file = path
+        if not name or not file:
+            raise CallFailed(
+                f"{text!r} is not NAME=FILE or NAME=FILE@SCALE.",
+                remedy="For example: --ip-adapter style=photo.png@0.6.",
+            )
+        adapter = adapters.setdefault(name, {"name": name, "images": []})
+        adapter["images"].append(read_image_file(Path(file)))
+        if scale is not None and adapter.setdefault("scale", scale) != scale:
+            raise CallFailed(
+                f"Two scales were given for the IP-Adapter {name}.",
+                remedy="Give one: all its images have the same scale.",
+            )
+    return list(adapters.values())

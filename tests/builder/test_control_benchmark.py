@@ -43,8 +43,9 @@ def test_measures_each_controlnet(loaded: Loaded, monkeypatch: pytest.MonkeyPatc
 
 
 def test_refuses_what_cannot_be_compared(loaded: Loaded) -> None:
+    served = replace(loaded.served, controlnets={"edges": 0})
     with pytest.raises(ValueError, match="5 steps are too few to compare; 6 are needed"):
-        compare(loaded, steps=5, runs=1)
+        compare(replace(loaded, served=served), steps=5, runs=1)
     with pytest.raises(RequestRefused, match="has no ControlNets"):
         compare(loaded, steps=6, runs=1)
 

@@ -105,9 +105,9 @@ def invalid_values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 def make_images_valid(body: dict[str, Any]) -> None:
     """Make the fields about images fit together, as far as other fields allow it.
 
-    The release has no ControlNets, and the deployment offers no adapters.
+    The release has no ControlNets and no IP-Adapters, and the deployment offers no adapters.
     """
-    for name in ("controls", "loras"):
+    for name in ("controls", "ip_adapters", "loras"):
         body.pop(name, None)
     if body.get("image") is None:
         for name in NEED_IMAGE & body.keys():
