@@ -32,7 +32,7 @@ $(READY): pyproject.toml truss/configs/cpu-demo.yaml
 	$(PYTHON) -m venv .venv
 	sed -n -e '/- torch==/d' -e 's/^  - \([a-z0-9-]*==[0-9.]*\)$$/\1/p' truss/configs/cpu-demo.yaml > .venv/pins.txt
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
-	$(PIP) --constraint .venv/pins.txt --editable '.[dev,onnx,docs]'
+	$(PIP) --constraint .venv/pins.txt --editable '.[dev,onnx,docs,gateway]'
 	set -e; server=$$(echo .venv/lib/python3.*/site-packages/truss/templates/server); \
 	sed -e '/^-i /d' -e '/^numpy/d' $$server/requirements.txt > .venv/server-requirements.txt; \
 	$(PIP) --requirement .venv/server-requirements.txt --constraint $$server/constraints.txt

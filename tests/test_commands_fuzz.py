@@ -35,6 +35,7 @@ FAST_COMMANDS = {
     "generate",
     "plan-replicas",
     "serve",
+    "gateway",
 }
 
 
@@ -124,6 +125,8 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("demo", {"--model": models, "--out": paths}, {"--model": "missing"}),
         Command("serve", {**store, "--config": [*paths, *files.configs], "--port": NUMBERS}, good, (missing,)),
         Command("serve", {"--config": [*paths, *files.configs]}, {**good, "--config": "missing"}, (["toy/1"],)),
+        Command("gateway", {"--backend": URLS, "--key-file": paths, "--host": TEXTS, "--port": NUMBERS},
+                {"--key-file": "missing"}),
         Command("bench latency", {**store, "--size": SIZES, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                                   "--images": NUMBERS, "--prompt": TEXTS, "--warm-ups": NUMBERS, "--runs": NUMBERS,
                                   "--peer": models, "--out": json_files},

@@ -94,6 +94,12 @@ CAPABILITIES: Tests = {
         "tests/test_staging.py::test_load_streams_weights_and_verifies_them",
         "tests/test_serving.py::test_measures_the_cold_start",
     ),
+    "OpenAI's Images API": (
+        "tests/gateway/test_openai.py::test_generates_the_servers_own_images",
+        "tests/gateway/test_openai.py::test_edit_changes_only_transparent_parts_of_the_mask",
+        "tests/gateway/test_openai.py::test_refuses_in_the_shape_of_openai",
+        "tests/gateway/test_openai.py::test_repeats_only_what_was_not_started",
+    ),
     "operations": (
         "tests/test_dashboard.py::test_shows_every_metric",
         "tests/test_service.py::test_metrics_count_a_request",

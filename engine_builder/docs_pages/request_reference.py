@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from model.api.body_limit import MAX_BODY_BYTES, MAX_TOTAL_BODY_BYTES
+from model.api.describe import Description
 from model.api.request import (
     ControlRequest,
     EngineInfo,
@@ -168,6 +169,10 @@ A request that succeeds is answered with status 200 and this JSON object. Every 
 platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line for each request, with that id.
 
 """
+_DESCRIPTION_HEAD = """
+With `"describe": true` nothing is generated. The answer describes the deployment:
+
+"""
 _STREAM = """
 ## Streams
 
@@ -208,6 +213,8 @@ _JSON_TYPES = {
     "int": "integer",
     "float": "number",
     "list[str]": "list of strings",
+    "list[int]": "list of integers",
+    "bool": "boolean",
     "list[ImageResult]": "list of objects",
     'Literal["success"]': "string",
     "ImageFormat": "string",
@@ -272,6 +279,7 @@ def page() -> str:
     parts.append(_RESPONSE_HEAD)
     parts += [_record(GenerationResponse), "\nOne entry of `images`:\n\n", _record(ImageResult)]
     parts += ["\n`engine`:\n\n", _record(EngineInfo)]
+    parts += [_DESCRIPTION_HEAD, _record(Description)]
     parts.append(_STREAM.replace("@HEARTBEAT@", f"{HEARTBEAT_SECONDS:g} s"))
     last_500 = max(kind for status, kind in STATUS.values() if status == 500)
     for status, kind in sorted(STATUS.values()):

@@ -261,6 +261,11 @@ class GenerationRequest(StrictModel):
     preview_every: int = Field(
         5, ge=0, le=MAX_STEPS, description="With stream, the steps from one small preview to the next; 0: no previews."
     )
+    describe: bool = Field(
+        False,
+        description="True: generate nothing, and answer with what this deployment serves. The other fields must be "
+        "valid and are ignored.",
+    )
 
     def release_images(self) -> None:
         """Drop all images, once they are decoded. Truss keeps this object until the answer."""
@@ -288,6 +293,7 @@ class GenerationRequest(StrictModel):
 _NOT_PARAMETERS = {
     "stream",
     "preview_every",
+    "describe",
     "image",
     "strength",
     "masks",

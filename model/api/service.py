@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from model import metrics
+from model.api.describe import describe
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
 from model.cold_start import ColdStart
@@ -85,6 +86,9 @@ class Service:
         """Return the response. A caller of predict_binary gets the bare body, which Truss writes as msgpack."""
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
+        if request.describe:
+            self._log(context, 200)
+            return JSONResponse(describe(self._loaded), headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 

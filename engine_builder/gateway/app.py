@@ -1,0 +1,391 @@
+"""The gateway's HTTP application: OpenAI's Images API, Preheat's own requests, health and the playground page.
+
+Without keys it answers only requests for this machine's own name, so that no web page of another site can use it.
+"""
+
+import asyncio
+import json
+import logging
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine_builder.gateway import openai_answers, openai_requests
+from engine_builder.gateway.backends import Accepted, Backends, Event
+from engine_builder.gateway.errors import ApiError, refused
+from engine_builder.gateway.keys import ApiKey, Keys
+from engine_builder.gateway.openai_requests import Files, ImageCall
+from model.api.body_limit import BodyLimit
+from model.api.request import GenerationRequest
+from model.errors import Overloaded, PreheatError
+
+PAGE = Path(__file__).with_name("page")
+MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_PAGE_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+logger = logging.getLogger("preheat.gateway")
+Endpoint = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
+
+
+class Gateway:
+    """The endpoints. `build` makes the application."""
+
+    def __init__(self, backends: Backends, keys: Keys) -> None:
+        self._backends = backends
+        self._keys = keys
+
+    def build(self) -> Starlette:
+        """Return the ASGI application."""
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            async with self._backends.running():
+                yield
+
+        routes = [
+            Route("/v1/images/generations", self.generations, methods=["POST"]),
+            Route("/v1/images/edits", self.edits, methods=["POST"]),
+            Route("/v1/images/variations", self.variations, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/model:predict", self.predict, methods=["POST"]),
+            Route("/v1/models/model", self.health),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/v1/description", self.description),
+            Route("/health", self.health),
+            *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
+        ]
+        middleware = [Middleware(BodyLimit, refuse=_refuse_body)]
+        if not self._keys.required:
+            middleware.insert(0, Middleware(LocalOnly))
+        handlers: dict[Any, Any] = {
+            ApiError: lambda _, error: error.response(),
+            HTTPException: _http_error,
+            ClientDisconnect: lambda *_: Response(status_code=499),
+            Exception: _internal_error,
+        }
+        return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+    async def generations(self, http: Request) -> Response:
+        """`POST /v1/images/generations`."""
+        key = self._authenticate(http)
+        return await self._answer(http, key, openai_requests.generation(await _json_object(http)))
+
+    async def edits(self, http: Request) -> Response:
+        """`POST /v1/images/edits`, multipart."""
+        return await self._answer_form(http, openai_requests.edit)
+
+    async def variations(self, http: Request) -> Response:
+        """`POST /v1/images/variations`, multipart."""
+        return await self._answer_form(http, openai_requests.variation)
+
+    async def _answer_form(self, http: Request, parse: Callable[[Mapping[str, Any], Files], ImageCall]) -> Response:
+        key = self._authenticate(http)
+        if not http.headers.get("Content-Type", "").startswith("multipart/form-data"):
+            raise refused(None, "Send the image as multipart/form-data.", "invalid_content_type")
+        fields, files = await _form(http)
+        # Decoding an image would block the event loop.
+        return await self._answer(http, key, await asyncio.to_thread(parse, openai_requests.parse_form(fields), files))
+
+    async def _answer(self, http: Request, key: ApiKey, call: ImageCall) -> Response:
+        description = await self._backends.description_of(call.model)
+        native, model = dict(call.native), description["release"]
+        native |= {"stream": True, "preview_every": openai_answers.preview_every(call, description)}
+        if call.stream:
+            return await self._stream(
+                http, key, native, model, lambda accepted: openai_answers.server_sent_events(call, accepted)
+            )
+        return await self._collect(http, key, native, model, lambda events: openai_answers.answer(call, events))
+
+    async def predict(self, http: Request) -> Response:
+        """`POST /v1/models/model:predict`: a request of Preheat, answered as by a server. `?model=` names a release."""
+        try:
+            key = self._authenticate(http)
+            given = await _json_object(http)
+            try:
+                GenerationRequest.model_validate(given)
+            except ValidationError as error:
+                problems = error.errors(include_url=False)
+                field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+                message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
+                raise ApiError(400, message, field, "refused") from error
+            description = await self._backends.description_of(http.query_params.get("model"))
+            if given.get("describe"):
+                return JSONResponse(description)
+            model = description["release"]
+            if given.get("stream"):
+                return await self._stream(http, key, given, model, _native_lines)
+            return await self._collect(http, key, given | {"preview_every": 0}, model, _native_answer)
+        except ApiError as error:
+            return _native_error(error)
+
+    async def _stream(
+        self,
+        http: Request,
+        key: ApiKey,
+        native: Event,
+        model: str,
+        lines: Callable[[Accepted], AsyncIterator[str]],
+    ) -> Response:
+        """Start a request, and return the stream of its events. The work stops if the client leaves."""
+        stack = AsyncExitStack()
+        request_id = _request_id(http)
+        accepted = await self._start(stack, http, key, native, model, request_id)
+
+        async def body() -> AsyncIterator[str]:
+            async with stack:
+                async for line in lines(accepted):
+                    yield line
+
+        is_native = lines is _native_lines
+        headers = {"X-Request-Id": request_id, "X-Accel-Buffering": "no", "Cache-Control": "no-store"}
+        media_type = "application/x-ndjson" if is_native else "text/event-stream"
+        return ClosingStream(body(), stack, media_type=media_type, headers=headers)
+
+    async def _collect(
+        self,
+        http: Request,
+        key: ApiKey,
+        native: Event,
+        model: str,
+        answer: Callable[[list[Event]], Event],
+    ) -> Response:
+        """Return the answer of a request once its images are finished. The work stops if the client leaves."""
+        request_id = _request_id(http)
+        async with AsyncExitStack() as stack:
+            accepted = await self._start(stack, http, key, native, model, request_id)
+
+            async def collect() -> list[Event]:
+                return [accepted.event] + [event async for event in accepted.events]
+
+            events = await _unless_disconnected(http, collect())
+        # Writing megabytes of base64 would block the event loop.
+        content = await asyncio.to_thread(lambda: json.dumps(answer(events)))
+        return Response(content, media_type="application/json", headers={"X-Request-Id": request_id})
+
+    async def _start(
+        self, stack: AsyncExitStack, http: Request, key: ApiKey, native: Event, model: str, request_id: str
+    ) -> Accepted:
+        images = native.get("num_images", 1)
+        self._keys.take(key, images)
+        try:
+            starting = stack.enter_async_context(self._backends.start(native, model, request_id))
+            return await _unless_disconnected(http, starting)
+        except BaseException:
+            key.give_back(images)  # nothing was generated
+            raise
+
+    async def models(self, http: Request) -> Response:
+        """`GET /v1/models`: the releases of all backends."""
+        self._authenticate(http)
+        known = await self._backends.descriptions()
+        names = dict.fromkeys(description["release"] for _, description in known)
+        return JSONResponse({"object": "list", "data": [openai_answers.model(name) for name in names]})
+
+    async def model(self, http: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        self._authenticate(http)
+        description = await self._backends.description_of(http.path_params["model"])
+        return JSONResponse(openai_answers.model(description["release"]))
+
+    async def description(self, http: Request) -> Response:
+        """`GET /v1/description`: what the releases serve, and whether requests need a key."""
+        if self._keys.required and not http.headers.get("Authorization"):
+            return JSONResponse({"key_required": True, "models": []})
+        self._authenticate(http)
+        known = await self._backends.descriptions()
+        found = {description["release"]: description for _, description in reversed(known)}
+        return JSONResponse({"key_required": self._keys.required, "models": list(reversed(found.values()))})
+
+    async def health(self, _: Request) -> Response:
+        """`GET /health`: status 200 if a backend can be used, with the state of each."""
+        backends = [
+            {"url": backend.name, "up": backend.is_up(), "images": backend.images} for backend in self._backends.all
+        ]
+        up = any(backend.is_up() for backend in self._backends.all)
+        shown = {} if self._keys.required else {"backends": backends}
+        return JSONResponse({"status": "ok" if up else "unavailable", **shown}, 200 if up else 503)
+
+    def _authenticate(self, http: Request) -> ApiKey:
+        return self._keys.authenticate(http.headers.get("Authorization", ""))
+
+
+class ClosingStream(StreamingResponse):
+    """A stream that ends its request also if the client leaves before its first byte is sent."""
+
+    def __init__(self, content: AsyncIterator[str], stack: AsyncExitStack, **options: Any) -> None:
+        super().__init__(content, **options)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._stack.aclose()
+
+
+class LocalOnly:
+    """ASGI middleware that refuses requests of web pages of other sites: another Host or Origin than this machine."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it with status 403."""
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            host, origin = headers.get("host", ""), headers.get("origin")
+            name = host if host.endswith("]") else host.rpartition(":")[0] or host
+            if name not in _LOCAL_HOSTS or (origin is not None and urlsplit(origin).netloc != host):
+                error = ApiError(403, "Without a key file, requests of other sites are refused.", None, "forbidden")
+                await error.response()(scope, receive, send)
+                return
+        await self._application(scope, receive, send)
+
+
+async def _unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client leaves first, cancel it and raise ClientDisconnect."""
+
+    async def disconnect() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _json_object(http: Request) -> dict[str, Any]:
+    if not http.headers.get("Content-Type", "").startswith("application/json"):
+        raise refused(None, "Send JSON with the header `Content-Type: application/json`.", "invalid_content_type")
+    body = await http.body()
+    try:
+        given = await asyncio.to_thread(json.loads, body)  # megabytes of base64
+    except (ValueError, RecursionError) as error:
+        raise refused(None, "The body is not valid JSON.", "invalid_json") from error
+    if not isinstance(given, dict):
+        raise refused(None, "The body is not a JSON object.", "invalid_json")
+    return given
+
+
+async def _form(http: Request) -> tuple[dict[str, str], Files]:
+    """Return the text fields and the files of a multipart body. Raises ApiError."""
+    fields: dict[str, str] = {}
+    images: list[bytes] = []
+    mask: bytes | None = None
+    try:
+        form = await http.form(max_files=MAX_IMAGE_FILES + 1)
+    except HTTPException as error:
+        raise refused(None, f"The form cannot be read: {error.detail}", "invalid_form") from error
+    try:
+        for name, value in form.multi_items():
+            if isinstance(value, str):
+                if name in fields:
+                    raise refused(name[:64], "is given twice.")
+                fields[name] = value
+            elif name in ("image", "image[]"):
+                images.append(await value.read())
+            elif name == "mask" and mask is None:
+                mask = await value.read()
+            else:
+                raise ApiError(400, f"Unknown file: {name[:64]!r}.", name[:64], "unknown_parameter")
+    finally:
+        await form.close()
+    return fields, Files(tuple(images), mask)
+
+
+async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
+    """Yield the lines of a server's stream. An error is its last line."""
+    yield json.dumps(accepted.event) + "\n"
+    try:
+        async for event in accepted.events:
+            yield json.dumps(event) + "\n"
+    except ApiError as error:
+        line = {"event": "error", "status": error.status, "kind": error.code, "error": str(error)}
+        yield json.dumps(line) + "\n"
+
+
+def _native_answer(events: list[Event]) -> Event:
+    """Return the body of a server's answer, from the events of its stream."""
+    images = sorted((event for event in events if event["event"] == "image"), key=lambda event: event["index"])
+    found = [{key: value for key, value in image.items() if key not in ("event", "index")} for image in images]
+    done = {key: value for key, value in events[-1].items() if key != "event"}
+    return {**done, "data": found[0]["data"], "images": found}
+
+
+def _native_error(error: ApiError) -> JSONResponse:
+    """Return an error in the form of Preheat's servers."""
+    body = {"error": str(error), "kind": error.code}
+    if error.param is not None:
+        body["field"] = error.param
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return JSONResponse(body, error.status, headers)
+
+
+def _refuse_body(_: Mapping[str, str], error: PreheatError) -> Response:
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), None, "overloaded", error.retry_after).response()
+    return ApiError(413, str(error), None, "too_large").response()
+
+
+def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return ApiError(error.status_code, f"{error.detail}.", None, error.detail.lower().replace(" ", "_")).response()
+
+
+def _internal_error(_: Request, error: Exception) -> Response:
+    logger.error("A request failed.", exc_info=error)
+    return ApiError(500, "The gateway failed; its log has the reason.", None, "failed").response()
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, location)) or "request"
+
+
+def _request_id(http: Request) -> str:
+    """Return the caller's X-Request-Id if it is safe to log, else a new one."""
+    value = http.headers.get("X-Request-Id", "")
+    return value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
+
+
+def _page_files() -> list[Path]:
+    return sorted(path for path in PAGE.iterdir() if path.suffix in _PAGE_TYPES)
+
+
+def _page(path: Path) -> Endpoint:
+    async def serve(_: Request) -> Response:
+        return FileResponse(path, media_type=_PAGE_TYPES[path.suffix], headers=_PAGE_HEADERS)
+
+    return serve

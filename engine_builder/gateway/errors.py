@@ -1,0 +1,58 @@
+"""Errors of the gateway, and their form in OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
+
+from starlette.responses import JSONResponse
+
+from model.errors import PreheatError
+
+# Fields of Preheat's requests -> parameters of OpenAI's API, where they differ.
+_PARAMETERS = {"num_images": "n", "width": "size", "height": "size", "masks": "mask"}
+
+
+class GatewayConfigError(PreheatError):
+    """The gateway cannot start: a backend's URL, the key file or the history file is unusable."""
+
+
+class ApiError(PreheatError):
+    """A request is not answered with images. `status`: the HTTP status; `param`: the parameter or field that caused it.
+
+    `code`: a short name of the cause for programs. `retry_after`: seconds to wait before the next try, or None.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """Return the body of the answer."""
+        param = None if self.param is None else _PARAMETERS.get(self.param.split(".")[0], self.param)
+        kind = "rate_limit_error" if self.status == 429 else "server_error" if self.status >= 500 else None
+        return {
+            "error": {
+                "message": str(self),
+                "type": kind or "invalid_request_error",
+                "param": param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        """Return the answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def refused(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    """Return the error of a request that is refused because of a parameter."""
+    return ApiError(400, message if param is None else f"{param}: {message}", param, code)

@@ -1,0 +1,67 @@
+"""Run the gateway's application with uvicorn."""
+
+import errno
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from engine_builder.gateway.app import Gateway
+from engine_builder.gateway.backends import Backends, parse_backend
+from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.gateway.keys import Keys, read_keys
+
+_BACKLOG = 2048  # connections; uvicorn's default
+_GRACE_SECONDS = 10  # for requests in flight when the gateway ends
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A configured server, and the socket that it listens on."""
+
+    server: uvicorn.Server
+    listener: socket.socket
+
+
+def prepare(backends: list[str], key_file: Path | None, host: str, port: int) -> Prepared:
+    """Check the settings and open the port. Raises GatewayConfigError."""
+    parsed = [parse_backend(url) for url in backends]
+    keys = Keys() if key_file is None else read_keys(key_file)
+    if not keys.required and host != "127.0.0.1":
+        raise GatewayConfigError(
+            f"Without keys the gateway listens on 127.0.0.1 only, not on {host[:80]!r}.", "Give it keys: --key-file."
+        )
+    listener = _listen(host, port)
+    application = Gateway(Backends(parsed), keys).build()
+    config = uvicorn.Config(
+        application,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
+        server_header=False,
+    )
+    return Prepared(uvicorn.Server(config), listener)
+
+
+def run(prepared: Prepared) -> None:
+    """Serve until the process is interrupted."""
+    prepared.server.run(sockets=[prepared.listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        fact = "is taken" if taken else f"cannot be used: {getattr(error, 'strerror', None) or error}"
+        raise GatewayConfigError(f"Port {port} of {host[:80]!r} {fact}.", "Choose another one with --port.") from error
+    return listener

@@ -1,0 +1,78 @@
+"""The description of a deployment: what `describe` of a request returns, for clients that offer choices."""
+
+from typing import Literal, TypedDict
+
+import torch
+
+from model.denoising.sampler_names import SAMPLERS
+from model.loading.load import Loaded
+from model.loading.served import SizeRange, Sizes
+from model.validation import (
+    MAX_CONTROLS,
+    MAX_GUIDANCE,
+    MAX_IMAGES,
+    MAX_LORAS,
+    MAX_MASKS,
+    MAX_PROMPT_CHARACTERS,
+    MAX_STEPS,
+    MAX_STEPS_LCM,
+)
+
+
+class Description(TypedDict):
+    """The body of the answer to `describe`. A size is {"sizes": [[width, height]]} or {"min", "max", "multiple"}."""
+
+    status: Literal["success"]  # always "success"
+    release: str  # model/version
+    target: str  # target key, for example cuda-h200-sm90-torch2.13-cu130
+    runtime: str  # aot_inductor, tensorrt, tensorrt-rtx or eager
+    device: str  # name of the GPU, or "CPU"
+    native_size: list[int]  # width and height of a request that has none, in pixels
+    sizes: dict[str, object]  # the served sizes, in pixels: a list `sizes`, or `min`, `max` and `multiple` of each side
+    image_sizes: dict[str, object] | None  # those of requests with `image`; null: such requests are refused
+    requires_masks: bool  # true: the model was trained for inpainting only
+    has_refiner: bool  # true: `use_refiner` is accepted
+    samplers: list[str]  # accepted values of `scheduler`
+    loras: list[str]  # names of the adapters that this deployment offers
+    controlnets: dict[str, int]  # by ControlNet the number of types of control images, 0 unless it is a Union network
+    ip_adapters: dict[str, int]  # by IP-Adapter the largest number of reference images
+    defaults: dict[str, object]  # the release's defaults
+    limits: dict[str, int]  # largest values of a request
+
+
+def describe(loaded: Loaded) -> Description:
+    """Return the description of a loaded release."""
+    served, device = loaded.served, loaded.model.device
+    return {
+        "status": "success",
+        "release": loaded.release,
+        "target": loaded.target,
+        "runtime": loaded.runtime,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "native_size": [served.native_width, served.native_height],
+        "sizes": _sizes(served.sizes),
+        "image_sizes": None if served.image_sizes is None else _sizes(served.image_sizes),
+        "requires_masks": served.requires_masks,
+        "has_refiner": served.has_refiner,
+        "samplers": list(SAMPLERS),
+        "loras": list(served.loras),
+        "controlnets": dict(served.controlnets),
+        "ip_adapters": {name: adapter.images for name, adapter in served.ip_adapters.items()},
+        "defaults": served.defaults.model_dump(),
+        "limits": {
+            "images": MAX_IMAGES,
+            "steps": MAX_STEPS,
+            "steps_lcm": MAX_STEPS_LCM,
+            "guidance": MAX_GUIDANCE,
+            "prompt_characters": MAX_PROMPT_CHARACTERS,
+            "masks": MAX_MASKS,
+            "loras": MAX_LORAS,
+            "controls": MAX_CONTROLS,
+        },
+    }
+
+
+def _sizes(sizes: Sizes) -> dict[str, object]:
+    if isinstance(sizes, SizeRange):
+        return {"min": sizes.min_side, "max": sizes.max_side, "multiple": sizes.multiple}
+    return {"sizes": [list(size) for size in sorted(sizes.sizes)]}

@@ -1,0 +1,288 @@
+"""The official `openai` client and the gateway, in front of a real server."""
+
+import base64
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from engine_builder.gateway.backends import parse_backend
+from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.gateway.keys import read_keys
+from engine_builder.local_server.server import Server
+from tests.support.gateway import running_gateway
+from tests.support.images import largest_difference, pixels
+from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, predict
+from tests.support.scripted_server import Answer, ScriptedServer
+
+KEY = "sk-0123456789abcdef"
+EXTRA = {"seed": 3, "num_inference_steps": 4}
+
+
+@pytest.fixture(scope="module")
+def url(server: Server) -> Iterator[str]:
+    with running_gateway([server.url]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0) as client:
+        yield client
+
+
+def png(width: int = 64, height: int = 64, *, hole: bool = False, alpha: bool = True) -> bytes:
+    """A PNG with a gradient. `hole`: its left half is transparent."""
+    levels = np.full((height, width, 4), 255, np.uint8)
+    levels[..., 0] = np.linspace(0, 255, width, dtype=np.uint8)
+    if hole:
+        levels[:, : width // 2, 3] = 0
+    file = io.BytesIO()
+    Image.fromarray(levels if alpha else levels[..., :3]).save(file, "png")
+    return file.getvalue()
+
+
+def test_generates_the_servers_own_images(client: openai.OpenAI, server: Server) -> None:
+    made = client.images.generate(prompt=PROMPT, n=2, size="64x64", extra_body=EXTRA)
+    with http_client(server) as direct:
+        expected = predict(direct, **SMALL | EXTRA, num_images=2)
+    assert made.data is not None and made.size == "64x64" and made.output_format == "png"
+    for image, own in zip(made.data, expected["images"], strict=True):
+        assert image.b64_json is not None
+        assert largest_difference(pixels(image.b64_json), pixels(own["data"])) <= 1
+    assert made.model_dump()["preheat"]["seeds"] == [3, 4]
+
+
+def test_streams_partial_images(client: openai.OpenAI) -> None:
+    with client.images.generate(
+        prompt=PROMPT, size="64x64", stream=True, partial_images=2, extra_body={**EXTRA, "num_inference_steps": 12}
+    ) as stream:
+        events = list(stream)
+    assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert [event.partial_image_index for event in events if event.type.endswith("partial_image")] == [0, 1]  # type: ignore[union-attr]
+    assert pixels(events[-1].b64_json).shape == (64, 64, 3)
+
+
+def test_edit_changes_only_transparent_parts_of_the_mask(client: openai.OpenAI) -> None:
+    made = client.images.edit(image=png(), mask=png(hole=True), prompt=PROMPT, extra_body=EXTRA)
+    assert made.data is not None and made.data[0].b64_json is not None
+    result, original = pixels(made.data[0].b64_json), np.asarray(Image.open(io.BytesIO(png())).convert("RGB"))
+    assert (result[:, 32:] == original[:, 32:]).all()
+    assert (result[:, :32] != original[:, :32]).any()
+
+
+def test_edit_is_streamed(client: openai.OpenAI) -> None:
+    with client.images.edit(
+        image=png(), prompt=PROMPT, stream=True, partial_images=1, extra_body={**EXTRA, "strength": 1.0}
+    ) as stream:
+        assert [event.type for event in stream] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+def test_variation_and_data_url(client: openai.OpenAI) -> None:
+    with pytest.warns(DeprecationWarning):  # OpenAI has retired it
+        made = client.images.create_variation(
+            image=png(), n=2, response_format="url", extra_body={"num_inference_steps": 4}
+        )
+    assert made.data is not None and len(made.data) == 2
+    assert all(image.url is not None and image.url.startswith("data:image/png;base64,") for image in made.data)
+
+
+def test_lists_the_release(client: openai.OpenAI, release: str) -> None:
+    assert [model.id for model in client.models.list()] == [release]
+    assert client.images.generate(model=release, prompt=PROMPT, size="64x64", extra_body=EXTRA).data
+
+
+def test_passes_native_requests_on(url: str, server: Server) -> None:
+    with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_SECONDS) as through, http_client(server) as direct:
+        assert predict(through, **SMALL, seed=5)["images"] == predict(direct, **SMALL, seed=5)["images"]
+        refused = through.post("/v1/models/model:predict", json=SMALL | {"width": 80})
+        assert refused.status_code == 400 and refused.json()["field"] == "width"
+        described = predict(through, prompt="x", describe=True)
+        assert described["samplers"] and described["sizes"]["multiple"] == 32
+
+
+# JSON of a generation -> status, param and code of the refusal.
+REFUSED: list[tuple[dict[str, Any], int, str | None, str]] = [
+    ({}, 400, "prompt", "missing_required_parameter"),
+    ({"prompt": ""}, 400, "prompt", "invalid_value"),
+    ({"prompt": 7}, 400, "prompt", "invalid_value"),
+    ({"prompt": "a" * 4001}, 400, "prompt", "string_above_max_length"),
+    ({"n": 0}, 400, "n", "integer_below_min_value"),
+    ({"n": 11}, 400, "n", "integer_above_max_value"),
+    ({"n": "2"}, 400, "n", "invalid_type"),
+    ({"size": "big"}, 400, "size", "invalid_value"),
+    ({"size": "1x1"}, 400, "size", "invalid_value"),
+    ({"size": "80x80"}, 400, "size", "refused"),
+    ({"quality": "best"}, 400, "quality", "invalid_value"),
+    ({"background": "red"}, 400, "background", "invalid_value"),
+    ({"moderation": "none"}, 400, "moderation", "invalid_value"),
+    ({"output_format": "bmp"}, 400, "output_format", "invalid_value"),
+    ({"output_compression": 101}, 400, "output_compression", "integer_above_max_value"),
+    ({"output_compression": 50, "output_format": "png"}, 400, "output_compression", "invalid_value"),
+    ({"partial_images": 4, "stream": True}, 400, "partial_images", "integer_above_max_value"),
+    ({"partial_images": 1}, 400, "partial_images", "invalid_value"),
+    ({"stream": "yes"}, 400, "stream", "invalid_type"),
+    ({"response_format": "file"}, 400, "response_format", "invalid_value"),
+    ({"model": "dall-e-2"}, 404, "model", "model_not_found"),
+    ({"model": 3}, 400, "model", "invalid_type"),
+    ({"style": "vivid"}, 400, "style", "unsupported_parameter"),
+    ({"frame_count": 4}, 400, "frame_count", "unsupported_parameter"),
+    ({"colour": "red"}, 400, "colour", "unknown_parameter"),
+    ({"user": 1}, 400, "user", "invalid_type"),
+]
+
+
+@pytest.mark.parametrize(("values", "status", "param", "code"), REFUSED, ids=lambda value: str(value)[:30])
+def test_refuses_in_the_shape_of_openai(
+    values: dict[str, Any], status: int, param: str | None, code: str, url: str
+) -> None:
+    body = values if values in ({},) or "prompt" in values else {"prompt": PROMPT, **values}
+    answer = httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and answer.json().keys() == {"error"}
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
+    assert len(error["message"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("files", "param"),
+    [
+        ({}, "image"),
+        ({"image": b"not an image"}, "image"),
+        ({"image": png(), "mask": png(32, 32, hole=True)}, "mask"),
+        ({"image": png(), "mask": png(alpha=False)}, "mask"),
+        ({"image": png(), "mask": png()}, "mask"),
+        ({"image": png(), "file": png()}, "file"),
+        ({"image": png()[:100]}, "image"),
+    ],
+    ids=["missing", "text", "size", "no alpha", "opaque", "unknown", "truncated"],
+)
+def test_refuses_files_in_the_shape_of_openai(files: dict[str, bytes], param: str, url: str) -> None:
+    parts: Any = {name: (f"{name}.png", data, "image/png") for name, data in files.items()}
+    parts |= {"prompt": (None, PROMPT)}
+    answer = httpx.post(f"{url}/v1/images/edits", files=parts, trust_env=False, timeout=60)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "options", "status"),
+    [
+        ("POST", "/v1/images/generations", {"content": b"{", "headers": {"Content-Type": "application/json"}}, 400),
+        ("POST", "/v1/images/generations", {"content": b"[]", "headers": {"Content-Type": "application/json"}}, 400),
+        ("POST", "/v1/images/generations", {"content": b'{"prompt": "x"}'}, 400),
+        ("POST", "/v1/images/edits", {"json": {"prompt": "x"}}, 400),
+        ("GET", "/v1/images/generations", {}, 405),
+        ("GET", "/v1/chat/completions", {}, 404),
+        ("POST", "/v1/images/generations", {"json": {}, "headers": {"Origin": "https://example.com"}}, 403),
+        ("GET", "/v1/models", {"headers": {"Host": "example.com"}}, 403),
+    ],
+)
+def test_refuses_wrong_calls(method: str, path: str, options: dict[str, Any], status: int, url: str) -> None:
+    answer = httpx.request(method, url + path, trust_env=False, **options)
+    assert answer.status_code == status and answer.json()["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_keys_and_their_rates(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"# name key rate\nslow {KEY} 2\nfast {KEY}-other\n")
+    body = {"prompt": PROMPT, "size": "64x64", "num_inference_steps": 1, "n": 2}
+    with running_gateway([server.url], file) as url:
+
+        def send(key: str | None, **values: Any) -> httpx.Response:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            return httpx.post(
+                f"{url}/v1/images/generations", json=body | values, headers=headers, trust_env=False, timeout=60
+            )
+
+        assert [send(key).status_code for key in (None, "wrong", KEY[:-1])] == [401] * 3
+        assert send(KEY, size="80x80").status_code == 400  # does not count
+        assert send(KEY).status_code == 200
+        limited = send(KEY)
+        assert limited.status_code == 429 and limited.json()["error"]["code"] == "rate_limit_exceeded"
+        assert 1 <= int(limited.headers["Retry-After"]) <= 60
+        assert send(f"{KEY}-other").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def scripted(release: str, predict: Answer) -> ScriptedServer:
+    """A server that describes itself and answers all requests for images alike."""
+    description = b'{"release": "%s", "defaults": {"num_inference_steps": 2}}' % release.encode()
+    return ScriptedServer(lambda _, request: Answer(200, description) if request.get("describe") else predict)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [Answer(429, b'{"error": "full", "kind": "overloaded"}', {"Retry-After": "7"}), Answer(503, b"{}")],
+    ids=["busy", "unavailable"],
+)
+def test_repeats_only_what_was_not_started(answer: Answer, server: Server, release: str) -> None:
+    body = {"prompt": PROMPT, "size": "64x64", "num_inference_steps": 1}
+    with scripted(release, answer) as other, running_gateway([other.url, server.url]) as url:
+        for _ in range(4):  # by turns, so at least one is sent to the other server first
+            assert httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60).status_code == 200
+    with scripted(release, answer) as other, running_gateway([other.url]) as url:
+        refused = httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60)
+        assert refused.status_code == answer.status and int(refused.headers["Retry-After"]) > 0
+    started = Answer(200, b'{"event": "accepted", "seed": 1, "steps": 1}\n')
+    with scripted(release, started) as broken, running_gateway([broken.url]) as url:
+        failed = httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60)
+        assert (
+            failed.status_code == 502 and "ended before the images were finished" in failed.json()["error"]["message"]
+        )
+        assert sum("content-length" in headers for headers in broken.headers) == 2  # the description, one request
+
+
+def test_stops_the_work_when_the_client_leaves(url: str, server: Server) -> None:
+    long = {"prompt": PROMPT, "width": 512, "height": 512, "num_inference_steps": 100, "stream": True}
+    with http_client(server) as direct:
+        with httpx.stream("POST", f"{url}/v1/models/model:predict", json=long, trust_env=False) as answer:
+            next(answer.iter_lines())
+        # The next request would wait for the rest of 100 steps.
+        assert predict(direct, **SMALL)
+        assert httpx.get(f"{url}/health", trust_env=False).json()["backends"][0]["images"] == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://a", "http://", "127.0.0.1:80", "http://a:0", "http://a b", "http://u@a", "x" * 9]
+)
+def test_refuses_urls_of_backends(url: str) -> None:
+    with pytest.raises(GatewayConfigError, match="is not the URL of a server"):
+        parse_backend(url)
+
+
+def test_deployed_model_gets_the_key_over_https_only() -> None:
+    variables = {"PREHEAT_BACKEND_API_KEY": "secret"}
+    backend = parse_backend("https://model-1.example.com/production/predict", variables)
+    assert backend.headers == {"Authorization": "Api-Key secret"} and backend.health_url is None
+    assert parse_backend("http://127.0.0.1:1", variables).headers == {}
+    assert "secret" not in repr(backend)
+    with pytest.raises(GatewayConfigError, match="unencrypted"):
+        parse_backend("http://model-1.example.com/production/predict", variables)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "name", f"a {KEY} 0", f"a {KEY} x", "a short", f"a {KEY} 1 2", f"a {KEY}\nb {KEY}", f"a {KEY}\na {KEY}1"],
+)
+def test_refuses_key_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(GatewayConfigError) as caught:
+        read_keys(tmp_path / "keys")
+    assert KEY not in str(caught.value)
+
+
+def test_image_of_an_answer_is_a_file_of_the_format(client: openai.OpenAI) -> None:
+    made = client.images.generate(
+        prompt=PROMPT, size="64x64", output_format="webp", output_compression=60, extra_body=EXTRA
+    )
+    assert made.data is not None and made.data[0].b64_json is not None
+    assert base64.b64decode(made.data[0].b64_json)[8:12] == b"WEBP"
