@@ -119,7 +119,7 @@ def _conditionings(
         for conditioning, inputs in zip(conditionings, of_texts, strict=True):
             conditioning.inputs.update(inputs)
     if plan.image_prompts:
-        of_halves = condition_image_prompts(model, plan.image_prompts, guided=len(hidden) > 1)
+        of_halves = condition_image_prompts(model, plan.image_prompts, guided=len(conditionings) > 1)
         for conditioning, inputs in zip(conditionings, of_halves, strict=True):
             conditioning.inputs.update(inputs)
     return conditionings
