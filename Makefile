@@ -20,7 +20,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet
 
-.PHONY: setup demo serve test test-full slow soak test-load load check docs
+.PHONY: setup demo serve playground test test-full slow soak test-load load check docs
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -46,6 +46,10 @@ demo: $(READY)
 
 serve: $(READY)
 	$(BIN)/preheat serve $(RELEASE) --port $(PORT)
+
+# The demo model's server and the page of the gateway, at http://127.0.0.1:8090.
+playground: $(READY)
+	$(BIN)/preheat playground
 
 # The tests of a file run in one process, so that they share its fixtures.
 test: $(READY)

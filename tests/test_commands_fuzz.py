@@ -127,6 +127,7 @@ def every_command(files: OddFiles) -> list[Command]:
         Command("serve", {"--config": [*paths, *files.configs]}, {**good, "--config": "missing"}, (["toy/1"],)),
         Command("gateway", {"--backend": URLS, "--key-file": paths, "--host": TEXTS, "--port": NUMBERS},
                 {"--key-file": "missing"}),
+        Command("playground", {"--port": NUMBERS, "--model": models}, {"--model": "missing"}),
         Command("bench latency", {**store, "--size": SIZES, "--steps": NUMBERS, "--guidance-scale": NUMBERS,
                                   "--images": NUMBERS, "--prompt": TEXTS, "--warm-ups": NUMBERS, "--runs": NUMBERS,
                                   "--peer": models, "--out": json_files},

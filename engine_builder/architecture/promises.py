@@ -100,6 +100,12 @@ CAPABILITIES: Tests = {
         "tests/gateway/test_openai.py::test_refuses_in_the_shape_of_openai",
         "tests/gateway/test_openai.py::test_repeats_only_what_was_not_started",
     ),
+    "playground page": (
+        "tests/gateway/test_playground.py::test_previews_arrive_before_the_image",
+        "tests/gateway/test_playground.py::test_cancel_stops_the_server",
+        "tests/gateway/test_playground.py::test_painted_mask_changes_only_its_part",
+        "tests/gateway/test_playground.py::test_executes_no_script_of_a_prompt",
+    ),
     "operations": (
         "tests/test_dashboard.py::test_shows_every_metric",
         "tests/test_service.py::test_metrics_count_a_request",

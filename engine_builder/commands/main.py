@@ -33,7 +33,7 @@ from engine_builder.commands.console import (
     plain,
     steps_bar,
 )
-from engine_builder.commands.gateway import gateway
+from engine_builder.commands.gateway import gateway, playground
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
 from engine_builder.commands.store import add_lora, copy, gc, keygen, publish, releases, run_publish, verify
@@ -56,6 +56,7 @@ for command in (
     report,
     load,
     gateway,
+    playground,
     plan_replicas,
     keygen,
     publish,

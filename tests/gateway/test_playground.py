@@ -1,0 +1,254 @@
+"""The playground page in headless Chromium, in front of a real server.
+
+Without Chromium the tests are skipped, or fail if PREHEAT_REQUIRE_CHROMIUM is set.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+
+from engine_builder.local_server.server import Server
+from tests.support.gateway import running_gateway
+from tests.support.predictions import http_client
+from tests.support.waiting import eventually
+
+SCRIPT = "<img src=x onerror=window.harmed=1><script>window.harmed=1</script>"
+CANCELLED = "preheat_cancellations_total"
+# A folder for screenshots, to look at them: docs/pictures to renew those of the docs.
+PICTURES = os.environ.get("PREHEAT_SCREENSHOTS", "")
+
+
+@pytest.fixture(scope="module")
+def url(server: Server) -> Iterator[str]:
+    with running_gateway([server.url]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        reason = "Chromium is not installed: apt-get install chromium"
+        if os.environ.get("PREHEAT_REQUIRE_CHROMIUM"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        # Chromium's sandbox does not run as root, as CI does. The page is this repository's own.
+        with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]) as browser:
+            yield browser
+
+
+@pytest.fixture
+def page(browser: Browser, url: str) -> Iterator[Page]:
+    """The page, ready. Fails for an error of a script, a violation of the policy and a foreign address."""
+    problems: list[str] = []
+
+    def allow(route: Route) -> None:
+        if not route.request.url.startswith((url, "data:", "blob:")):
+            problems.append(f"fetched {route.request.url}")
+        route.continue_()
+
+    with browser.new_context(viewport={"width": 1280, "height": 860}) as context:
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda message: problems.append(message.text) if "Content Security" in message.text else None
+        )
+        page.route("**/*", allow)
+        page.goto(url)
+        expect(page.locator("#served")).to_contain_text("tiny-sdxl")
+        yield page
+    assert problems == []
+
+
+def fill(page: Page, **values: object) -> None:
+    for name, value in values.items():
+        page.fill(f"#{name}", str(value))
+
+
+def generate(page: Page, **values: object) -> None:
+    """Generate with these values of fields, and wait for one more image."""
+    count = page.locator(".card").count()
+    fill(page, **values)
+    page.click("#generate")
+    expect(page.locator(".card")).to_have_count(count + int(page.input_value("#num_images")), timeout=60_000)
+
+
+def newest(page: Page) -> str:
+    source = page.locator(".card img").first.get_attribute("src")
+    assert source is not None
+    return source
+
+
+def screenshot(page: Page, name: str) -> None:
+    if PICTURES:
+        page.screenshot(path=Path(PICTURES) / f"{name}.png")
+
+
+def photo(folder: Path) -> Path:
+    """A file of 128 x 128 pixels to start from."""
+    levels = np.zeros((128, 128, 3), np.uint8)
+    levels[..., 2] = np.linspace(60, 255, 128, dtype=np.uint8)
+    Image.fromarray(levels).save(folder / "photo.png")
+    return folder / "photo.png"
+
+
+def test_previews_arrive_before_the_image(page: Page) -> None:
+    fill(page, prompt="a large red circle on a blue background", num_inference_steps=40, seed=7)
+    page.click("#generate")
+    expect(page.locator("#preview")).to_be_visible()
+    assert page.locator(".card").count() == 0
+    expect(page.locator("#preview")).to_have_attribute("data-count", re.compile("^([3-9]|1[0-9])$"))
+    screenshot(page, "playground-running")
+    expect(page.locator(".card")).to_have_count(1, timeout=60_000)
+    expect(page.locator("#live")).to_be_hidden()
+
+
+def test_seed_decides_the_image(page: Page) -> None:
+    generate(page, prompt="a red circle", width=64, height=64, num_inference_steps=4, seed=1)
+    first = newest(page)
+    generate(page, seed=2)
+    second = newest(page)
+    generate(page, seed=1)
+    assert newest(page) == first != second
+
+
+def test_cancel_stops_the_server(page: Page, server: Server) -> None:
+    fill(page, prompt="a red circle", num_inference_steps=100, num_images=4)
+    with http_client(server) as client:
+
+        def active() -> float:
+            lines = client.get("/metrics/").text.splitlines()
+            return sum(float(line.split()[-1]) for line in lines if line.startswith("preheat_active_images{"))
+
+        page.click("#generate")
+        expect(page.locator("#status")).to_contain_text("Step")
+        assert active() > 0
+        page.keyboard.press("Escape")
+        expect(page.locator("#generate")).to_be_enabled()
+        eventually(lambda: active() == 0, "the server stops", 5)
+    assert page.locator(".card").count() == 0
+    expect(page.locator("#error")).to_be_hidden()
+
+
+def test_refused_field_has_the_message(page: Page) -> None:
+    fill(page, prompt="a red circle", width=80)
+    page.click("#generate")
+    expect(page.locator("#width-field .problem")).to_contain_text("80 is not served here; give a multiple of 32")
+    assert page.evaluate("document.activeElement.id") == "width"
+    screenshot(page, "playground-refused")
+    fill(page, width=64, height=64, num_inference_steps=1, prompt="")
+    page.click("#generate")
+    expect(page.locator("[data-field=prompt] .problem")).to_be_visible()
+    generate(page, prompt="a red circle")
+    assert page.locator(".problem").count() == 0
+
+
+def test_reload_keeps_the_settings(page: Page) -> None:
+    fill(page, prompt="two green squares", negative_prompt="blue", width=96, num_inference_steps=9, seed=11)
+    page.select_option("#scheduler", "DDIM")
+    page.reload()
+    expect(page.locator("#served")).to_contain_text("tiny-sdxl")
+    values = [page.input_value(f"#{name}") for name in ("prompt", "negative_prompt", "width", "num_inference_steps")]
+    assert values == ["two green squares", "blue", "96", "9"]
+    assert page.input_value("#seed") == "11" and page.input_value("#scheduler") == "DDIM"
+
+
+def test_painted_mask_changes_only_its_part(page: Page, tmp_path: Path) -> None:
+    page.click("#image-section summary")
+    page.set_input_files("#image", photo(tmp_path))
+    expect(page.locator("#mask")).to_be_visible()
+    page.locator("#mask").scroll_into_view_if_needed()
+    box = page.locator("#mask").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.3 * box["height"])
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 0.7 * box["height"], steps=5)
+    page.mouse.up()
+    screenshot(page, "playground-mask")
+    page.fill("#strength", "0.9")
+    generate(page, prompt="a red circle", width=128, height=128, num_inference_steps=4, seed=3)
+    levels = page.evaluate(
+        """async (source) => {
+          const image = new Image();
+          image.src = source;
+          await image.decode();
+          const context = Object.assign(document.createElement("canvas"), {width: 128, height: 128}).getContext("2d");
+          context.drawImage(image, 0, 0);
+          return [...context.getImageData(0, 0, 128, 128).data];
+        }""",
+        newest(page),
+    )
+    result = np.array(levels).reshape(128, 128, 4)[..., :3]
+    original = np.asarray(Image.open(photo(tmp_path)))
+    assert (result[:, 64:] == original[:, 64:]).all()
+    assert (result[40:90, 16:36] != original[40:90, 16:36]).any()
+
+
+def test_details_have_settings_timings_and_download(page: Page) -> None:
+    generate(page, prompt="a blue line", width=64, height=64, num_inference_steps=3, seed=5)
+    generate(page, prompt="another one", seed=6)
+    page.locator(".card").last.click()
+    text = page.inner_text("#detail-values")
+    assert "tiny-sdxl" in text and "CPU" in text and "denoise" in text and "Seed" in text
+    with page.expect_download() as download:
+        page.click("#download")
+    assert download.value.suggested_filename == "preheat-5.png"
+    page.click("#use-settings")
+    assert page.input_value("#prompt") == "a blue line" and page.input_value("#seed") == "5"
+
+
+def test_executes_no_script_of_a_prompt(page: Page) -> None:
+    generate(page, prompt=SCRIPT, negative_prompt=SCRIPT, width=64, height=64, num_inference_steps=1)
+    page.locator(".card").first.click()
+    assert page.inner_text("#detail-prompt") == SCRIPT
+    page.keyboard.press("Escape")
+    page.reload()
+    expect(page.locator("#served")).to_contain_text("tiny-sdxl")
+    assert page.input_value("#prompt") == SCRIPT
+    assert page.evaluate("window.harmed") is None
+
+
+def test_keyboard_reaches_everything(page: Page) -> None:
+    fill(page, width=64, height=64, num_inference_steps=1)
+    page.focus("#prompt")
+    page.keyboard.type("a red circle")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".card")).to_have_count(1)
+    reached = []
+    page.focus("#prompt")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"negative_prompt", "width", "scheduler", "seed", "generate", "card"} <= set(reached)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_page_fits_its_window(page: Page, width: int, scheme: str) -> None:
+    page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+    page.set_viewport_size({"width": width, "height": 860})
+    generate(page, prompt="a large red circle on a blue background", num_images=2, num_inference_steps=12, seed=7)
+    generate(page, prompt="two green squares on a white background", seed=3)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(22, 20, 18)") == (scheme == "dark")
+    screenshot(page, f"playground-{width}{'-dark' * (scheme == 'dark')}")
+
+
+def test_policy_allows_own_scripts_only(url: str) -> None:
+    answer = httpx.get(url, trust_env=False)
+    policy = answer.headers["Content-Security-Policy"]
+    assert (
+        "default-src 'none'" in policy
+        and "unsafe" not in policy
+        and answer.headers["Content-Type"].startswith("text/html")
+    )
