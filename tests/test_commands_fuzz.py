@@ -83,7 +83,7 @@ def every_command(files: OddFiles) -> list[Command]:
                               "--steps": NUMBERS, "--guidance": NUMBERS, "--count": NUMBERS, "--policy": paths,
                               "--thresholds": paths, "--out": paths},
                 {}, (models,), ("--no-refiner",)),
-        Command("export-onnx", {**build, "--out": paths}, {}, (models,)),
+        Command("export-onnx", {**build, "--out": paths, "--policy": paths}, {}, (models,)),
         Command("check-config", {"--store": stores}, {}, ([*paths, *files.configs],)),
         Command("report", {"--out": paths}, {}, ([*paths, f"{Path(files.json[0]).parent}"],)),
         Command("load", {**store, "--config": [*paths, *files.configs], "--size": SIZES, "--steps": NUMBERS,

@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
 _RUNTIMES = ("aot_inductor", *LIBRARIES)
-_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16, FP8), "onnx": (FP32, FP16)} | dict.fromkeys(LIBRARIES, (FP32, FP16))
+_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16, FP8), "onnx": (FP32, FP16, FP8)} | dict.fromkeys(
+    LIBRARIES, (FP32, FP16)
+)
 
 
 def build(
@@ -276,8 +278,11 @@ def parse_plan(
     refiner_checkpoint = found_refiner if with_refiner else None
     quantization = None
     if unet_precision == FP8:
+        from engine_builder.quantization.check import check_fp8_target
+
         assert calibrations is not None
-        quantization = _plan_fp8(base, refiner_checkpoint, target, policy, calibrations)
+        check_fp8_target(target)
+        quantization = _plan_fp8(base, refiner_checkpoint, policy, calibrations)
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
@@ -295,14 +300,12 @@ def parse_plan(
 
 
 def _plan_fp8(
-    base: "Checkpoint", refiner: "Checkpoint | None", target: Target, policy: Path | None, store: WritableStore
+    base: "Checkpoint", refiner: "Checkpoint | None", policy: Path | None, store: WritableStore
 ) -> "Quantization":
-    """Return how the UNets are quantized. Raises Fp8Unsupported, CalibrationError and BadPolicy."""
-    from engine_builder.quantization.check import check_fp8_target
+    """Return how the UNets are quantized. Raises CalibrationError and BadPolicy."""
     from engine_builder.quantization.plan import plan_quantization
     from engine_builder.quantization.policy import DEFAULT, Policy
 
-    check_fp8_target(target)
     chosen = Policy.read(policy) if policy else DEFAULT
     return plan_quantization(base, refiner, chosen, store)
 
@@ -395,7 +398,16 @@ def export_onnx(
     model: Annotated[str, typer.Argument(help="Folder in diffusers' layout, or a Hub id.")],
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     store: StoreOption = DEFAULT_STORE,
-    precision: Annotated[str, typer.Option(help="Precision of the graphs: fp32 or fp16.")] = "fp16",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="fp32, fp16, or fp8: the UNet's linears between nodes that quantize, all else in fp16, after "
+            "`preheat calibrate`."
+        ),
+    ] = "fp16",
+    policy: Annotated[
+        Path | None, typer.Option(help="fp8: TOML file of the layers that stay in fp16; default: proj_in and proj_out.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write each COMPONENT.onnx and the weights to this folder.")
     ] = None,
@@ -410,9 +422,15 @@ def export_onnx(
     chosen = _parse_precision(precision, "onnx", "--precision")
     if opset not in OPSETS:
         raise typer.BadParameter(f"{opset} is not supported; choose {OPSET} or {OLD_OPSET}", param_hint="--opset")
+    if chosen == FP8 and opset != OPSET:
+        raise typer.BadParameter(f"{opset} has no FP8; choose {OPSET}", param_hint="--opset")
+    if policy is not None and chosen != FP8:
+        raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     opened_store = open_cli_store(store, cache_dir)
+    checkpoints = find_checkpoints(model, refiner)
+    quantization = _plan_fp8(*checkpoints, policy, opened_store) if chosen == FP8 else None
     with _progress() as report:
-        exported = export_model(*find_checkpoints(model, refiner), chosen, opened_store, report, opset)
+        exported = export_model(*checkpoints, chosen, opened_store, report, opset, quantization)
     table = Table("component", "graph", "KiB", "exported in", "weights MiB", "error against eager PyTorch")
     kind = "absolute" if chosen == FP32 else "relative"
     for graph in exported:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.networks.fp8_linear import QuantizedLinear
+from engine_builder.networks.onnx_form import is_for_onnx
 from engine_builder.networks.winograd import WinogradConv
 from model.weights.transforms import phase_weights
 
@@ -23,7 +24,6 @@ _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attenti
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
 
 _PLAIN = ContextVar("_PLAIN", default=False)
-_ONNX = ContextVar("_ONNX", default=False)
 
 
 @contextmanager
@@ -34,21 +34,6 @@ def plain_operations() -> Iterator[None]:
         yield
     finally:
         _PLAIN.reset(before)
-
-
-@contextmanager
-def onnx_operations() -> Iterator[None]:
-    """Compute in the forms that make small ONNX graphs. The results are the same."""
-    before = _ONNX.set(True)
-    try:
-        yield
-    finally:
-        _ONNX.reset(before)
-
-
-def is_for_onnx() -> bool:
-    """True inside of `onnx_operations`."""
-    return _ONNX.get()
 
 
 def _has_kernels(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ computes the same product, for tests.
 import torch
 from torch import Tensor, nn
 
+from engine_builder.networks.onnx_form import is_for_onnx
 from model.weights.fp8 import E4M3_MAX, quantize
 
 # Part of every quantized engine's key. Raise it when the code of a quantized network changes: here, or where blocks.py
@@ -37,6 +38,11 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        if is_for_onnx():
+            from engine_builder.networks.onnx_operations import quantized_linear
+
+            rounded: Tensor = quantized_linear(inputs, self.weight, self.input_scale, self.weight_scale, self.bias)
+            return rounded
         product = torch._scaled_mm(
             self.quantize_inputs(inputs).reshape(-1, self.in_features),
             self.weight.t(),

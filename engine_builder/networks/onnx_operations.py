@@ -6,6 +6,8 @@
 import torch
 from torch import Tensor, library
 
+from model.weights.fp8 import quantize
+
 NAMESPACE = "preheat"  # of the operators in torch.ops
 
 
@@ -36,3 +38,21 @@ def reshape_like(tensor: Tensor, other: Tensor) -> Tensor:
 @reshape_like.register_fake
 def _(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor.new_empty(other.shape)
+
+
+@library.custom_op(f"{NAMESPACE}::quantized_linear", mutates_args=())
+def quantized_linear(
+    inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> Tensor:
+    """Return the product of `engine_builder.networks.fp8_linear.QuantizedLinear`: [..., in] -> [..., out].
+
+    inputs: [..., in], of the result's type. weight: E4M3 [out, in]. Scales: float32 scalars. bias: [out], or None.
+    """
+    rounded = quantize(inputs, input_scale).float() * input_scale
+    product = rounded @ (weight.float() * weight_scale).t()
+    return (product if bias is None else product + bias.float()).to(inputs.dtype)
+
+
+@quantized_linear.register_fake
+def _(inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import concat_linears, is_for_onnx
+from engine_builder.networks.blocks import concat_linears
+from engine_builder.networks.onnx_form import is_for_onnx
 
 
 class TextNetwork(nn.Module):

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from engine_builder.networks.blocks import (
     attend,
     group_norm,
-    is_for_onnx,
     resnet,
     subpixel_upsample,
     tokens_to_pixels,
     upsample,
 )
+from engine_builder.networks.onnx_form import is_for_onnx
 
 
 class VaeEncoderNetwork(nn.Module):

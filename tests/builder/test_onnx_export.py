@@ -32,8 +32,8 @@ from engine_builder.backends.onnx.opsets import OLD_OPSET, OPSET
 from engine_builder.building.validate import InaccurateEngine
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
-from engine_builder.networks.blocks import onnx_operations
 from engine_builder.networks.network import Network, load_network
+from engine_builder.networks.onnx_form import onnx_operations
 from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store

@@ -8,6 +8,7 @@ from typing import Any
 
 import onnxruntime  # type: ignore[import-untyped]
 import torch
+from onnx import TensorProto
 
 from engine_builder.backends.onnx.export import OnnxGraph
 from engine_builder.building.eager_engine import ANY_BUCKET
@@ -36,9 +37,11 @@ class OnnxEngine:
                     f"The weights of {component} lack {constant['tensor']}, or its shape differs from the ONNX graph's."
                 )
             names.append(name)
-            values.append(onnxruntime.OrtValue.ortvalue_from_numpy(tensor.detach().cpu().contiguous().numpy()))
+            values.append(_ort_value(tensor.detach().cpu().contiguous()))
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        # The optimizer makes a product of integers of every quantized product, also of one in E4M3, and then fails.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         options.add_external_initializers(names, values)
         self._weights = values  # the session reads them during its whole life
         self._session: Any = onnxruntime.InferenceSession(graph.model, options, providers=["CPUExecutionProvider"])
@@ -49,3 +52,11 @@ class OnnxEngine:
         return {
             spec.name: torch.from_numpy(output) for spec, output in zip(self.signature.outputs, outputs, strict=True)
         }
+
+
+def _ort_value(tensor: torch.Tensor) -> Any:
+    """Return a tensor for ONNX Runtime. NumPy has no E4M3."""
+    value = onnxruntime.OrtValue
+    if tensor.dtype != torch.float8_e4m3fn:
+        return value.ortvalue_from_numpy(tensor.numpy())
+    return value.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.uint8).numpy(), TensorProto.FLOAT8E4M3FN)

@@ -35,18 +35,20 @@ from engine_builder.backends.built import CompileError
 from engine_builder.backends.onnx.opsets import OPSET, OPSETS
 from engine_builder.backends.onnx.rewrites import fix_reshapes, lower
 from engine_builder.backends.onnx.translations import exporter_opset, translations
-from engine_builder.networks.blocks import onnx_operations
+from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions
+from engine_builder.networks.onnx_form import onnx_operations
 from model.engines.shapes import dtype_name
 from model.store.manifest import Bucket, Signature
-from model.store.precision import FP16, FP32
+from model.store.precision import FP8, FP16, FP32
 from model.weights.safetensors_header import HEADER_LIMIT, read_header
 
 # Part of every graph key. Raise it when the result of an export changes for a network.
 EXPORT_VERSION = 3
-EXPORTED_PRECISIONS = (FP32, FP16)
+EXPORTED_PRECISIONS = (FP32, FP16, FP8)
 WEIGHTS_FOLDER = "weights"  # next to a written graph; a placeholder in a stored graph
 _LARGEST_LITERAL = 2**16  # elements of a constant that is looked for among the others; causal masks have 77 x 77
+_ONNX_NAMES = {"float32": "FLOAT", "float8_e4m3fn": "FLOAT8E4M3FN"}  # other types have the same name in both
 _MAX_BATCH, _MAX_SIDE = 32, 2048  # bounds of the exported dimensions (pixels); TensorRT profiles narrow them
 
 
@@ -77,6 +79,8 @@ def graph_key(network: Network, opset: int = OPSET) -> str:
             "onnx": onnx.__version__,
             "libraries": library_versions(),
         }
+        # An entry of quantized networks only, so that the keys of other graphs stay what they were.
+        | ({"quantized": [LINEAR_VERSION, *sorted(network.clips)]} if network.clips else {})
     )
 
 
@@ -90,6 +94,8 @@ def export_graph(network: Network, opset: int = OPSET) -> OnnxGraph:
             f"A network in {network.precision} cannot be exported to ONNX: ONNX Runtime could not check the graph.",
             f"Choose {names}.",
         )
+    if network.precision.is_quantized and opset < OPSET:
+        raise CompileError(f"ONNX opset {opset} has no numbers in {network.precision}.", f"Choose opset {OPSET}.")
     bucket = dynamic_bucket(network.multiple, _MAX_BATCH, _MAX_SIDE)
     program = _trace(network, bucket, opset)
     graph = program.graph
@@ -316,12 +322,13 @@ def _link(source: Path, destination: Path) -> None:
 
 
 def _ir_dtype(dtype: torch.dtype) -> ir.DataType:
-    return ir.DataType[{"float32": "FLOAT"}.get(dtype_name(dtype), dtype_name(dtype).upper())]
+    name = dtype_name(dtype)
+    return ir.DataType[_ONNX_NAMES.get(name, name.upper())]
 
 
 def _type_name(element: int) -> str:
     name = str(TensorProto.DataType.Name(element))
-    return {"FLOAT": "float32"}.get(name, name.lower())
+    return {onnx_name: own for own, onnx_name in _ONNX_NAMES.items()}.get(name, name.lower())
 
 
 def _shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:

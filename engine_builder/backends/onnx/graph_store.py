@@ -21,6 +21,7 @@ from engine_builder.building.weights import write_weights
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.check import check_model
 from engine_builder.networks.network import ModuleReader, Network, load_network
+from engine_builder.quantization.plan import Quantization
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import COMPONENTS, components_of, model_parts
 from model.store.manifest import Blob, WeightsRecord
@@ -28,8 +29,9 @@ from model.store.manifest_json import parse_constants
 from model.store.precision import Precision
 from model.store.store import Store
 
-# Largest error of a graph in ONNX Runtime, by the dtype of matrix products: fp32 absolute, fp16 relative (by norm).
-MAX_ERROR = {"float32": 1e-4, "float16": 1e-2}
+# Largest error of a graph in ONNX Runtime, by the dtype of matrix products: fp32 absolute, others relative (by norm).
+# In FP8 a difference in the last bit of an activation can round it to the next number of four significant bits.
+MAX_ERROR = {"float32": 1e-4, "float16": 1e-2, "float8_e4m3fn": 5e-2}
 
 
 class BuiltGraph(BuiltRecord):
@@ -64,11 +66,14 @@ def export_model(
     store: WritableStore,
     report: ReportProgress = lambda *_: None,
     opset: int = OPSET,
+    quantization: Quantization | None = None,
 ) -> list[ExportedComponent]:
     """Write every component's graph and weights to the store, and check each graph with the model's weights.
 
-    `opset`: one of `opsets.OPSETS`. Raises CheckpointError, CompileError or InaccurateEngine.
+    `opset`: one of `opsets.OPSETS`. `quantization`: how the UNets are quantized, for an 8-bit precision. All other
+    components are in fp16 then. Raises CheckpointError, CompileError, CalibrationError or InaccurateEngine.
     """
+    assert (quantization is not None) == precision.is_quantized
     check_model(base, refiner)
     names = [spec.name for spec in components_of(base.family, model_parts(refiner is not None))]
     exported = []
@@ -76,7 +81,9 @@ def export_model(
     for done, name in enumerate(names):
         checkpoint = refiner if refiner is not None and COMPONENTS[name].part == "refiner" else base
         report(name, "loading", done, len(names))
-        network = load_network(checkpoint, name, precision, reader=reader)
+        network = load_network(checkpoint, name, precision.unquantized, reader=reader)
+        if quantization is not None and COMPONENTS[name].phase == "step":
+            network, _ = quantization.apply(network)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)
         stored = BuiltGraph.find(store, graph_key(network, opset))

@@ -1,10 +1,11 @@
 """Count the nodes of ONNX graphs, the layers of TensorRT-RTX's network, and the kernels of its plan.
 
-`python -m engine_builder.backends.onnx.inspect_graphs GRAPH.onnx... [--pixels 1024]`
+`python -m engine_builder.backends.onnx.inspect_graphs GRAPH.onnx... [--pixels 1024] [--capability sm89]`
 
-Needs neither a GPU nor weights: they are replaced by a sparse file of zeros. Graphs of `preheat export-onnx` and stored
-graphs are read. A plan is built for the A10G's compute capability, and its kernels are counted in the description of
-its operations. TensorRT-RTX does not document that description; 1.7.1 has one line for each operation.
+Needs neither a GPU nor weights: they are replaced by a sparse file of zeros, and scales by 1. Graphs of
+`preheat export-onnx` and stored graphs are read. A plan is built for one compute capability, by default the A10G's. Its
+kernels are counted in the description of its operations, and so are the weights that it holds in 8 bits (equal ones
+once). TensorRT-RTX does not document that description; 1.7.1 has one line for each operation and for each tensor.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from onnx import TensorProto
 
@@ -25,19 +27,24 @@ from model.engines.tensorrt.libraries import TENSORRT_RTX, import_library, insta
 _PAGE = 4096  # bytes
 _BATCH = 2
 _KERNEL = re.compile(rb"\n  (?:function|runtime_function|runtime_fusion|fully_connected|corrltn)=\{")
+_WEIGHT_IN_8_BITS = re.compile(rb"\n  tensor=\{[^\n]* const_payload_size=[^\n]* type=(?:fp8_e4m3|int8) ")
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What TensorRT-RTX makes of a graph. `kernels` and `build_seconds` are None without a build."""
+    """What TensorRT-RTX makes of a graph. All but `layers` are None without a build."""
 
     layers: int
     kernels: int | None
+    weights_in_8_bits: int | None
     build_seconds: float | None
 
 
-def inspect_graph(graph: Path, pixels: int | None = None) -> Inspection:
-    """Parse a graph. With `pixels`, also build its plan for a batch of 2 at `pixels` x `pixels`.
+def inspect_graph(
+    graph: Path, pixels: int | None = None, capability: str = "sm86", with_weights: bool = False
+) -> Inspection:
+    """Parse a graph. With `pixels`, also build its plan for a batch of 2 at `pixels` x `pixels`, for a compute
+    capability such as "sm86". `with_weights`: read the graph's own weights, which lie next to it.
 
     Raises TensorRTUnavailable without the library, and ValueError if it refuses the graph.
     """
@@ -47,25 +54,25 @@ def inspect_graph(graph: Path, pixels: int | None = None) -> Inspection:
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
     with tempfile.TemporaryDirectory() as folder:
-        if not parser.parse_from_file(str(write_with_zeros(graph, Path(folder)))):
+        if not parser.parse_from_file(str(graph if with_weights else write_with_zeros(graph, Path(folder)))):
             raise ValueError(f"TensorRT-RTX cannot read {graph}: {parser.get_error(0).desc()}")
         layers = int(network.num_layers)
         if pixels is None:
-            return Inspection(layers, None, None)
+            return Inspection(layers, None, None, None)
         started = time.perf_counter()
-        plan = builder.build_serialized_network(network, _make_config(trt, builder, graph, pixels))
+        plan = builder.build_serialized_network(network, _make_config(trt, builder, graph, pixels, capability))
         seconds = time.perf_counter() - started
     if plan is None:
         raise ValueError(f"TensorRT-RTX cannot build {graph}.")
     executed, _, _ = bytes(plan).partition(b"\n  add={")  # after it, the parts of fused products are defined
-    return Inspection(layers, len(_KERNEL.findall(executed)), seconds)
+    return Inspection(layers, len(_KERNEL.findall(executed)), len(_WEIGHT_IN_8_BITS.findall(executed)), seconds)
 
 
-def _make_config(trt: Any, builder: Any, graph: Path, pixels: int) -> Any:
+def _make_config(trt: Any, builder: Any, graph: Path, pixels: int, capability: str) -> Any:
     """Return a build's configuration with one static profile."""
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1
-    config.set_compute_capability(trt.ComputeCapability.SM86, 0)
+    config.set_compute_capability(getattr(trt.ComputeCapability, capability.upper()), 0)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     profile = builder.create_optimization_profile()
     sizes = {"rows": _BATCH, "height": pixels, "width": pixels}
@@ -81,6 +88,8 @@ def write_with_zeros(graph: Path, folder: Path) -> Path:
     model = onnx.load(graph, load_external_data=False)
     size = 0
     for initializer in model.graph.initializer:
+        if initializer.data_location == TensorProto.EXTERNAL and not initializer.dims:  # a scale, which may not be zero
+            initializer.CopyFrom(onnx.numpy_helper.from_array(np.array(1, np.float32), initializer.name))
         if initializer.data_location == TensorProto.EXTERNAL:
             length = next(int(entry.value) for entry in initializer.external_data if entry.key == "length")
             del initializer.external_data[:]
@@ -98,14 +107,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("graphs", type=Path, nargs="+")
     parser.add_argument("--pixels", type=int, help="also build plans for images of this width and height")
+    parser.add_argument("--capability", default="sm86", help="compute capability of the plans; FP8 needs sm89")
     arguments = parser.parse_args()
     if installed_version(TENSORRT_RTX) is None:
         parser.error("TensorRT-RTX is not installed: pip install -e '.[tensorrt-rtx]'")
-    print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'build s':>7}")
+    print(f"{'graph':34} {'opset':>5} {'nodes':>7} {'layers':>7} {'kernels':>7} {'8-bit':>7} {'build s':>7}")
     for path in arguments.graphs:
         model = onnx.load(path, load_external_data=False)
-        found = inspect_graph(path, arguments.pixels)
-        built = "" if found.kernels is None else f" {found.kernels:7,} {found.build_seconds:7.1f}"
+        found = inspect_graph(path, arguments.pixels, arguments.capability)
+        built = (
+            ""
+            if found.kernels is None
+            else f" {found.kernels:7,} {found.weights_in_8_bits:7,} {found.build_seconds:7.1f}"
+        )
         nodes = len(model.graph.node)
         print(f"{path.name:34} {model.opset_import[0].version:5} {nodes:7,} {found.layers:7,}{built}", flush=True)
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
+from onnxscript import opset21 as op21
 
 from engine_builder.backends.onnx.opsets import OLD_OPSET
 from engine_builder.networks import onnx_operations
@@ -33,6 +34,7 @@ def translations(opset: int) -> dict[Any, Callable[..., Any]]:
         aten.unbind.int: _unbind,
         own.interleave_phases.default: _interleave_phases,
         own.reshape_like.default: _reshape_like,
+        own.quantized_linear.default: _quantized_linear,
     }
     if opset == OLD_OPSET:
         table |= {aten.group_norm.default: _group_norm, aten.gelu.default: _gelu}
@@ -82,6 +84,20 @@ def _interleave_phases(phases: Any) -> Any:
 
 def _reshape_like(tensor: Any, other: Any) -> Any:
     return op.Reshape(tensor, op.Shape(other))
+
+
+def _quantized_linear(inputs: Any, weight: Any, input_scale: Any, weight_scale: Any, bias: Any = None) -> Any:
+    """Quantize and dequantize both factors, and multiply in fp32: [..., in] -> [..., out].
+
+    TensorRT-RTX makes of this a product of 8-bit numbers, without the casts. Scales in fp16 would round small ones.
+    """
+    e4m3 = ir.DataType.FLOAT8E4M3FN
+    quantized = op21.QuantizeLinear(op21.Cast(inputs, to=ir.DataType.FLOAT), input_scale, output_dtype=e4m3)
+    rounded = op21.DequantizeLinear(quantized, input_scale)
+    product = op21.MatMul(rounded, op21.Transpose(op21.DequantizeLinear(weight, weight_scale), perm=[1, 0]))
+    if bias is not None:
+        product = op21.Add(product, op21.Cast(bias, to=ir.DataType.FLOAT))
+    return op21.Cast(product, to=inputs.dtype)
 
 
 def _group_norm(
