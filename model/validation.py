@@ -22,6 +22,7 @@ MAX_CONTROL_SCALE = 2
 MAX_IP_ADAPTERS = 4  # of one request
 MAX_IP_IMAGES = 16  # of one IP-Adapter in a request; a release may take fewer
 MAX_IP_SCALE = 2
+MAX_EMBEDDING_ROWS = 4096  # of a text encoder, for textual inversion
 MAX_CONTROL_TYPES = 64  # of a Union network; the largest public one has 8
 COMPONENT_NAME = "[a-z0-9][a-z0-9_-]{0,31}"  # of a ControlNet or IP-Adapter; a regular expression
 MAX_FEATHER = 256  # pixels

@@ -46,6 +46,10 @@ CAPABILITIES: Tests = {
         "tests/test_ip_adapters.py::test_a_reference_image_is_the_square_of_clip",
         "tests/builder/test_ip_adapters.py::test_refuses_files_that_do_not_fit",
     ),
+    "textual inversion": (
+        "tests/test_embeddings.py::test_images_are_those_of_diffusers",
+        "tests/test_embeddings.py::test_refuses_files_that_are_not_embeddings",
+    ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",

@@ -235,6 +235,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)
     if plan.base.ip_adapters:
         options["ip_images"] = str(plan.base.ip_images)
+    if plan.base.embedding_rows:
+        options["embedding_rows"] = str(plan.base.embedding_rows)
     if plan.base.vae:
         options["vae"] = plan.base.vae.name
     return versions | {"source": source} | options

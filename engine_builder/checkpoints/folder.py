@@ -104,6 +104,7 @@ class Checkpoint:
     controlnets: pairs of a name and a folder of a ControlNet, which is read as the subfolder "controlnet.NAME".
     ip_adapters: the IP-Adapters. The image encoder of one is read as the subfolder "image_encoder.NAME".
     ip_images: the most reference images of an IP-Adapter in a request.
+    embedding_rows: rows that the text encoders' tables of tokens get for embeddings of textual inversion.
     """
 
     root: Path
@@ -112,6 +113,7 @@ class Checkpoint:
     controlnets: tuple[tuple[str, Path], ...] = ()
     ip_adapters: tuple[IpAdapterFiles, ...] = ()
     ip_images: int = 4
+    embedding_rows: int = 0
 
     def folder(self, subfolder: str) -> Path:
         """Return the folder that a subfolder is read from."""

@@ -31,7 +31,7 @@ from model.loading.target import Target
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP8, FP16, FP32, Precision
-from model.validation import MAX_IP_IMAGES
+from model.validation import MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
 
 if TYPE_CHECKING:
     from engine_builder.backends.built import ReportProgress
@@ -75,6 +75,14 @@ def build(
     ip_images: Annotated[
         int, typer.Option(min=1, max=MAX_IP_IMAGES, help="The most reference images of an IP-Adapter in a request.")
     ] = 4,
+    embedding_rows: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_EMBEDDING_ROWS,
+            help="Vectors of textual inversion that `preheat add-embedding` may add to the release.",
+        ),
+    ] = 0,
     store: StoreOption = DEFAULT_STORE,
     precision: Annotated[
         str | None,
@@ -153,7 +161,7 @@ def build(
         model, refiner, name, precision, vae_precision, size or (), runtime, gpu or (), refit, compatibility,
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
-        image_encoders=image_encoder or (), ip_images=ip_images,
+        image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -213,7 +221,7 @@ def parse_plan(
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
-    image_encoders: Sequence[str] = (), ip_images: int = 4,
+    image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -236,6 +244,8 @@ def parse_plan(
     for option, values in (("--controlnet", controlnets), ("--ip-adapter", ip_adapters)):
         if values and runtime in LIBRARIES:
             raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint=option)
+    if embedding_rows and runtime in LIBRARIES:
+        raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint="--embedding-rows")
     if image_encoders and not ip_adapters:
         raise typer.BadParameter("needs --ip-adapter", param_hint="--image-encoder")
     options = None
@@ -274,8 +284,10 @@ def parse_plan(
         controlnets=tuple(map(parse_controlnet, controlnets)),
         ip_adapters=parse_ip_adapters(ip_adapters, image_encoders, base),
         ip_images=ip_images,
+        embedding_rows=embedding_rows,
     )
-    refiner_checkpoint = found_refiner if with_refiner else None
+    refiner_checkpoint = replace(found_refiner, embedding_rows=embedding_rows) if found_refiner else None
+    refiner_checkpoint = refiner_checkpoint if with_refiner else None
     quantization = None
     if unet_precision == FP8:
         from engine_builder.quantization.check import check_fp8_target

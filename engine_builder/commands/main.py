@@ -36,7 +36,17 @@ from engine_builder.commands.console import (
 from engine_builder.commands.gateway import gateway, playground
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas
-from engine_builder.commands.store import add_lora, copy, gc, keygen, publish, releases, run_publish, verify
+from engine_builder.commands.store import (
+    add_embedding,
+    add_lora,
+    copy,
+    gc,
+    keygen,
+    publish,
+    releases,
+    run_publish,
+    verify,
+)
 from engine_builder.commands.triton import export_triton, triton_client
 from engine_builder.files import check_writable
 from engine_builder.local_server import demo as demo_run
@@ -60,6 +70,7 @@ for command in (
     plan_replicas,
     keygen,
     publish,
+    add_embedding,
     add_lora,
     releases,
     verify,

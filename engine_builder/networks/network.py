@@ -23,6 +23,7 @@ from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
@@ -157,6 +158,9 @@ def load_network(
             residuals=residual_shapes(network, widths.vae_scale),
             control_types=control_type_count(network),
         )
+    if checkpoint.embedding_rows and wrapper.package == "transformers":
+        add_embedding_rows(network, checkpoint.embedding_rows)
+        config["vocab_size"] += checkpoint.embedding_rows
     if component == UNET_IP:
         widths = replace(
             widths,

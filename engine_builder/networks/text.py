@@ -43,6 +43,14 @@ class PooledTextNetwork(TextNetwork):
         return output.hidden_states[-2], output.text_embeds
 
 
+def add_embedding_rows(network: Any, rows: int) -> None:
+    """Add rows of zeros to the end of a text encoder's table of tokens, for embeddings of textual inversion."""
+    embedding = network.get_input_embeddings()
+    zeros = embedding.weight.new_zeros(rows, embedding.embedding_dim)
+    embedding.weight = nn.Parameter(torch.cat([embedding.weight.detach(), zeros]), requires_grad=False)
+    embedding.num_embeddings += rows
+
+
 class _SelfAttention(nn.Module):
     """Causal CLIPAttention with one product for queries, keys and values.
 

@@ -130,8 +130,8 @@ def read_drafts(store: WritableStore, model: str, without_fp8: bool = False) -> 
 
 
 def _model_of(draft: Manifest) -> tuple[str | None, ...]:
-    """Return what a draft's requests depend on: its source, the preset, and the VAE that replaces the source's."""
-    return tuple(draft.builder.get(name) for name in ("source", "preset", "vae"))
+    """Return what a draft's requests depend on: its source, the preset, the VAE in place of the source's, and rows."""
+    return tuple(draft.builder.get(name) for name in ("source", "preset", "vae", "embedding_rows"))
 
 
 def merge_drafts(drafts: list[Manifest]) -> Manifest:

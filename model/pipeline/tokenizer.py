@@ -2,10 +2,10 @@
 
 The ids equal those of `transformers.CLIPTokenizer` for the same folder, for unusual prompts too. The rules
 (lower-casing, byte pairs, special tokens) are data in the release's tokenizer.json. This module only truncates and pads
-ids, and reports the text that did not fit.
+ids, and reports the text that did not fit. The tokens of textual inversion are in the same file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,6 +65,8 @@ class ClipTokenizer:
             raise MissingComponent(
                 f"The release's tokenizer has no token {settings.pad_token_id}, which its settings state for padding."
             )
+        with _as_missing_component():
+            self._expansions = _expansions(self._tokenizer)
 
     def encode(self, text: str) -> tuple[list[int], int]:
         """Return the prompt's ids, exactly `max_length` of them, and the number of dropped tokens.
@@ -72,7 +74,7 @@ class ClipTokenizer:
         A prompt that is too long loses its last tokens, except the end token.
         """
         with _as_missing_component():
-            ids = self._tokenizer.encode(text).ids
+            ids = self._tokenizer.encode(self._expand(text)).ids
         limit = self.settings.max_length
         dropped = max(0, len(ids) - limit)
         if dropped:
@@ -81,9 +83,34 @@ class ClipTokenizer:
 
     def dropped_text(self, text: str) -> str:
         """Return the end of `text`, as typed, from the first dropped token on; "" if all tokens fit."""
+        text = self._expand(text)
         encoding: Encoding = self._tokenizer.encode(text)
         limit = self.settings.max_length
         if len(encoding.ids) <= limit:
             return ""
         first_dropped, _ = encoding.offsets[limit - 1]
         return text[first_dropped:].strip()
+
+    def _expand(self, text: str) -> str:
+        """Return a text in which each token of several vectors is followed by its further tokens.
+
+        As diffusers' `maybe_convert_prompt`.
+        """
+        if self._expansions:
+            found = set(self._tokenizer.encode(text, add_special_tokens=False).tokens)
+            for token in sorted(found & self._expansions.keys()):
+                text = text.replace(token, self._expansions[token])
+        return text
+
+
+def _expansions(tokenizer: Tokenizer) -> Mapping[str, str]:
+    """Return for each added token of several vectors the tokens of all of them: "token token_1 token_2"."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special}
+    expansions = {}
+    for token in added:
+        tokens = [token]
+        while (further := f"{token}_{len(tokens)}") in added:
+            tokens.append(further)
+        if len(tokens) > 1:
+            expansions[token] = " ".join(tokens)
+    return expansions
