@@ -207,7 +207,8 @@ def train(
         loss = (error * noised.weights).mean() + COLOUR_WEIGHT * colour
         optimizer.update(loss)
         if step % 100 == 0 or step == steps - 1:
-            print(f"step {step}, {time.monotonic() - start:.0f} s, loss {loss.item():.4f}, colour {colour.item():.3f}")
+            losses = f"loss {loss.item():.4f}, colour {colour.item():.3f}"
+            print(f"step {step}, {time.monotonic() - start:.0f} s, {losses}", flush=True)
         if time.monotonic() - start > seconds:
             break
     optimizer.use_averages()
