@@ -73,6 +73,7 @@ soak: $(READY)
 # during 1,000 images while its memory is measured, and with 5,000 malformed and well-formed bodies.
 test-load: export PREHEAT_LOAD_SECONDS ?= 120
 test-load: export PREHEAT_SOAK_IMAGES ?= 1000
+test-load: export PREHEAT_GATEWAY_SECONDS ?= 60
 test-load: export PREHEAT_FUZZ_BODIES ?= 5000
 test-load: export PREHEAT_FUZZ_IMAGES ?= 2000
 test-load: $(READY)

@@ -27,7 +27,7 @@ FIELDS = (
     "height, num_inference_steps, guidance_scale, "
     "end_cfg_frac, scheduler, "
     "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every, "
-    "describe"
+    "metadata, describe"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -76,6 +76,7 @@ def test_accepts_a_prompt_alone() -> None:
         "quality": 95,
         "stream": False,
         "preview_every": 5,
+        "metadata": False,
         "describe": False,
         "resize": "refuse",
         "composite": False,
@@ -92,7 +93,7 @@ LOWEST = {
     "ip_adapters": [{"name": "a", "images": [""], "scale": 0}], "width": 64, "height": 64, "num_inference_steps": 1,
     "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
-    "describe": False,
+    "metadata": False, "describe": False,
 }  # fmt: skip
 HIGHEST = {
     "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
@@ -104,7 +105,7 @@ HIGHEST = {
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
     "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
-    "describe": True,
+    "metadata": True, "describe": True,
 }  # fmt: skip
 
 
@@ -329,6 +330,7 @@ def test_keeps_given_values_also_zero_and_false() -> None:
         "loras": (),
         "controls": (),
         "image_prompts": (),
+        "metadata": None,
     }
 
 

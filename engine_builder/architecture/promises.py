@@ -104,6 +104,11 @@ CAPABILITIES: Tests = {
         "tests/gateway/test_openai.py::test_refuses_in_the_shape_of_openai",
         "tests/gateway/test_openai.py::test_repeats_only_what_was_not_started",
     ),
+    "metadata in files": (
+        "tests/test_metadata.py::test_request_of_the_metadata_makes_the_image_again",
+        "tests/test_metadata.py::test_files_state_nothing_by_default",
+        "tests/test_metadata.py::test_input_images_are_digests",
+    ),
     "playground page": (
         "tests/gateway/test_playground.py::test_previews_arrive_before_the_image",
         "tests/gateway/test_playground.py::test_cancel_stops_the_server",

@@ -153,6 +153,13 @@ deviation in a ring around the masks, `M` and `S` those of the input image. The 
 0, at most @RING@ pixels from one where they are not. Both pictures show the same content there. `S / s` is limited to
 0.5 to 2. This is the transfer of Reinhard et al., "Color Transfer between Images" (2001), in RGB and within the ring.
 
+## Metadata in files
+
+With `metadata` each file has a text: JSON with `release`, and `request`, which makes this image again on that release.
+All fields are set there, also those that the request left to the release, and the image's own seed. In place of each
+input image is `sha256:` and the digest of its file. In a PNG the text is an iTXt chunk with the keyword `preheat`, in a
+JPEG or WebP the tag UserComment of EXIF. The text is not checked by anyone and can be changed, so it proves nothing.
+
 ## Samplers
 
 `scheduler` takes a name from the left column or the name of a diffusers class. In a request

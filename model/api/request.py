@@ -4,6 +4,8 @@ A request is validated before it costs anything. Every refusal names the field, 
 This module uses no engines: `ServedModel` describes what is served.
 """
 
+import base64
+import hashlib
 import secrets
 from typing import Annotated, Any, Literal, Self, TypedDict
 
@@ -12,6 +14,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from model.denoising.sampler_names import SAMPLERS, check_steps, sampler_name, skipped_steps
 from model.errors import RequestRefused
+from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
@@ -261,6 +264,11 @@ class GenerationRequest(StrictModel):
     preview_every: int = Field(
         5, ge=0, le=MAX_STEPS, description="With stream, the steps from one small preview to the next; 0: no previews."
     )
+    metadata: bool = Field(
+        False,
+        description="True: the files state how they were made: the release, and the request with the image's seed. "
+        "Input images are SHA-256 digests there, never data.",
+    )
     describe: bool = Field(
         False,
         description="True: generate nothing, and answer with what this deployment serves. The other fields must be "
@@ -293,6 +301,7 @@ class GenerationRequest(StrictModel):
 _NOT_PARAMETERS = {
     "stream",
     "preview_every",
+    "metadata",
     "describe",
     "image",
     "strength",
@@ -348,7 +357,41 @@ def resolve(
         values["strength"] = default if request.strength is None else request.strength
         if not request.masks or any(mask.strength is None for mask in request.masks):
             skipped_steps(values["strength"], steps)
+    if request.metadata:
+        values["metadata"] = _metadata(request, values, served.release)
     return GenerationParams(**values)
+
+
+def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) -> dict[str, Any]:
+    """Return the metadata of a request's images; see `model.images.metadata`. Hashes the input images.
+
+    `values`: the resolved fields. Raises RequestRefused if they do not fit into a JPEG.
+    """
+    found = request.model_dump(
+        exclude_none=True, exclude_unset=True, exclude={"stream", "preview_every", "metadata", "describe"}
+    )
+    names = {*type(request).model_fields, *found} & values.keys() - {"loras"}
+    found |= {name: values[name] for name in names if values[name] is not None}
+    metadata = {"release": release, "request": _without_images(found)}
+    size = len(metadata_text(metadata, SEED_COUNT))
+    if values["output_format"] == "jpeg" and size > MAX_JPEG_BYTES:
+        raise RequestRefused(
+            "metadata",
+            f"the metadata has {size:,} bytes, and a JPEG holds {MAX_JPEG_BYTES:,}. Set `output_format` png or webp, "
+            "or shorten the prompts.",
+        )
+    return metadata
+
+
+def _without_images(value: Any, key: str = "") -> Any:
+    """Return `value` with the SHA-256 of each file in place of its base64, in all fields `image` and `images`."""
+    if isinstance(value, dict):
+        return {name: _without_images(entry, name) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_images(entry, key) for entry in value]
+    if key in ("image", "images"):
+        return f"sha256:{hashlib.sha256(base64.b64decode(value.rpartition(',')[2])).hexdigest()}"
+    return value
 
 
 def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner: bool) -> tuple[tuple[str, float], ...]:

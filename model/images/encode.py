@@ -16,6 +16,7 @@ from PIL import Image
 
 from model.errors import BrokenImage
 from model.images.jpeg_strips import encode_in_strips
+from model.images.metadata import add_to_jpeg, exif, png_text
 from model.validation import ImageFormat
 
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
@@ -42,39 +43,40 @@ def broken_image(indices: Sequence[int], images: int) -> BrokenImage:
     return BrokenImage(f"image {', '.join(map(str, indices))} of {images} (counted from 0) has NaN or infinite values.")
 
 
-def encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
+def encode(pixels: Pixels, format: ImageFormat, quality: int, text: str = "") -> bytes:
     """Encode one image, uint8 [height, width, 3], as the bytes of a file.
 
     `quality`: 1 to 100 for jpeg and webp (100 is still lossy); png is lossless and ignores it. jpeg is baseline with
-    4:2:0 chroma subsampling, Pillow's default; png keeps full colour.
+    4:2:0 chroma subsampling, Pillow's default; png keeps full colour. `text`: see `model.images.metadata`; "": none.
     """
     if format == "jpeg":
-        return encode_in_strips(pixels, partial(_encode, format=format, quality=quality))
-    return _encode(pixels, format, quality)
+        file = encode_in_strips(pixels, partial(_encode, format=format, quality=quality))
+        return add_to_jpeg(file, text) if text else file
+    return _encode(pixels, format, quality, text)
 
 
-def _encode(pixels: Pixels, format: ImageFormat, quality: int) -> bytes:
+def _encode(pixels: Pixels, format: ImageFormat, quality: int, text: str = "") -> bytes:
     # A file in memory, and not io.BytesIO: Pillow releases the interpreter lock while it writes to a file descriptor.
     # Otherwise it holds the lock for a whole JPEG.
     with open(os.memfd_create("image"), "w+b", buffering=0) as file:
         # A new Image each time: two threads that save one Image mix up their options.
-        Image.fromarray(pixels).save(file, format=format.upper(), **_options(format, quality))
+        Image.fromarray(pixels).save(file, format=format.upper(), **_options(format, quality, text))
         file.seek(0)
         return file.read()
 
 
-def encode_base64(pixels: Pixels, format: ImageFormat, quality: int) -> str:
+def encode_base64(pixels: Pixels, format: ImageFormat, quality: int, text: str = "") -> str:
     """Encode one image like `encode`, as standard base64 text without line breaks or a `data:` prefix."""
-    return base64.b64encode(encode(pixels, format, quality)).decode("ascii")
+    return base64.b64encode(encode(pixels, format, quality, text)).decode("ascii")
 
 
-def _options(format: ImageFormat, quality: int) -> dict[str, Any]:
+def _options(format: ImageFormat, quality: int, text: str) -> dict[str, Any]:
     """Return Pillow's options, chosen for speed: a few per cent of the bytes are not worth a longer wait."""
     if format == "png":
         # Level 6 takes 3.5 times as long as level 1 and saves 5 % on a photo-like image.
-        return {"compress_level": 1}
+        return {"compress_level": 1} | ({"pnginfo": png_text(text)} if text else {})
     if format == "jpeg":
         # "optimize" makes a second pass: 3 times the time for 4 % of the bytes.
         return {"quality": quality, "subsampling": "4:2:0"}
     # Method 4, Pillow's default, takes 3 times as long as method 0 for files of the same size.
-    return {"quality": quality, "method": 0}
+    return {"quality": quality, "method": 0} | ({"exif": exif(text)} if text else {})

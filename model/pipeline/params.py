@@ -9,6 +9,7 @@ if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.adapters.layers import AdapterSet
     from model.images.encode import Pixels
     from model.images.inputs import Pixels as MaskPixels
+    from model.images.metadata import Metadata
 
 REPAINTED_LEVEL = 128  # of 0 to 255; diffusers' `VaeImageProcessor.binarize` has the same threshold, 0.5
 
@@ -69,6 +70,7 @@ class GenerationParams:
     loras: the adapters, by name, with their scales.
     controls: the ControlNets that the base's steps use, each with another name.
     image_prompts: the IP-Adapters that the base's steps use, each with another name.
+    metadata: what the files of the images state; None: nothing.
     composite, color_match, upscale: see `model.pipeline.finish`.
     """
 
@@ -97,6 +99,7 @@ class GenerationParams:
     upscale: int = 1
 
     loras: "AdapterSet" = ()
+    metadata: "Metadata | None" = field(default=None, compare=False, repr=False)
 
     @property
     def task(self) -> Task:

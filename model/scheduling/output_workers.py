@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64
+from model.images.metadata import metadata_text
 from model.images.pending import PendingImage
 from model.pipeline.finish import finish
 from model.pipeline.preview import Preview
@@ -48,7 +49,9 @@ class OutputWorkers:
             job.end_stage("decode")
             if pixels is None:
                 raise broken_image([index], job.params.num_images)
-            data = encode_base64(finish(pixels, job.params), job.params.output_format, job.params.quality)
+            params = job.params
+            text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
+            data = encode_base64(finish(pixels, params), params.output_format, params.quality, text)
             job.emit(ImageEvent(index, data))
             self._on_image(job, index, pixels)
             job.add_encoded_image(index, data)
