@@ -1,15 +1,17 @@
 """Text in the files of images: how an image was made.
 
 PNG: an iTXt chunk with the keyword "preheat". JPEG and WebP: the tag UserComment of EXIF (Exif 2.32, 4.6.5), in ASCII.
-The text is JSON with only ASCII characters.
+The text is JSON with only ASCII characters. Pillow is imported at its first use: the request's schema needs this module
+before torch is imported.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
+if TYPE_CHECKING:
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
 
 KEYWORD = "preheat"
 MAX_JPEG_BYTES = 65_000  # a JPEG segment has at most 65,533 bytes; the rest is EXIF's own structure
@@ -25,8 +27,10 @@ def metadata_text(metadata: Metadata, seed: int) -> str:
     return json.dumps({**metadata, "request": {**metadata["request"], "seed": seed, "num_images": 1}})
 
 
-def png_text(text: str) -> PngInfo:
+def png_text(text: str) -> "PngInfo":
     """Return the chunks of a PNG with the text."""
+    from PIL.PngImagePlugin import PngInfo
+
     info = PngInfo()
     info.add_itxt(KEYWORD, text)
     return info
@@ -34,6 +38,8 @@ def png_text(text: str) -> PngInfo:
 
 def exif(text: str) -> bytes:
     """Return EXIF with the text, as a WebP holds it."""
+    from PIL import Image
+
     tags = Image.Exif()
     tags.get_ifd(_EXIF_IFD)[_USER_COMMENT] = _ASCII + text.encode("ascii")
     return tags.tobytes()
@@ -49,7 +55,7 @@ def add_to_jpeg(file: bytes, text: str) -> bytes:
     return b"".join([file[:at], b"\xff\xe1", (len(data) + 2).to_bytes(2), data, file[at:]])
 
 
-def read_text(image: Image.Image) -> str:
+def read_text(image: "Image.Image") -> str:
     """Return the text of an image that Pillow has opened, "" without one."""
     if KEYWORD in image.info:
         return str(image.info[KEYWORD])
