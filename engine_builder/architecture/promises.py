@@ -103,6 +103,8 @@ CAPABILITIES: Tests = {
         "tests/gateway/test_openai.py::test_edit_changes_only_transparent_parts_of_the_mask",
         "tests/gateway/test_openai.py::test_refuses_in_the_shape_of_openai",
         "tests/gateway/test_openai.py::test_repeats_only_what_was_not_started",
+        "tests/gateway/test_history.py::test_each_key_has_its_own_finished_requests",
+        "tests/load/test_gateway.py::test_no_request_is_lost_when_a_server_is_killed",
     ),
     "metadata in files": (
         "tests/test_metadata.py::test_request_of_the_metadata_makes_the_image_again",

@@ -31,13 +31,16 @@ def gateway(
     key_file: Annotated[
         Path | None, typer.Option(help="File of API keys, one NAME KEY [IMAGES_PER_MINUTE] on each line.")
     ] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="SQLite file for the finished requests; default: no history.")
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; another one than 127.0.0.1 needs keys.")
     ] = "127.0.0.1",
     port: PortOption = 8090,
 ) -> None:
     """Serve OpenAI's Images API and the playground page until interrupted."""
-    _run(backend or ["http://127.0.0.1:8080"], key_file, host, port)
+    _run(backend or ["http://127.0.0.1:8080"], key_file, host, port, history)
 
 
 def playground(
@@ -54,7 +57,7 @@ def playground(
         _run([server.url], None, "127.0.0.1", port)
 
 
-def _run(backends: list[str], key_file: Path | None, host: str, port: int) -> None:
+def _run(backends: list[str], key_file: Path | None, host: str, port: int, history: Path | None = None) -> None:
     try:
         from engine_builder.gateway.serve import prepare, run
     except ImportError as error:
@@ -62,7 +65,7 @@ def _run(backends: list[str], key_file: Path | None, host: str, port: int) -> No
             f"{error.name} is not installed.", "Install the extra: pip install 'preheat[gateway]'."
         ) from error
 
-    prepared = prepare(backends, key_file, host, port)
+    prepared = prepare(backends, key_file, host, port, history)
     console.print(f"Playground at http://{plain(host)}:{port}/, OpenAI's API at http://{plain(host)}:{port}/v1")
     try:
         run(prepared)

@@ -7,9 +7,11 @@ import asyncio
 import json
 import logging
 import re
+import sqlite3
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -26,10 +28,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine_builder.gateway import openai_answers, openai_requests
 from engine_builder.gateway.backends import Accepted, Backends, Event
 from engine_builder.gateway.errors import ApiError, refused
+from engine_builder.gateway.history import MAX_LISTED, History
 from engine_builder.gateway.keys import ApiKey, Keys
 from engine_builder.gateway.openai_requests import Files, ImageCall
 from model.api.body_limit import BodyLimit
-from model.api.request import GenerationRequest
+from model.api.request import GenerationRequest, without_images
 from model.errors import Overloaded, PreheatError
 
 PAGE = Path(__file__).with_name("page")
@@ -55,9 +58,10 @@ T = TypeVar("T")
 class Gateway:
     """The endpoints. `build` makes the application."""
 
-    def __init__(self, backends: Backends, keys: Keys) -> None:
+    def __init__(self, backends: Backends, keys: Keys, history: History | None = None) -> None:
         self._backends = backends
         self._keys = keys
+        self._history = history
 
     def build(self) -> Starlette:
         """Return the ASGI application."""
@@ -66,6 +70,8 @@ class Gateway:
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             async with self._backends.running():
                 yield
+            if self._history is not None:
+                self._history.close()
 
         routes = [
             Route("/v1/images/generations", self.generations, methods=["POST"]),
@@ -76,6 +82,8 @@ class Gateway:
             Route("/v1/models/model", self.health),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/description", self.description),
+            Route("/v1/history", self.list_history),
+            Route("/v1/history", self.clear_history, methods=["DELETE"]),
             Route("/health", self.health),
             *(Route("/" if path.name == "index.html" else f"/{path.name}", _page(path)) for path in _page_files()),
         ]
@@ -194,10 +202,13 @@ class Gateway:
         self._keys.take(key, images)
         try:
             starting = stack.enter_async_context(self._backends.start(native, model, request_id))
-            return await _unless_disconnected(http, starting)
+            accepted = await _unless_disconnected(http, starting)
         except BaseException:
             key.give_back(images)  # nothing was generated
             raise
+        if self._history is None:
+            return accepted
+        return replace(accepted, events=_recorded(self._history, key.name, native, accepted.events))
 
     async def models(self, http: Request) -> Response:
         """`GET /v1/models`: the releases of all backends."""
@@ -220,6 +231,24 @@ class Gateway:
         known = await self._backends.descriptions()
         found = {description["release"]: description for _, description in reversed(known)}
         return JSONResponse({"key_required": self._keys.required, "models": list(reversed(found.values()))})
+
+    async def list_history(self, http: Request) -> Response:
+        """`GET /v1/history?limit=&before=`: the key's finished requests, the newest first."""
+        key, history = self._authenticate(http), self._require_history()
+        limit = _query_number(http, "limit", 50, MAX_LISTED)
+        before = _query_number(http, "before", 2**53, 2**53)
+        entries = await asyncio.to_thread(history.list, key.name, limit, before)
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def clear_history(self, http: Request) -> Response:
+        """`DELETE /v1/history`: delete all entries of the key."""
+        key, history = self._authenticate(http), self._require_history()
+        return JSONResponse({"deleted": await asyncio.to_thread(history.clear, key.name)})
+
+    def _require_history(self) -> History:
+        if self._history is None:
+            raise ApiError(404, "This gateway keeps no history. Start it with --history FILE.", None, "history_off")
+        return self._history
 
     async def health(self, _: Request) -> Response:
         """`GET /health`: status 200 if a backend can be used, with the state of each."""
@@ -335,6 +364,37 @@ async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
     except ApiError as error:
         line = {"event": "error", "status": error.status, "kind": error.code, "error": str(error)}
         yield json.dumps(line) + "\n"
+
+
+async def _recorded(history: History, key: str, native: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """Yield the events of a request, and add it to the history when its images are finished."""
+    seeds: list[int] = []
+    async for event in events:
+        if event["event"] == "image":
+            seeds.append(event["seed"])
+        elif event["event"] == "done":
+            entry = {
+                "seeds": sorted(seeds),
+                **{name: event[name] for name in ("time", "timings", "warnings", "engine")},
+            }
+            # Images are hashed, and the file is written.
+            await asyncio.to_thread(_add_to_history, history, key, native, entry)
+        yield event
+
+
+def _add_to_history(history: History, key: str, native: Event, entry: Event) -> None:
+    request = {name: value for name, value in native.items() if name not in ("stream", "preview_every")}
+    try:
+        history.add(key, {"request": without_images(request), **entry})
+    except sqlite3.Error as error:
+        logger.error("The history cannot be written.", exc_info=error)  # the images are finished all the same
+
+
+def _query_number(http: Request, name: str, default: int, most: int) -> int:
+    text = http.query_params.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 17 and 1 <= int(text) <= most):
+        raise refused(name, f"got {text[:60]!r}, expected a whole number from 1 to {most}.")
+    return int(text)
 
 
 def _native_answer(events: list[Event]) -> Event:

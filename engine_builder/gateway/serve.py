@@ -10,7 +10,9 @@ import uvicorn
 from engine_builder.gateway.app import Gateway
 from engine_builder.gateway.backends import Backends, parse_backend
 from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.gateway.history import History
 from engine_builder.gateway.keys import Keys, read_keys
+from model.errors import PreheatError
 
 _BACKLOG = 2048  # connections; uvicorn's default
 _GRACE_SECONDS = 10  # for requests in flight when the gateway ends
@@ -24,7 +26,9 @@ class Prepared:
     listener: socket.socket
 
 
-def prepare(backends: list[str], key_file: Path | None, host: str, port: int) -> Prepared:
+def prepare(
+    backends: list[str], key_file: Path | None, host: str, port: int, history_file: Path | None = None
+) -> Prepared:
     """Check the settings and open the port. Raises GatewayConfigError."""
     parsed = [parse_backend(url) for url in backends]
     keys = Keys() if key_file is None else read_keys(key_file)
@@ -32,8 +36,14 @@ def prepare(backends: list[str], key_file: Path | None, host: str, port: int) ->
         raise GatewayConfigError(
             f"Without keys the gateway listens on 127.0.0.1 only, not on {host[:80]!r}.", "Give it keys: --key-file."
         )
+    servers = Backends(parsed)
     listener = _listen(host, port)
-    application = Gateway(Backends(parsed), keys).build()
+    try:
+        history = None if history_file is None else History(history_file)
+    except PreheatError:
+        listener.close()
+        raise
+    application = Gateway(servers, keys, history).build()
     config = uvicorn.Config(
         application,
         log_level="warning",

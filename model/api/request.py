@@ -372,7 +372,7 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     )
     names = {*type(request).model_fields, *found} & values.keys() - {"loras"}
     found |= {name: values[name] for name in names if values[name] is not None}
-    metadata = {"release": release, "request": _without_images(found)}
+    metadata = {"release": release, "request": without_images(found)}
     size = len(metadata_text(metadata, SEED_COUNT))
     if values["output_format"] == "jpeg" and size > MAX_JPEG_BYTES:
         raise RequestRefused(
@@ -383,12 +383,12 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     return metadata
 
 
-def _without_images(value: Any, key: str = "") -> Any:
+def without_images(value: Any, key: str = "") -> Any:
     """Return `value` with the SHA-256 of each file in place of its base64, in all fields `image` and `images`."""
     if isinstance(value, dict):
-        return {name: _without_images(entry, name) for name, entry in value.items()}
+        return {name: without_images(entry, name) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_without_images(entry, key) for entry in value]
+        return [without_images(entry, key) for entry in value]
     if key in ("image", "images"):
         return f"sha256:{hashlib.sha256(base64.b64decode(value.rpartition(',')[2])).hexdigest()}"
     return value

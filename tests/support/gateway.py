@@ -10,9 +10,11 @@ from tests.support.waiting import eventually
 
 
 @contextmanager
-def running_gateway(backends: Sequence[str], key_file: Path | None = None) -> Iterator[str]:
+def running_gateway(
+    backends: Sequence[str], key_file: Path | None = None, history: Path | None = None
+) -> Iterator[str]:
     """Run a gateway on a free port of 127.0.0.1. Yields its URL."""
-    prepared = prepare(list(backends), key_file, "127.0.0.1", 0)
+    prepared = prepare(list(backends), key_file, "127.0.0.1", 0, history)
     thread = threading.Thread(target=prepared.server.run, kwargs={"sockets": [prepared.listener]})
     port = prepared.listener.getsockname()[1]
     thread.start()

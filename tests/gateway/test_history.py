@@ -1,0 +1,91 @@
+"""The history of a gateway."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine_builder.files import NotWritable
+from engine_builder.gateway.errors import GatewayConfigError
+from engine_builder.gateway.history import History
+from engine_builder.local_server.server import Server
+from tests.support.gateway import running_gateway
+from tests.support.images import file_of
+from tests.support.predictions import SMALL, TIMEOUT_SECONDS, http_client, predict
+
+KEYS = {"one": "sk-0123456789abcdef", "two": "sk-fedcba9876543210"}
+
+
+@pytest.fixture
+def clients(server: Server, tmp_path: Path) -> Iterator[list[httpx.Client]]:
+    """A client of each key of a gateway with a history."""
+    (tmp_path / "keys").write_text("".join(f"{name} {key}\n" for name, key in KEYS.items()))
+    with running_gateway([server.url], tmp_path / "keys", tmp_path / "history.sqlite") as url:
+        options: Any = {"base_url": url, "trust_env": False, "timeout": TIMEOUT_SECONDS}
+        clients = [httpx.Client(headers={"Authorization": f"Bearer {key}"}, **options) for key in KEYS.values()]
+        yield clients
+        for client in clients:
+            client.close()
+
+
+def entries(client: httpx.Client, query: str = "") -> list[dict[str, Any]]:
+    answer = client.get(f"/v1/history{query}")
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, Any]] = answer.json()["data"]
+    return found
+
+
+def test_each_key_has_its_own_finished_requests(
+    clients: list[httpx.Client], server: Server, release: str, tmp_path: Path
+) -> None:
+    one, two = clients
+    image = file_of(np.full((64, 64, 3), 90, np.uint8))
+    made = predict(one, **SMALL | {"num_inference_steps": 4}, image=image, num_images=2)
+    body = {"prompt": "a red circle", "size": "64x64", "num_inference_steps": 1, "seed": 9, "stream": True}
+    assert one.post("/v1/images/generations", json=body).status_code == 200
+    assert one.post("/v1/images/generations", json=body | {"size": "80x80"}).status_code == 400
+    newest, oldest = entries(one)
+    assert newest["request"]["prompt"] == "a red circle" and newest["seeds"] == [9]
+    assert oldest["seeds"] == [image["seed"] for image in made["images"]]
+    assert oldest["request"]["image"].startswith("sha256:") and oldest["engine"]["release"] == release
+    assert entries(one, "?limit=1") == [newest] and entries(one, f"?before={newest['id']}") == [oldest]
+    assert entries(two) == []
+    with http_client(server) as direct:
+        again = predict(direct, **newest["request"] | {"seed": newest["seeds"][0]})
+    assert again["images"][0]["seed"] == 9
+    assert two.delete("/v1/history").json() == {"deleted": 0}
+    assert one.delete("/v1/history").json() == {"deleted": 2} and entries(one) == []
+    assert image.encode() not in (tmp_path / "history.sqlite").read_bytes()
+    assert stat.S_IMODE((tmp_path / "history.sqlite").stat().st_mode) == 0o600
+    assert one.get("/v1/history?limit=0").json()["error"]["param"] == "limit"
+
+
+def test_no_history_by_default(server: Server) -> None:
+    with running_gateway([server.url]) as url:
+        answer = httpx.get(f"{url}/v1/history", trust_env=False)
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "history_off"
+
+
+def test_keeps_the_newest_entries_also_after_a_restart(tmp_path: Path) -> None:
+    history = History(tmp_path / "history", max_entries=3)
+    for number in range(5):
+        history.add("a", {"number": number})
+    history.close()
+    history = History(tmp_path / "history", max_entries=3)
+    assert [entry["number"] for entry in history.list("a", 10)] == [4, 3, 2]
+    history.close()
+
+
+@pytest.mark.parametrize("content", [None, b"not a database, but a text of some length" * 50], ids=["folder", "text"])
+def test_refuses_a_file_that_is_no_history(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises((GatewayConfigError, NotWritable), match="cannot be"):
+        History(path)
