@@ -137,10 +137,10 @@ CAPABILITIES: Tests = {
         "tests/builder/test_tensorrt_rtx.py::test_builds_each_component_for_one_gpu_and_for_three",
     ),
     "Triton Inference Server": (
-        "tests/test_triton_loop.py::test_images_are_those_of_the_truss_server",
-        "tests/test_triton_loop.py::test_streams_previews_and_every_image",
-        "tests/test_triton_loop.py::test_broken_model_names_its_reason",
-        "tests/test_triton_loop.py::test_blobs_are_linked",
+        "tests/triton_serving/test_triton_loop.py::test_images_are_those_of_the_truss_server",
+        "tests/triton_serving/test_triton_loop.py::test_streams_previews_and_every_image",
+        "tests/triton_serving/test_triton_loop.py::test_broken_model_names_its_reason",
+        "tests/triton_serving/test_triton_loop.py::test_blobs_are_linked",
     ),
 }
 """By the first column of "What it can do"."""

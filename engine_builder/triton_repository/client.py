@@ -1,4 +1,4 @@
-"""Call `generate_loop` on a Triton server, over HTTP or gRPC.
+"""Call `generate_loop` or an ensemble of the unrolled pipeline on a Triton server, over HTTP or gRPC.
 
 Triton's HTTP endpoint for models with several responses is `/generate`, which answers with one. Its tensors are lists
 of numbers, so large images take longer than over gRPC. Only gRPC streams previews.
@@ -7,11 +7,13 @@ of numbers, so large images take longer than over gRPC. Only gRPC streams previe
 import importlib
 import json
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 
 from engine_builder.local_server.client import MAX_TIMEOUT_SECONDS, CallFailed
 from engine_builder.triton_repository.loop_model import EVENT, FILE, GENERATE_LOOP, REQUEST
@@ -19,6 +21,7 @@ from engine_builder.triton_repository.loop_model import EVENT, FILE, GENERATE_LO
 Protocol = Literal["http", "grpc"]
 INSTALL = "Install the client: `pip install 'preheat[triton]'`."
 Event = dict[str, Any]
+_DATATYPES = {"uint8": "UINT8", "int64": "INT64", "float32": "FP32"}
 
 
 def generate(
@@ -34,11 +37,105 @@ def generate(
     address: host and port. version: of the model; "": the newest one. progress: receives each preview's event and
     JPEG, over gRPC and if the request has `stream`. timeout: seconds for the whole answer. Raises CallFailed.
     """
-    if not 0 < timeout <= MAX_TIMEOUT_SECONDS:  # also refuses NaN
-        raise CallFailed(f"A timeout of {timeout:g} s is not possible.", remedy=f"Wait 1 to {MAX_TIMEOUT_SECONDS} s.")
+    _check_timeout(timeout)
     body = json.dumps(dict(request)).encode()
     call = _call_http if protocol == "http" else _call_grpc
     return call(address, body, timeout, version, progress)
+
+
+def generate_pixels(
+    protocol: Protocol,
+    address: str,
+    model: str,
+    prompt: str,
+    seed: int,
+    guidance_scale: float,
+    timeout: float,
+    negative_prompt: str | None = None,
+    version: str = "",
+) -> NDArray[np.uint8]:
+    """Call an ensemble of `engine_builder.triton_repository.unrolled`. Returns uint8 [height, width, 3].
+
+    address: host and port. version: of the ensemble; "": the newest one. timeout: seconds. Raises CallFailed.
+    """
+    _check_timeout(timeout)
+    tensors: dict[str, NDArray[Any]] = {
+        "prompt": _utf8(prompt),
+        "seed": np.array([[seed]], np.int64),
+        "guidance_scale": np.array([[guidance_scale]], np.float32),
+    }
+    if negative_prompt is not None:
+        tensors["negative_prompt"] = _utf8(negative_prompt)
+    infer = _infer_http if protocol == "http" else _infer_grpc
+    return infer(address, model, tensors, timeout, version)
+
+
+def _check_timeout(timeout: float) -> None:
+    if not 0 < timeout <= MAX_TIMEOUT_SECONDS:  # also refuses NaN
+        raise CallFailed(f"A timeout of {timeout:g} s is not possible.", remedy=f"Wait 1 to {MAX_TIMEOUT_SECONDS} s.")
+
+
+def _utf8(text: str) -> NDArray[np.uint8]:
+    """Return the UTF-8 of a text, [1, bytes]. Triton refuses a text with a lone surrogate."""
+    return np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)[None]
+
+
+def _infer_http(
+    address: str, model: str, tensors: Mapping[str, NDArray[Any]], timeout: float, version: str
+) -> NDArray[np.uint8]:
+    """Call Triton's HTTP endpoint. The image is binary, after the JSON of the answer."""
+    path = f"/versions/{version}" if version else ""
+    inputs = [
+        {"name": name, "shape": array.shape, "datatype": _DATATYPES[array.dtype.name], "data": array.ravel().tolist()}
+        for name, array in tensors.items()
+    ]
+    outputs = [{"name": "image", "parameters": {"binary_data": True}}]
+    with _http_errors(address):
+        url = f"http://{address}/v2/models/{model}{path}/infer"
+        answer = httpx.post(url, json={"inputs": inputs, "outputs": outputs}, timeout=timeout, trust_env=False)
+        if not answer.is_success:
+            raise CallFailed(f"{address} refused the request: {answer.json()['error']}", answer.status_code)
+        length = int(answer.headers["Inference-Header-Content-Length"])
+        [image] = json.loads(answer.content[:length])["outputs"]
+        pixels = np.frombuffer(answer.content[length:], np.uint8).reshape(image["shape"])
+        return np.ascontiguousarray(pixels[0])
+
+
+def _infer_grpc(
+    address: str, model: str, tensors: Mapping[str, NDArray[Any]], timeout: float, version: str
+) -> NDArray[np.uint8]:
+    grpc = _import_grpc()
+    inputs = []
+    for name, array in tensors.items():
+        inputs.append(grpc.InferInput(name, list(array.shape), _DATATYPES[array.dtype.name]))
+        inputs[-1].set_data_from_numpy(array)
+    try:
+        with grpc.InferenceServerClient(address) as client:
+            result = client.infer(model, inputs, version, client_timeout=timeout)
+    except grpc.InferenceServerException as error:
+        raise CallFailed(f"{address} refused the request: {error.message()}") from error
+    pixels: NDArray[np.uint8] = result.as_numpy("image")[0]
+    return pixels
+
+
+@contextmanager
+def _http_errors(address: str) -> Iterator[None]:
+    """Raise CallFailed in place of the errors of a call, and of an answer in another form than Triton's."""
+    try:
+        yield
+    except httpx.InvalidURL as error:
+        raise CallFailed(f"{address!r} is not an address: {error}.", remedy="Give HOST:PORT.") from error
+    except httpx.HTTPError as error:
+        raise CallFailed(f"{address} gave no answer: {error or type(error).__name__}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CallFailed(f"{address} answered in another form than Triton's.") from error
+
+
+def _import_grpc() -> Any:
+    try:
+        return importlib.import_module("tritonclient.grpc")
+    except ImportError as error:
+        raise CallFailed(f"gRPC needs the package tritonclient ({error}).", remedy=INSTALL) from error
 
 
 def _call_http(
@@ -46,28 +143,18 @@ def _call_http(
 ) -> list[tuple[Event, bytes]]:
     path = f"/versions/{version}" if version else ""
     url = f"http://{address}/v2/models/{GENERATE_LOOP}{path}/generate"
-    try:
+    with _http_errors(address):
         answer = httpx.post(url, json={REQUEST: list(body)}, timeout=timeout, trust_env=False)
         values = answer.json()
-        if answer.is_success:
-            return [(json.loads(bytes(values[EVENT])), bytes(values[FILE]))]
-        reason = str(values["error"])
-    except httpx.InvalidURL as error:
-        raise CallFailed(f"{address!r} is not an address: {error}.", remedy="Give HOST:PORT.") from error
-    except httpx.HTTPError as error:
-        raise CallFailed(f"{address} gave no answer: {error or type(error).__name__}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CallFailed(f"{address} answered {answer.status_code} in another form than Triton's.") from error
-    raise CallFailed(f"{address} refused the request: {reason}", answer.status_code)
+        if not answer.is_success:
+            raise CallFailed(f"{address} refused the request: {values['error']}", answer.status_code)
+        return [(json.loads(bytes(values[EVENT])), bytes(values[FILE]))]
 
 
 def _call_grpc(
     address: str, body: bytes, timeout: float, version: str, progress: Callable[[Event, bytes], None]
 ) -> list[tuple[Event, bytes]]:
-    try:
-        grpc = importlib.import_module("tritonclient.grpc")
-    except ImportError as error:
-        raise CallFailed(f"gRPC needs the package tritonclient ({error}).", remedy=INSTALL) from error
+    grpc = _import_grpc()
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     images: list[tuple[Event, bytes]] = []
     client = None

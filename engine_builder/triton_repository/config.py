@@ -38,7 +38,8 @@ class TritonModel:
     max_batch: images of one call; 0: tensors have no batch.
     preferred: batch sizes that Triton's dynamic batching prefers; empty: requests are not merged.
     decoupled: true if a request has several responses.
-    warmup: the content of each input of the warm-up request, by input; empty: none.
+    warms_up: true if Triton sends a request before the model is ready, with the inputs of `warmup`, others zero.
+    warmup: the content of inputs of the warm-up request, by input.
     steps: of an ensemble: the models, with the names that their inputs and outputs have in the ensemble.
     parameters: that the serving class reads.
     """
@@ -50,6 +51,7 @@ class TritonModel:
     max_batch: int = 0
     preferred: tuple[int, ...] = ()
     decoupled: bool = False
+    warms_up: bool = False
     warmup: Mapping[str, bytes] = field(default_factory=dict)
     steps: "tuple[EnsembleStep, ...]" = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -86,9 +88,9 @@ def config_text(model: TritonModel, versions: Sequence[int]) -> str:
         lines.append("model_transaction_policy { decoupled: true }")
     for key, value in model.parameters.items():
         lines.append(f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}')
-    if model.warmup:
+    if model.warms_up:
         lines += ["model_warmup [{", '  name: "warm up"', f"  batch_size: {1 if model.max_batch else 0}"]
-        lines += [_warmup_text(tensor, len(model.warmup[tensor.name])) for tensor in model.inputs]
+        lines += [_warmup_text(tensor, model.warmup.get(tensor.name)) for tensor in model.inputs if not tensor.optional]
         lines.append("}]")
     return "\n".join([*lines, ""])
 
@@ -107,13 +109,11 @@ def _step_text(step: EnsembleStep) -> str:
     return "\n".join([head, *lines, "  }"])
 
 
-def _warmup_text(tensor: Tensor, size: int) -> str:
-    """Return an input of the warm-up request. Its content is a file of the folder `warmup`."""
-    dims = ", ".join(str(size if dim == ANY else dim) for dim in tensor.dims)
-    return (
-        f'  inputs {{ key: "{tensor.name}" value: {{ data_type: TYPE_{tensor.type} dims: [{dims}] '
-        f'input_data_file: "{tensor.name}" }} }}'
-    )
+def _warmup_text(tensor: Tensor, content: bytes | None) -> str:
+    """Return an input of the warm-up request. `content`: of a file of the folder `warmup`; None: zeros."""
+    dims = ", ".join(str(len(content or b"") if dim == ANY else dim) for dim in tensor.dims)
+    data = "zero_data: true" if content is None else f'input_data_file: "{tensor.name}"'
+    return f'  inputs {{ key: "{tensor.name}" value: {{ data_type: TYPE_{tensor.type} dims: [{dims}] {data} }} }}'
 
 
 def check_config(config: Mapping[str, Any], expected: TritonModel) -> None:

@@ -23,5 +23,6 @@ def loop_model(requires_masks: bool = False) -> TritonModel:
         outputs=(Tensor(FILE, "UINT8", (ANY,)), Tensor(EVENT, "UINT8", (ANY,))),
         serving="engine_builder.triton_repository.serving.loop.GenerateLoop",
         decoupled=True,
+        warms_up=not requires_masks,
         warmup={} if requires_masks else {REQUEST: _WARMUP},
     )

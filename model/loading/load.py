@@ -5,7 +5,7 @@ cause and the command that fixes it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,12 +65,14 @@ def load_release(
     caches: RuntimeCacheFolder | None = None,
     precision: ServedPrecision | None = None,
     adapters: ServedAdapters = NO_ADAPTERS,
+    components: Collection[str] | None = None,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
     If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
-    `select`. `adapters`: those that requests may use.
+    `select`. `adapters`: those that requests may use. `components`: the only ones to fetch and open, for a process that
+    runs a part of the pipeline; None: all.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
@@ -85,6 +87,9 @@ def load_release(
         check_signature(manifest, public_keys)
         selection = select(manifest, targets, buckets, precision=precision, with_adapters=bool(adapters.names))
         served = served_model(selection, buckets, adapters.names)
+        unet = selection.engines[UNET][0]
+        if components is not None:
+            selection = selection.only(components)
         adapter_records = read_adapters(store, adapters.names, public_keys, selection)
         unquantized = unquantized_weights(selection) if adapter_records else None
         noise_schedules: dict[str, AnyNoiseSchedule] = {
@@ -146,7 +151,6 @@ def load_release(
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
     )
-    unet = selection.engines[UNET][0]
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
 

@@ -3,8 +3,8 @@
 Imports neither torch nor numpy, so it runs while torch is still being imported, and in the prefetch process.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.errors import ConfigError, EngineError, MissingComponent, NoEngineForTarget
@@ -46,6 +46,15 @@ class Selection:
     weights: dict[str, list[WeightsRecord]]
     shared: dict[str, str]
     fp16_steps: Fp16Steps | None = None
+
+    def only(self, components: Collection[str]) -> "Selection":
+        """Return the selection of these components."""
+        return replace(
+            self,
+            engines={name: records for name, records in self.engines.items() if name in components},
+            weights={name: records for name, records in self.weights.items() if name in components},
+            shared={name: owner for name, owner in self.shared.items() if {name, owner} <= set(components)},
+        )
 
     def streamed_weights(self) -> list[WeightsRecord]:
         """Return the weights that are loaded onto the device: all but those inside plans."""

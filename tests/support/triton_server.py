@@ -14,11 +14,15 @@ import sysconfig
 import time
 import venv
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from engine_builder.commands.main import app
 
 VERSION = "2.51.0"
 _WHEEL = "nvidia-pytriton==0.7.0"
@@ -60,6 +64,13 @@ def require_triton(folder: Path) -> Path:
     (work / "server").rename(folder)
     shutil.rmtree(work)
     return folder
+
+
+def export(url: str, releases: Sequence[str], out: Path, *options: str) -> Path:
+    """Run `preheat export-triton`. Returns `out`, the new repository."""
+    ran = CliRunner().invoke(app, ["export-triton", *releases, "--store", url, "--out", str(out), *options])
+    assert ran.exit_code == 0, ran.output
+    return out
 
 
 def require_triton_client() -> None:
@@ -156,7 +167,7 @@ class TritonServer:
 
     def _control(self, model: str, action: str) -> str:
         url = f"http://{self.http}/v2/repository/models/{model}/{action}"
-        answer = httpx.post(url, json={}, timeout=180, trust_env=False)
+        answer = httpx.post(url, json={}, timeout=300, trust_env=False)
         return "" if answer.is_success else str(answer.json()["error"])
 
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 import torch.utils.dlpack
+from pydantic import ValidationError
 
 from engine_builder.triton_repository.config import TritonConfigError
-from model.errors import PreheatError
+from model.api.request import GenerationRequest
+from model.errors import PreheatError, RequestRefused
 from model.store.local import LocalStore
+from model.validation import explain
 
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found, unused-ignore] # isort: skip
 
@@ -33,6 +36,12 @@ def as_triton_error(model: str, error: Exception) -> Exception:
     reason = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
     failure: Exception = pb_utils.TritonModelException(f"{model}: {reason}")
     return failure
+
+
+def refusal(error: ValidationError) -> RequestRefused:
+    """Return the refusal of a request, which names the field, the value and what is accepted."""
+    problem = explain(error, GenerationRequest)[0]
+    return RequestRefused(problem.field or "request", f"{problem.message}.")
 
 
 def read_tensor(request: Any, name: str) -> torch.Tensor | None:

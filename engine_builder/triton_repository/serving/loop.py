@@ -28,13 +28,14 @@ from engine_builder.triton_repository.serving.backend import (
     error_response,
     open_release,
     read_bytes,
+    refusal,
     response,
     send_last,
 )
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.errors import Cancelled, DeadlineExceeded, RequestRefused
+from model.errors import Cancelled, DeadlineExceeded
 from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.warmup import batch_measurement, warm_up
@@ -43,7 +44,6 @@ from model.pipeline.runner import Runner
 from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
 from model.scheduling.scheduler import Scheduler
 from model.settings import read_settings
-from model.validation import explain
 
 _READERS = 2  # requests whose images are decoded at once
 _DEVICE_FAILED_EXIT_CODE = 70
@@ -150,8 +150,7 @@ def _parse(content: bytes) -> GenerationRequest:
     try:
         return GenerationRequest.model_validate_json(content)
     except ValidationError as error:
-        problem = explain(error, GenerationRequest)[0]
-        raise RequestRefused(problem.field or REQUEST, f"{problem.message}.") from error
+        raise refusal(error) from error
 
 
 def _event(data: str, event: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@ refused with their reason."""
 
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
-from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.commands.main import app
 from engine_builder.local_server.client import CallFailed
-from engine_builder.releases.publish import publish
-from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository import client
 from engine_builder.triton_repository.client import Protocol
 from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
@@ -27,34 +21,18 @@ from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_mode
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
-from model.loading.target import Target, detect_targets
+from model.loading.target import detect_targets
 from model.pipeline.text_to_image import generate
-from model.store.precision import FP32
-from tests.conftest import KEPT_TOYS, MODEL_FOLDER, REPOSITORY, file_lock
-from tests.support import toy_sd
-from tests.support.triton_server import TritonServer, require_triton, require_triton_client
+from tests.support.triton_server import TritonServer, export, require_triton_client
 
-INSTALLED = REPOSITORY / ".preheat" / "tritonserver-2.51"
 STEPS = 4
 PROMPTS = ("a large red circle on a blue background", "two green squares", "a small yellow triangle")
-
-
-def export(url: str, release: str, out: Path) -> Path:
-    ran = CliRunner().invoke(app, ["export-triton", release, "--store", url, "--out", str(out)])
-    assert ran.exit_code == 0, ran.output
-    return out
 
 
 @pytest.fixture(scope="module")
 def repository(store: WritableStore, release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of `preheat export-triton`."""
-    return export(store.url, release, tmp_path_factory.mktemp("triton") / "repository")
-
-
-@pytest.fixture(scope="module")
-def installed() -> Path:
-    with file_lock(INSTALLED.with_suffix(".lock")):
-        return require_triton(INSTALLED)
+    return export(store.url, [release], tmp_path_factory.mktemp("triton") / "repository", "--loop")
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +40,6 @@ def triton(installed: Path, repository: Path, tmp_path_factory: pytest.TempPathF
     with TritonServer(installed, repository, tmp_path_factory.mktemp("server")) as server:
         assert server.load(GENERATE_LOOP) == ""
         yield server
-
-
-@pytest.fixture(scope="module")
-def sd_store(
-    target: Target, tmp_path_factory: pytest.TempPathFactory, show_progress: Callable[[str], None]
-) -> WritableStore:
-    """A store with the toy of Stable Diffusion 1.5, published as toy-sd/1. Its engines are kept between runs."""
-    root = tmp_path_factory.mktemp("triton-sd")
-    folder = toy_sd.write(root / "toy", MODEL_FOLDER / "tokenizer", "1.5")
-    plan = BuildPlan("toy-sd", Checkpoint(folder), None, target, FP32)
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        kept = open_writable_store(KEPT_TOYS)
-        build(plan, kept, lambda component, activity, *_: show_progress(f"toy SD: {component}: {activity}"))
-        shutil.copytree(KEPT_TOYS, root / "store")
-    store = open_writable_store(root / "store")
-    publish(store, "toy-sd")
-    return store
 
 
 def request(number: int) -> dict[str, Any]:
@@ -116,7 +77,7 @@ def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Load
 
 
 def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: WritableStore, tmp_path: Path) -> None:
-    repository = export(sd_store.url, "toy-sd/1", tmp_path / "repository")
+    repository = export(sd_store.url, ["toy-sd/1"], tmp_path / "repository", "--loop")
     loaded = load_release(sd_store, "toy-sd/1", detect_targets(), [], ColdStart())
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(GENERATE_LOOP) == ""

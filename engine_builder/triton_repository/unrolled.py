@@ -1,0 +1,218 @@
+"""The pipeline as separate Triton models, and the ensemble that has every step written out.
+
+    tokenizer -> text_encoders -> conditioner -> N x (denoiser -> scheduler_step) -> vae_decoder -> postprocessor
+
+A batch entry is an image. The number of steps, the sampler and the size are fixed, so shapes are equal and Triton's
+dynamic batching merges requests. Ensembles have no constants: the step index travels as a tensor.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, TritonModel
+from engine_builder.triton_repository.export import RepositoryError, Versions
+from model.denoising.edm_schedule import schedule_from_dict
+from model.denoising.sampler_names import sampler_name
+from model.denoising.samplers import sampler_schedule
+from model.engines.signatures import TIMESTEP_COND
+from model.loading.served import read_defaults
+from model.pipeline.spec import BASE, UNET, UNET_TEXT, UNET_TIME, VAE_DECODER
+from model.store.manifest import Blob, EngineRecord, Manifest, TensorSpec
+from model.validation import MAX_STEPS
+
+MAX_BATCH = 8  # images of one call; an engine with a smaller batch is called several times
+_SERVING = "engine_builder.triton_repository.serving.unrolled"
+_TYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
+_UNET_INPUTS = {"sample", "time_embeds", "keys_values"}
+TOKENS, NEGATIVE_GIVEN, POOLED = "tokens", "negative_given", "pooled"
+
+
+def hidden_name(encoder: str) -> str:
+    """Return the name of the tensor of a text encoder's hidden states."""
+    return f"{encoder}_hidden_states"
+
+
+def components_of_model(name: str, manifest: Manifest) -> tuple[str, ...]:
+    """Return the components that a model of the unrolled pipeline loads."""
+    encoders = tuple(encoder for encoder, _ in BASE.encoders(manifest.architectures))
+    used = {"text_encoders": encoders, "conditioner": (UNET_TEXT, UNET_TIME), "denoiser": (UNET,)}
+    return used.get(name, (VAE_DECODER,) if name == "vae_decoder" else ())
+
+
+def blobs_of_model(name: str, manifest: Manifest) -> list[Blob]:
+    """Return the blobs that a model of the unrolled pipeline loads. Tokenizers are opened by every model."""
+    components = components_of_model(name, manifest)
+    engines = [engine for engine in manifest.engines if engine.component in components]
+    blobs = [blob for engine in engines for blob in (engine.blob, engine.constants)]
+    blobs += [engine.tensorrt.literals for engine in engines if engine.tensorrt]
+    blobs += [blob for weights in manifest.weights if weights.component in components for blob in weights.blobs]
+    return blobs + [tokenizer.blob for tokenizer in manifest.tokenizers.values()]
+
+
+def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
+    """Return the models of the pipeline with this number of steps, by name, without the ensemble.
+
+    Raises RepositoryError, and RequestRefused for a number of steps that the release's sampler does not have.
+    """
+    defaults = read_defaults(manifest.defaults)
+    sampler_schedule(sampler_name(defaults.scheduler), steps, schedule_from_dict(manifest.schedulers["base"]))
+    unet, time, text = (_engine(manifest, name) for name in (UNET, UNET_TIME, UNET_TEXT))
+    if {spec.name for spec in unet.signature.inputs} != _UNET_INPUTS or unet.signature.extra_channels:
+        raise RepositoryError(
+            f"The UNet of release {manifest.name} needs an input image, which the unrolled pipeline does not take.",
+            "Write the repository with --loop.",
+        )
+    settings = manifest.settings
+    height, width = settings.native_height, settings.native_width
+    texts = texts_of(manifest)
+    latents = (settings.latent_channels, height // settings.vae_scale_factor, width // settings.vae_scale_factor)
+    state = (Tensor("latents", "FP32", latents), Tensor("previous", "FP32", latents))
+    step, seed = Tensor("step", "INT32", (1,)), Tensor("seed", "INT64", (1,))
+    tokens = Tensor(TOKENS, "INT64", (len(manifest.tokenizers), texts, _tokens(manifest)))
+    given = Tensor(NEGATIVE_GIVEN, "INT32", (1,))
+    encoded = tuple(_encoded(manifest, texts))
+    conditioning = (
+        _tensor("keys_values", text.signature.outputs[0], texts),
+        _tensor("time_embeds", time.signature.outputs[0], texts, steps),
+        Tensor("guidance", "FP32", (steps,)),
+    )
+    noise, pixels = Tensor("noise", "FP32", latents), Tensor("pixels", "FP32", (3, height, width))
+    prompts = (Tensor("prompt", "UINT8", (ANY,)), Tensor("negative_prompt", "UINT8", (ANY,), optional=True))
+    inputs_and_outputs: dict[str, tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = {
+        "tokenizer": ("Tokenize", prompts, (tokens, given)),
+        "text_encoders": ("EncodeTexts", (tokens,), encoded),
+        "conditioner": (
+            "Condition",
+            (*encoded, given, seed, Tensor("guidance_scale", "FP32", (1,))),
+            (*state, step, *conditioning),
+        ),
+        "denoiser": ("PredictNoise", (state[0], step, *conditioning), (noise,)),
+        "scheduler_step": ("TakeStep", (*state, noise, step, seed), (*state, step)),
+        "vae_decoder": ("DecodeLatents", (state[0],), (pixels,)),
+        "postprocessor": ("PostProcess", (pixels,), (Tensor("image", "UINT8", (height, width, 3)),)),
+    }
+    return {
+        name: TritonModel(
+            name,
+            inputs,
+            outputs,
+            f"{_SERVING}.{serving}",
+            MAX_BATCH,
+            # Requests with texts of several lengths have several shapes, which Triton does not merge.
+            preferred=() if name == "tokenizer" else _preferred(manifest, components_of_model(name, manifest), texts),
+            warms_up=True,
+            warmup={"prompt": b"warm up"} if name == "tokenizer" else {},
+            parameters={"steps": str(steps)},
+        )
+        for name, (serving, inputs, outputs) in inputs_and_outputs.items()
+    }
+
+
+def texts_of(manifest: Manifest) -> int:
+    """Return the texts of an image: its prompt and negative prompt, or 1 if the UNet embeds the guidance scale."""
+    names = {spec.name for spec in _engine(manifest, UNET_TIME).signature.inputs}
+    return 1 if TIMESTEP_COND in names else 2
+
+
+def ensemble(name: str, models: Mapping[str, TritonModel], steps: int, version: int) -> TritonModel:
+    """Return the ensemble of these models, of one version of each."""
+    calls = [
+        _call(models["tokenizer"], version, {}),
+        _call(models["text_encoders"], version, {}),
+        _call(models["conditioner"], version, {"latents": "latents_0", "previous": "previous_0", "step": "step_0"}),
+    ]
+    for number in range(steps):
+        names = {"latents": f"latents_{number}", "step": f"step_{number}", "noise": f"noise_{number}"}
+        calls.append(_call(models["denoiser"], version, names))
+        is_last = number == steps - 1
+        after = {"latents": f"latents_{number + 1}"}
+        # Triton refuses a tensor that no model reads.
+        after |= {} if is_last else {"previous": f"previous_{number + 1}", "step": f"step_{number + 1}"}
+        before = names | {"previous": f"previous_{number}", "seed": "seed"}
+        scheduler = models["scheduler_step"]
+        inputs = {tensor.name: before[tensor.name] for tensor in scheduler.inputs}
+        calls.append(EnsembleStep(scheduler.name, version, inputs, after))
+    calls.append(_call(models["vae_decoder"], version, {"latents": f"latents_{steps}"}))
+    calls.append(_call(models["postprocessor"], version, {}))
+    optional = models["tokenizer"].inputs
+    scalars = tuple(t for t in models["conditioner"].inputs if t.name in ("seed", "guidance_scale"))
+    return TritonModel(
+        name,
+        inputs=(*optional, *scalars),
+        outputs=models["postprocessor"].outputs,
+        max_batch=MAX_BATCH,
+        steps=tuple(calls),
+    )
+
+
+def unrolled_repository(releases: Mapping[int, Manifest], steps: int) -> list[Versions]:
+    """Return the models of a repository: those of the pipeline in all versions, and an ensemble for each version.
+
+    The newest version's ensemble is `generate_<steps>_pipeline`. Others end with `_v` and their version, because a
+    config of Triton's, and so the steps of an ensemble, is that of all versions of a model.
+    """
+    if not 1 <= steps <= MAX_STEPS:
+        raise RepositoryError(f"{steps} steps are not possible.", f"Give 1 to {MAX_STEPS}.")
+    by_version = {version: unrolled_models(manifest, steps) for version, manifest in releases.items()}
+    newest = max(by_version)
+    repository: list[Versions] = []
+    for name, model in by_version[newest].items():
+        for version, models in by_version.items():
+            if models[name] != model:
+                raise RepositoryError(
+                    f"{name} of {releases[version].name} has other tensors than that of {releases[newest].name}.",
+                    "Write a repository for each.",
+                )
+        repository.append({v: (model, blobs_of_model(name, manifest)) for v, manifest in releases.items()})
+    for version, models in by_version.items():
+        name = f"generate_{steps}_pipeline" + ("" if version == newest else f"_v{version}")
+        repository.append({version: (ensemble(name, models, steps, version), [])})
+    return repository
+
+
+def _call(model: TritonModel, version: int, names: Mapping[str, str]) -> EnsembleStep:
+    """Return a call of a model whose tensors have their own names in the ensemble, or those of `names`."""
+    inputs, outputs = (
+        {tensor.name: names.get(tensor.name, tensor.name) for tensor in tensors}
+        for tensors in (model.inputs, model.outputs)
+    )
+    return EnsembleStep(model.name, version, inputs, outputs)
+
+
+def _engine(manifest: Manifest, component: str) -> EngineRecord:
+    """Return the first engine of a component. A server selects engines of one signature."""
+    found = [engine for engine in manifest.engines if engine.component == component]
+    if not found:
+        raise RepositoryError(
+            f"Release {manifest.name} has no engine of its {component}.", "Build it (`preheat build`)."
+        )
+    return found[0]
+
+
+def _tokens(manifest: Manifest) -> int:
+    [length] = {tokenizer.max_length for tokenizer in manifest.tokenizers.values()}
+    return length
+
+
+def _encoded(manifest: Manifest, texts: int) -> Sequence[Tensor]:
+    tensors = []
+    encoders = BASE.encoders(manifest.architectures)
+    for encoder, _ in encoders:
+        outputs = {spec.name: spec for spec in _engine(manifest, encoder).signature.outputs}
+        tensors.append(_tensor(hidden_name(encoder), outputs["hidden_states"], texts))
+    if POOLED in outputs:
+        tensors.append(_tensor(POOLED, outputs[POOLED], texts))
+    return tensors
+
+
+def _tensor(name: str, spec: TensorSpec, *batch: int) -> Tensor:
+    """Return a tensor with `batch` in place of the batch dimension of an engine."""
+    dims = tuple(size if isinstance(size, int) else ANY for size in spec.shape[1:])
+    return Tensor(name, _TYPES[spec.dtype], (*batch, *dims))  # type: ignore[arg-type]
+
+
+def _preferred(manifest: Manifest, components: Sequence[str], texts: int) -> tuple[int, ...]:
+    """Return the numbers of images that fill an engine's batch. The largest batch counts if there is no such engine."""
+    per_image = 1 if components == (VAE_DECODER,) else texts
+    batches = {engine.bucket.batch.max for engine in manifest.engines if engine.component in components}
+    sizes = {batch // per_image for batch in batches if batch % per_image == 0}
+    return tuple(sorted(size for size in sizes if 1 <= size <= MAX_BATCH)) or (MAX_BATCH,)
