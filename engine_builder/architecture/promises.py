@@ -141,6 +141,9 @@ CAPABILITIES: Tests = {
         "tests/triton_serving/test_triton_loop.py::test_streams_previews_and_every_image",
         "tests/triton_serving/test_triton_loop.py::test_broken_model_names_its_reason",
         "tests/triton_serving/test_triton_loop.py::test_blobs_are_linked",
+        "tests/triton_serving/test_triton_unrolled.py::test_images_are_those_of_the_truss_server",
+        "tests/triton_serving/test_triton_unrolled.py::test_merges_requests_into_batches",
+        "tests/triton_serving/test_triton_unrolled.py::test_two_unets_are_served_side_by_side",
     ),
 }
 """By the first column of "What it can do"."""

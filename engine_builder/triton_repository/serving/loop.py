@@ -116,7 +116,7 @@ class GenerateLoop:
         job.result.add_done_callback(lambda _: timer.cancel())
 
     def _resolve(self, request: GenerationRequest) -> GenerationParams:
-        if request.image is None and not request.controls:
+        if request.image is None and not request.controls and not request.ip_adapters:
             return resolve(request, self._loaded.served)
         self._scheduler.check_acceptable(request.num_images)
         return resolve_with_images(request, self._loaded.served)
