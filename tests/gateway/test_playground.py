@@ -41,6 +41,7 @@ def browser() -> Iterator[Browser]:
             pytest.fail(reason)
         pytest.skip(reason)
     with sync_playwright() as playwright:
+        expect.set_options(timeout=30_000)  # a machine may be busy
         # Chromium's sandbox does not run as root, as CI does. The page is this repository's own.
         with playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]) as browser:
             yield browser
