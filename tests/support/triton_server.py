@@ -7,6 +7,7 @@ that has this repository and the packages of this Python.
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 import venv
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -117,7 +119,10 @@ class TritonServer:
             *options,
         ]
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+            # In a group of its own, so that the models' processes also end if Triton must be killed.
+            self._process = subprocess.Popen(
+                command, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -136,8 +141,10 @@ class TritonServer:
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def load(self, model: str) -> str:
         """Load a model with the repository's current config. Returns "", or Triton's error."""
