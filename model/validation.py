@@ -15,6 +15,7 @@ MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
 MAX_GUIDANCE = 30
 MAX_PROMPT_CHARACTERS = 4000
 MAX_STEPS_LCM = 50
+MAX_STEPS_HEUN = 50  # each takes two runs of the UNet, except the last
 MAX_IMAGES = 8  # of one request
 MAX_MASKS = 8  # of one request
 MAX_CONTROLS = 4  # of one request

@@ -6,6 +6,7 @@ SDXL pipelines call it. The network is a function that both sides call.
 
 import inspect
 import json
+import re
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,14 @@ import torch
 from diffusers import StableDiffusionXLImg2ImgPipeline
 
 from model.denoising.noise_schedule import OWN_SPACING, NoiseSchedule
-from model.denoising.sampler_names import SAMPLERS, configured_sampler, sampler_name, skipped_steps
+from model.denoising.sampler_names import (
+    SAMPLERS,
+    TAKE_SIGMAS,
+    TAKE_TIMESTEPS,
+    configured_sampler,
+    sampler_name,
+    skipped_steps,
+)
 from model.denoising.samplers import (
     COEFFICIENTS,
     KNOWN_COEFFICIENTS,
@@ -33,6 +41,7 @@ from training.architecture import SCHEDULER as SDXL
 # diffusers 0.42.1 calls np.array on tensors of a torch whose __array__ takes no `copy`: a defect of diffusers.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
+REFINABLE = tuple(name for name in SAMPLERS if name != "Heun")
 STEPS = (1, 2, 3, 14, 15, 30, 100)  # DPM++ solvers change below 15
 SPACINGS = ("leading", "trailing", "linspace", OWN_SPACING)
 PREDICTIONS = ("epsilon", "v_prediction")
@@ -45,9 +54,18 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def max_steps(sampler: str) -> int:
+    return 50 if sampler in ("LCM", "Heun") else 100
+
+
 def pairs(samplers: tuple[str, ...] = SAMPLERS, steps: tuple[int, ...] = STEPS) -> list[tuple[str, int]]:
     """Samplers with numbers of steps that they accept."""
-    return [(name, n) for name in samplers for n in steps if not (name == "LCM" and n > 50)]
+    return [(name, n) for name in samplers for n in steps if n <= max_steps(name)]
+
+
+def entries(sampler: str, steps: int) -> int:
+    """Runs of the UNet for that many steps."""
+    return 2 * steps - 1 if sampler == "Heun" else steps
 
 
 def config_with(spacing: str) -> dict[str, Any]:
@@ -127,9 +145,16 @@ def initial_latents(init_sigma: float, seed: int) -> tuple[torch.Tensor, torch.G
     return torch.randn(SHAPE, generator=generator) * init_sigma, generator
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> None:
     assert torch.isfinite(expected).all()
-    assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
+    assert float((actual - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+def tolerance_of(schedule: SamplerSchedule) -> float:
+    """Heun's second entry divides by the ratio of two sigmas, and rounding errors with it."""
+    sigmas = schedule.noising[::2, 1]
+    rounding = 2**-24 * float((sigmas[:-1] / sigmas[1:]).max(initial=1.0))
+    return max(TOLERANCE, 2 * rounding) if schedule.sampler == "Heun" else TOLERANCE
 
 
 @pytest.mark.parametrize("prediction", PREDICTIONS)
@@ -139,7 +164,7 @@ def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str
     config = config_with(spacing) | {"prediction_type": prediction}
     scheduler = diffusers_scheduler(sampler, steps, config)
     schedule = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
-    assert len(schedule) == schedule.steps == steps
+    assert len(schedule) == schedule.steps == entries(sampler, steps)
     assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
     assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
 
@@ -148,7 +173,8 @@ def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str
     latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
     if hasattr(scheduler, "set_begin_index"):
         scheduler.set_begin_index(0)
-    assert_close(result, denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator))
+    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
+    assert_close(result, expected, tolerance_of(schedule))
     assert torch.equal(generator.get_state(), reference_generator.get_state())
 
 
@@ -164,7 +190,7 @@ def test_schedule_denoises_like_diffusers(sampler: str, steps: int, spacing: str
         (0.5, "linspace"),
     ],
 )
-@pytest.mark.parametrize(("sampler", "steps"), pairs(steps=(1, 2, 15, 20)))
+@pytest.mark.parametrize(("sampler", "steps"), pairs(REFINABLE, steps=(1, 2, 15, 20)))
 def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: int, frac: float, spacing: str) -> None:
     config = config_with(spacing)
     noise_schedule = NoiseSchedule.from_config(config)
@@ -199,12 +225,12 @@ def test_base_and_refiner_denoise_like_the_two_pipelines(sampler: str, steps: in
 def test_starts_from_an_image_like_diffusers(sampler: str, steps: int, strength: float, spacing: str) -> None:
     config = config_with(spacing)
     whole = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
-    schedule = skip_steps(whole, skipped_steps(strength, steps))
+    schedule = skip_steps(whole, whole.order * skipped_steps(strength, steps))
     scheduler = diffusers_scheduler(sampler, steps, config)
     pipeline = SimpleNamespace(scheduler=scheduler)
     timesteps, count = StableDiffusionXLImg2ImgPipeline.get_timesteps(pipeline, steps, strength, "cpu")
     assert schedule.timesteps.tolist() == timesteps.tolist()
-    assert schedule.steps == count
+    assert schedule.steps == entries(sampler, count)
 
     image, noise = torch.randn((2, *SHAPE), generator=torch.Generator().manual_seed(1))
     expected_start = scheduler.add_noise(image, noise, timesteps[:1])
@@ -239,10 +265,10 @@ def test_timesteps_equal_those_of_diffusers_at_all_lengths(sampler: str, betas: 
     for spacing in SPACINGS[:1] if ignores_spacing else SPACINGS:
         config = config_with(spacing) | betas
         noise_schedule = NoiseSchedule.from_config(config)
-        for steps in range(1, 51 if sampler == "LCM" else 101):
+        for steps in range(1, max_steps(sampler) + 1):
             expected = diffusers_scheduler(sampler, steps, config).timesteps.tolist()
             actual = sampler_schedule(sampler, steps, noise_schedule).timesteps.tolist()
-            if len(expected) != steps:  # the deviation that the module documents
+            if len(expected) != entries(sampler, steps):  # the deviation that the module documents
                 assert (steps, spacing, expected.pop()) == (61, "trailing", -1)
             assert actual == expected, (steps, spacing)
 
@@ -283,10 +309,11 @@ def test_steps_that_draw_noise() -> None:
         "DPM++ 2M Karras": never,
         "DPM++ 2M SDE Karras": always,
         "LCM": [True, True, False],
+        "Heun": [False] * 5,
     }
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", REFINABLE)
 def test_first_step_of_each_part_ignores_the_previous_one(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
     whole = sampler_schedule(sampler, 20, noise_schedule)
@@ -299,7 +326,7 @@ def test_first_step_of_each_part_ignores_the_previous_one(sampler: str) -> None:
     assert (whole.coefficients[12, prev] != 0) == multistep
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", REFINABLE)
 def test_either_part_may_be_empty(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
     whole = sampler_schedule(sampler, 4, noise_schedule)
@@ -358,12 +385,101 @@ def test_schedule_is_read_only() -> None:
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_refuses_too_many_and_too_few_steps(sampler: str) -> None:
     noise_schedule = NoiseSchedule.from_config(SDXL)
-    limit = 50 if sampler == "LCM" else 100
-    assert len(sampler_schedule(sampler, limit, noise_schedule)) == limit
+    limit = max_steps(sampler)
+    assert len(sampler_schedule(sampler, limit, noise_schedule)) == entries(sampler, limit)
     for steps in (0, -1, limit + 1):
         with pytest.raises(RequestRefused, match=f"{steps} is not 1 to {limit}") as refused:
             sampler_schedule(sampler, steps, noise_schedule)
         assert refused.value.field == "num_inference_steps"
+
+
+def test_refuses_heun_with_a_refiner() -> None:
+    noise_schedule = NoiseSchedule.from_config(SDXL)
+    with pytest.raises(RequestRefused, match="Heun cannot be used with the refiner") as refused:
+        split_schedule(sampler_schedule("Heun", 4, noise_schedule), noise_schedule, 0.5)
+    assert refused.value.field == "scheduler"
+
+
+ZERO_SNR = SDXL | {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+
+
+@pytest.mark.parametrize("spacing", ["trailing", "leading"])
+@pytest.mark.parametrize(("sampler", "steps"), pairs(REFINABLE, steps=(1, 4, 30)))
+def test_zero_terminal_snr_denoises_like_diffusers(sampler: str, steps: int, spacing: str) -> None:
+    config = ZERO_SNR | {"timestep_spacing": spacing}
+    scheduler = diffusers_scheduler(sampler, steps, config)
+    schedule = sampler_schedule(sampler, steps, NoiseSchedule.from_config(config))
+    assert schedule.timesteps.tolist() == scheduler.timesteps.tolist()
+    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
+    latents, generator = initial_latents(schedule.init_sigma, seed=7)
+    result = denoise(schedule, latents, generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(0)
+    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
+    # A step of diffusers' Euler subtracts numbers as large as the first latents.
+    assert_close(result, expected, max(TOLERANCE, 2 * 2**-24 * schedule.init_sigma))
+
+
+def test_heun_at_zero_terminal_snr() -> None:
+    """diffusers' Heun ignores the setting. Its scheduler gets the noise schedule of diffusers' Euler."""
+    scheduler = diffusers_scheduler("Heun", 8, ZERO_SNR)
+    scheduler.alphas_cumprod = diffusers_scheduler("Euler", 8, ZERO_SNR).alphas_cumprod
+    scheduler.set_timesteps(8)
+    schedule = sampler_schedule("Heun", 8, NoiseSchedule.from_config(ZERO_SNR))
+    latents, generator = initial_latents(schedule.init_sigma, seed=7)
+    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents.clone(), generator)
+    assert_close(denoise(schedule, latents, generator), expected)
+
+
+SPACED: dict[str, dict[str, Any]] = {
+    "few": {"timesteps": (999, 640, 333, 100, 7)},
+    "one": {"timesteps": (500,)},
+    "last": {"timesteps": (999, 1, 0)},
+    "sigmas": {"sigmas": (14.5, 8.1, 3.0, 0.7, 0.05, 0.0)},
+    "noisy end": {"sigmas": (10.0, 2.0, 0.3)},
+    "beyond training": {"sigmas": (120.0, 5.0, 0.001, 0.0)},
+}
+
+
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("spaced", SPACED.values(), ids=SPACED)
+@pytest.mark.parametrize("sampler", ["Euler", "DPM++ 2M", "LCM", "Heun"])
+def test_explicit_steps_denoise_like_diffusers(sampler: str, spaced: dict[str, Any], prediction: str) -> None:
+    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
+    config = SDXL | {"prediction_type": prediction}
+    steps = len(spaced["timesteps"]) if "timesteps" in spaced else len(spaced["sigmas"]) - 1
+    noise_schedule = NoiseSchedule.from_config(config)
+    if "sigmas" in spaced and sampler != "Euler":
+        with pytest.raises(RequestRefused, match=f"{re.escape(sampler)} takes none. Set scheduler to one of Euler."):
+            sampler_schedule(sampler, steps, noise_schedule, **spaced)
+        return
+    scheduler = kind.from_config(config, **settings)
+    scheduler.set_timesteps(**{key: list(values) for key, values in spaced.items()})
+    schedule = sampler_schedule(sampler, steps, noise_schedule, **spaced)
+    assert schedule.timesteps == pytest.approx(scheduler.timesteps.double().numpy(), rel=1e-5)
+    assert schedule.init_sigma == pytest.approx(float(scheduler.init_noise_sigma), rel=1e-6)
+    latents, generator = initial_latents(schedule.init_sigma, seed=7)
+    result = denoise(schedule, latents, generator)
+    latents, reference_generator = initial_latents(scheduler.init_noise_sigma, seed=7)
+    scheduler.set_begin_index(0)
+    expected = denoise_with_diffusers(scheduler, scheduler.timesteps, latents, reference_generator)
+    assert_close(result, expected, tolerance_of(schedule))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_explicit_steps_are_taken_by_the_samplers_of_diffusers_that_take_them(sampler: str) -> None:
+    kind, settings = DIFFUSERS_SCHEDULERS[sampler]
+    accepted = set(inspect.signature(kind.set_timesteps).parameters)
+    # The class takes timesteps, but not together with Karras sigmas.
+    takes = {field: field in accepted and "use_karras_sigmas" not in settings for field in ("timesteps", "sigmas")}
+    assert takes == {"timesteps": sampler in TAKE_TIMESTEPS, "sigmas": sampler in TAKE_SIGMAS}
+
+
+def test_refuses_a_timestep_beyond_training() -> None:
+    with pytest.raises(RequestRefused, match="1000 is not 0 to 999") as refused:
+        sampler_schedule("Euler", 2, NoiseSchedule.from_config(SDXL), timesteps=(1000, 3))
+    assert refused.value.field == "timesteps"
 
 
 def test_lcm_has_at_most_the_steps_of_its_distillation() -> None:

@@ -24,7 +24,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "trained_betas": (None,),
     "clip_sample": (False,),
     "thresholding": (False, None),
-    "rescale_betas_zero_snr": (False, None),
+    "rescale_betas_zero_snr": (False, None, True),
     "final_sigmas_type": ("zero",),
     "interpolation_type": ("linear",),
     "timestep_type": ("discrete",),
@@ -39,6 +39,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "lambda_min_clipped": (-math.inf,),
     "variance_type": (None,),
 }
+
+_ADDED_FIELDS = {"rescale_betas_zero_snr"}  # since the first version of a release's manifest
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class NoiseSchedule:
     prediction_type: str = "epsilon"
     original_inference_steps: int = 50
     timestep_scaling: float = 10.0
+    rescale_betas_zero_snr: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -69,6 +72,12 @@ class NoiseSchedule:
             if field.name in SUPPORTED and value not in SUPPORTED[field.name]:
                 served = " or ".join(SUPPORTED[field.name])
                 raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {served}.")
+        if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
+            raise ManifestError(
+                "noise schedule: rescale_betas_zero_snr is true and prediction_type is epsilon. At zero signal the noise "
+                "says nothing about the image.",
+                "Set prediction_type to v_prediction if the model was trained for it.",
+            )
         count = self.num_train_timesteps
         ranges: dict[str, tuple[float, float]] = {
             "num_train_timesteps": (MAX_STEPS + 1, 100_000),
@@ -107,16 +116,20 @@ class NoiseSchedule:
         settings: dict[str, Any] = {"num_train_timesteps": 1000, "steps_offset": 0, "set_alpha_to_one": True}
         settings["timestep_spacing"] = OWN_SPACING
         settings |= {field.name: config[field.name] for field in fields(cls) if field.name in config}
+        settings["rescale_betas_zero_snr"] = bool(config.get("rescale_betas_zero_snr"))
         return cls(**settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values, for a release's manifest."""
-        return asdict(self)
+        """Return the fields as JSON values, for a release's manifest.
+
+        An entry that was added later is omitted if it is false, so that older versions can read the release.
+        """
+        return {key: value for key, value in asdict(self).items() if value or key not in _ADDED_FIELDS}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "NoiseSchedule":
         """Invert `to_dict`. Raises ManifestError for a missing or unknown field, or a value out of range."""
-        mismatched = set(values) ^ {field.name for field in fields(cls)}
+        mismatched = (set(values) ^ {field.name for field in fields(cls)}) - (_ADDED_FIELDS - set(values))
         if mismatched:
             raise ManifestError(f"noise schedule: missing or unknown: {', '.join(sorted(map(str, mismatched)))}.")
         return cls(**values)
@@ -131,6 +144,7 @@ class NoiseSchedule:
         It is the running product of 1 - beta: Ho et al. 2020 (DDPM), section 2. "scaled_linear" is linear in
         sqrt(beta), as in latent diffusion. Values are rounded where torch.linspace and torch.cumprod round in float32.
         This changes the last sigmas by 1 part in 40,000, which matters where Karras timesteps are rounded to integers.
+        With `rescale_betas_zero_snr` the last entry is 0.
         """
         scaled, count = self.beta_schedule == "scaled_linear", self.num_train_timesteps
         start, end = (np.float32(b**0.5 if scaled else b) for b in (self.beta_start, self.beta_end))
@@ -138,4 +152,19 @@ class NoiseSchedule:
         from_start, from_end = float(start) + stride * index, float(end) - stride * index[::-1]
         line = np.where(index < count // 2, from_start, from_end).astype(np.float32)
         alphas = (np.float32(1) - (line * line if scaled else line)).astype(np.float64)
+        if self.rescale_betas_zero_snr:
+            alphas = _without_terminal_signal(alphas)
         return np.cumprod(alphas).astype(np.float32).astype(np.float64)
+
+
+def _without_terminal_signal(alphas: Floats) -> Floats:
+    """Return the 1 - beta of a schedule that ends at zero signal: Lin et al. 2023 (arXiv 2305.08891), algorithm 1.
+
+    Each operation is rounded to float32, as in diffusers' `rescale_zero_terminal_snr`.
+    """
+    signal = np.sqrt(np.cumprod(alphas).astype(np.float32))
+    first, last = signal[0], signal[-1]
+    shifted = (signal - last) * (first / (first - last))
+    squared = shifted * shifted
+    betas = np.float32(1) - np.append(squared[:1], squared[1:] / squared[:-1])
+    return (np.float32(1) - betas).astype(np.float64)

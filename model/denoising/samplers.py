@@ -12,6 +12,9 @@ The UNet timesteps and the draws of noise equal those of diffusers 0.42.1. There
 the same scheduler_config.json. The latents are equal except for rounding. The noise schedule is rounded to float32
 where diffusers rounds it; all derived numbers are float64 until `pad_schedules` writes float32.
 
+UniPC does not fit. The corrector of its second order (diffusers' default) reads the denoised estimates of the last two
+steps in addition to this one, and a step here has one previous estimate. PNDM reads four.
+
 One deviation: with trailing spacing some step counts (61 of 1,000) give diffusers one step too many, at timestep -1,
 because of rounding in `numpy.arange`. Here a schedule of n steps has n entries.
 
@@ -28,9 +31,9 @@ from numpy.typing import NDArray
 
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule
 from model.denoising.noise_schedule import Floats, NoiseSchedule
-from model.denoising.sampler_names import EDM_SAMPLERS, sampler_name
+from model.denoising.sampler_names import EDM_SAMPLERS, check_refiner, check_spacing, sampler_name
 from model.errors import RequestRefused
-from model.validation import MAX_STEPS, MAX_STEPS_LCM
+from model.validation import MAX_STEPS, MAX_STEPS_HEUN, MAX_STEPS_LCM
 
 COEFFICIENTS = ("c_in", "a", "b", "x", "denoised", "prev", "noise")
 KNOWN_COEFFICIENTS = ("known", "known_noise")
@@ -48,6 +51,7 @@ class SamplerSchedule:
     init_sigma: the initial latents without an image are init_sigma * N(0, 1).
     draws_noise: bool [steps], true if the step draws noise from the generator. It may be true where the noise
         coefficient is 0: that draw is still needed, so that later draws equal those of diffusers.
+    order: the entries of a requested step; the last step has one.
     """
 
     sampler: str
@@ -56,6 +60,7 @@ class SamplerSchedule:
     noising: Floats
     init_sigma: float
     draws_noise: NDArray[np.bool_]
+    order: int = 1
 
     def __post_init__(self) -> None:
         assert self.coefficients.shape == (self.steps, len(COEFFICIENTS)) and len(self.draws_noise) == self.steps
@@ -72,10 +77,20 @@ class SamplerSchedule:
 
 
 @lru_cache(maxsize=256)  # requests use the same few schedules
-def sampler_schedule(sampler: str, steps: int, noise_schedule: AnyNoiseSchedule) -> SamplerSchedule:
+def sampler_schedule(
+    sampler: str,
+    steps: int,
+    noise_schedule: AnyNoiseSchedule,
+    timesteps: tuple[int, ...] | None = None,
+    sigmas: tuple[float, ...] | None = None,
+) -> SamplerSchedule:
     """Return the schedule of a sampler, by any name that `sampler_name` accepts.
 
-    Raises RequestRefused for too many steps, and for a sampler that a model in the EDM formulation does not have.
+    `timesteps`: the UNet's timestep of each of the `steps`, descending. `sigmas`: the ratio of noise to signal before
+    each step and after the last, descending. At most one of the two replaces the sampler's own spacing.
+
+    Raises RequestRefused for too many steps, for a sampler that a model in the EDM formulation does not have, for a
+    sampler that does not take timesteps or sigmas, and for a timestep that the model was not trained on.
     """
     name = sampler_name(sampler)
     if isinstance(noise_schedule, EdmSchedule):
@@ -84,20 +99,36 @@ def sampler_schedule(sampler: str, steps: int, noise_schedule: AnyNoiseSchedule)
                 "scheduler",
                 f"{name!r} is not served by a model in the EDM formulation. Set one of {', '.join(EDM_SAMPLERS)}.",
             )
+        for field, values in (("timesteps", timesteps), ("sigmas", sigmas)):
+            if values is not None:
+                raise RequestRefused(field, "a model in the EDM formulation takes none. Leave the field out.")
         if not 1 <= steps <= MAX_STEPS:
             raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {MAX_STEPS}, the range of {name}.")
         return _edm(name, steps, noise_schedule)
-    max_steps = min(MAX_STEPS_LCM, noise_schedule.original_inference_steps) if name == "LCM" else MAX_STEPS
+    check_spacing(name, timesteps, sigmas)
+    max_steps = {"LCM": min(MAX_STEPS_LCM, noise_schedule.original_inference_steps), "Heun": MAX_STEPS_HEUN}.get(
+        name, MAX_STEPS
+    )
     if not 1 <= steps <= max_steps:
         raise RequestRefused("num_inference_steps", f"{steps} is not 1 to {max_steps}, the range of {name}.")
-    build = {"Euler": _euler, "Euler a": _euler, "DDIM": _ddim, "LCM": _lcm}.get(name, _dpm)
-    return build(name, steps, noise_schedule)
+    if timesteps is not None:
+        assert len(timesteps) == steps
+        if timesteps[0] >= (count := noise_schedule.num_train_timesteps):
+            raise RequestRefused("timesteps", f"{timesteps[0]} is not 0 to {count - 1}, the timesteps of this model.")
+    chosen = None if timesteps is None else np.array(timesteps, dtype=np.float64)
+    if name in ("Euler", "Euler a"):
+        assert sigmas is None or len(sigmas) == steps + 1
+        return _euler(name, steps, noise_schedule, chosen, sigmas)
+    build = {"Heun": _heun, "DDIM": _ddim, "LCM": _lcm}.get(name, _dpm)
+    return build(name, steps, noise_schedule, chosen)
 
 
 def split_schedule(
     schedule: SamplerSchedule, noise_schedule: AnyNoiseSchedule, denoising_frac: float
 ) -> tuple[SamplerSchedule, SamplerSchedule]:
-    """Divide the steps between base and refiner, by diffusers' rule. Raises RequestRefused outside 0 to 1.
+    """Divide the steps between base and refiner, by diffusers' rule.
+
+    Raises RequestRefused outside 0 to 1, and for a sampler that a refiner cannot continue.
 
     The base (StableDiffusionXLPipeline, `denoising_end`) keeps the timesteps from round(N - frac * N) up, where N is
     the model's number of training timesteps. The refiner (StableDiffusionXLImg2ImgPipeline, `denoising_start`) takes
@@ -111,6 +142,7 @@ def split_schedule(
     Either part may be empty: the base if the fraction is near 0, the refiner if it is near 1 or there are few steps.
     diffusers ignores the fractions 0 and 1; here they follow the rule.
     """
+    check_refiner(schedule.sampler)
     if not 0 <= denoising_frac <= 1:
         raise RequestRefused("denoising_frac", f"{denoising_frac} is not 0 to 1.")
     if isinstance(noise_schedule, EdmSchedule):
@@ -189,7 +221,24 @@ def _spaced_timesteps(schedule: NoiseSchedule, spacing: str, steps: int, points:
 def _sigmas(schedule: NoiseSchedule) -> Floats:
     """Return the ratio of noise to signal at each training timestep: Karras et al. 2022 (EDM), x0 + sigma * noise."""
     alphas = schedule.alphas_cumprod()
+    if schedule.rescale_betas_zero_snr:
+        alphas[-1] = 2**-24  # in place of 0, as in diffusers
     return np.sqrt((1 - alphas) / alphas)
+
+
+def _timesteps_of(sigmas: Floats, schedule: NoiseSchedule) -> Floats:
+    """Return the timesteps of sigmas, interpolated in log(sigma) and rounded to float32 as in diffusers."""
+    training = np.log(_sigmas(schedule).astype(np.float32))
+    logs = np.log(np.maximum(sigmas.astype(np.float32), np.float32(1e-10)))
+    low = np.clip(np.searchsorted(training, logs, side="right") - 1, 0, len(training) - 2)
+    weight = np.clip((training[low] - logs) / (training[low] - training[low + 1]), np.float32(0), np.float32(1))
+    return np.asarray((1 - weight) * low + weight * (low + 1), dtype=np.float32).astype(np.float64)
+
+
+def _sigmas_at(timesteps: Floats, schedule: NoiseSchedule) -> Floats:
+    """Return the sigmas at timesteps, interpolated."""
+    sigmas = _sigmas(schedule)
+    return np.interp(timesteps, np.arange(len(sigmas)), sigmas)
 
 
 def _coefficients(steps: int, **columns: Floats | float) -> Floats:
@@ -210,7 +259,9 @@ def _noising(alphas: Floats) -> Floats:
     return np.stack([np.sqrt(alphas), np.sqrt(1 - alphas)], axis=1)
 
 
-def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
+def _euler(
+    name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None, sigmas: Sequence[float] | None
+) -> SamplerSchedule:
     """Euler: Karras et al. 2022 (EDM), algorithm 1 without its correction; ancestral: k-diffusion.
 
     x is x0 + sigma * noise. A step, x + (sigma' - sigma) * (x - denoised) / sigma, is a mean of x and denoised. An
@@ -218,10 +269,14 @@ def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     with eta = 1. The last step draws noise too, with coefficient 0.
     """
     spacing = schedule.spacing("linspace")
-    timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
-    sigmas = _sigmas(schedule)
-    start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
-    end = np.append(start[1:], 0.0)
+    if sigmas is not None:
+        start, end = np.array(sigmas[:-1]), np.array(sigmas[1:])
+        timesteps = _timesteps_of(start, schedule)
+    else:
+        if timesteps is None:
+            timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
+        start = _sigmas_at(timesteps, schedule)
+        end = np.append(start[1:], 0.0)
     ancestral = name == "Euler a"
     down = end**2 / start if ancestral else end
     signal = 1 / np.sqrt(start**2 + 1)
@@ -240,7 +295,47 @@ def _euler(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, ancestral))
 
 
-def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
+def _heun(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
+    """Heun: Karras et al. 2022 (EDM), algorithm 1. Each step has two entries, except the last.
+
+    The first entry is a step of Euler from sigma to sigma'. The second one is at sigma' and replaces it by the step
+    along the mean of both slopes. It needs the x before the first entry, which follows from the x after it and the
+    previous denoised estimate.
+    """
+    spacing = schedule.spacing("linspace")
+    if timesteps is None:
+        timesteps = _spaced_timesteps(schedule, spacing, steps, steps).astype(np.float32).astype(np.float64)
+    start = _sigmas_at(timesteps, schedule)
+    end = np.append(start[1:], 0.0)
+    ratio = end / start  # Euler: x' = ratio * x + (1 - ratio) * denoised
+    # At sigma': x = (x' - (1 - ratio) * previous) / ratio, and the next x is
+    # x + (sigma' - sigma) / 2 * ((x - previous) / sigma + (x' - denoised) / sigma').
+    half, before = (end[:-1] - start[:-1]) / 2, 1 / ratio[:-1]
+    of_before = 1 + half / start[:-1]
+    second = {
+        "x": of_before * before + half / end[:-1],
+        "denoised": -half / end[:-1],
+        "prev": of_before * (1 - before) - half / start[:-1],
+    }
+    sigmas = np.append(start[:1], np.repeat(start[1:], 2))
+    signal = 1 / np.sqrt(sigmas**2 + 1)
+    a, b = _denoised(schedule, signal, signal * sigmas)  # of signal * x
+    coefficients = _coefficients(2 * steps - 1, c_in=signal, a=a * signal, b=b)
+    for column, first in (("x", ratio), ("denoised", 1 - ratio), ("prev", np.zeros(steps))):
+        coefficients[::2, COEFFICIENTS.index(column)] = first
+        coefficients[1::2, COEFFICIENTS.index(column)] = second[column]
+    return SamplerSchedule(
+        name,
+        np.append(timesteps[:1], np.repeat(timesteps[1:], 2)),
+        coefficients,
+        np.stack([np.ones(len(sigmas)), sigmas], axis=1),
+        math.hypot(start.max(), 1.0 if spacing == "leading" else 0.0),
+        np.zeros(len(sigmas), dtype=np.bool_),
+        order=2,
+    )
+
+
+def _ddim(name: str, steps: int, schedule: NoiseSchedule, _: Floats | None) -> SamplerSchedule:
     """DDIM with eta = 0: Song et al. 2020, equation 12, with eps expressed by x and denoised.
 
     A step goes back by a fixed stride, as in diffusers, even where the next entry's timestep is different.
@@ -265,7 +360,7 @@ def _ddim(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     return SamplerSchedule(name, timesteps, coefficients, noising, 1.0, np.zeros(steps, dtype=np.bool_))
 
 
-def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
+def _dpm(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
     """DPM-Solver++ (2M), Lu et al. 2022 (arXiv 2211.01095), algorithm 2, and its SDE-DPM-Solver++ (2M).
 
     h is the step in log(alpha / sigma). `shrink` is exp(-h), a ratio of EDM's sigmas. It is 0 in the last step, where
@@ -276,8 +371,9 @@ def _dpm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     """
     sigmas = _sigmas(schedule)
     if name == "DPM++ 2M":
-        timesteps = _spaced_timesteps(schedule, schedule.spacing("linspace"), steps, steps + 1).round()
-        start = np.interp(timesteps, np.arange(len(sigmas)), sigmas)
+        if timesteps is None:
+            timesteps = _spaced_timesteps(schedule, schedule.spacing("linspace"), steps, steps + 1).round()
+        start = _sigmas_at(timesteps, schedule)
     else:
         high, low = sigmas[-1] ** (1 / 7), sigmas[0] ** (1 / 7)
         start = (high + np.linspace(0, 1, steps) * (low - high)) ** 7
@@ -326,7 +422,7 @@ def _edm(name: str, steps: int, schedule: EdmSchedule) -> SamplerSchedule:
     return SamplerSchedule(name, timesteps, coefficients, noising, init_sigma, np.full(steps, sde))
 
 
-def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
+def _lcm(name: str, steps: int, schedule: NoiseSchedule, timesteps: Floats | None) -> SamplerSchedule:
     """Multistep latent consistency sampling: Luo et al. 2023 (arXiv 2310.04378), algorithm 3.
 
     c_skip and c_out are those of diffusers. The steps are some of the distillation's. The scheduler's timestep spacing
@@ -336,6 +432,7 @@ def _lcm(name: str, steps: int, schedule: NoiseSchedule) -> SamplerSchedule:
     alphas, original, sigma_data = schedule.alphas_cumprod(), schedule.original_inference_steps, 0.5
     chosen = np.floor(np.linspace(0, original, steps, endpoint=False)).astype(np.int64)
     now = (original - chosen) * (schedule.num_train_timesteps // original) - 1
+    now = now if timesteps is None else timesteps.astype(np.int64)
     alpha, alpha_next = alphas[now], np.append(alphas[now[1:]], 1.0)
     scaled = now * schedule.timestep_scaling
     c_skip = sigma_data**2 / (scaled**2 + sigma_data**2)

@@ -9,6 +9,7 @@ from diffusers import (
     EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     LCMScheduler,
 )
 
@@ -24,6 +25,7 @@ DIFFUSERS_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
         {"use_karras_sigmas": True, "algorithm_type": "sde-dpmsolver++"},
     ),
     "LCM": (LCMScheduler, {}),
+    "Heun": (HeunDiscreteScheduler, {}),
 }
 # The same for models in the EDM formulation.
 EDM_SCHEDULERS: dict[str, tuple[type, dict[str, Any]]] = {
