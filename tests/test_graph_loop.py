@@ -147,6 +147,7 @@ requests = st.fixed_dictionaries(
         "num_inference_steps": st.integers(1, 9),
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
         "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
+        "guidance_rescale": st.sampled_from([0.0, 0.0, 0.7, 1.0]),
     }
 ).flatmap(lambda request: st.sampled_from([request | inputs for inputs in INPUTS]))
 
@@ -489,7 +490,8 @@ def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
     loop = graph_loop(bucketed(model, 2), queue)
     for scheduler in SAMPLERS:
         denoise(loop, [make_image(model, scheduler=scheduler, num_inference_steps=5, guidance_scale=3.0)])
-    assert len(queue.captured) == 1 and queue.replays == 5 * len(SAMPLERS)
+    denoise(loop, [make_image(model, timesteps=(900, 500, 1), num_inference_steps=3, guidance_rescale=0.7)])
+    assert len(queue.captured) == 1 and queue.replays == 5 * len(SAMPLERS) + 4 + 3  # Heun has 9 entries
 
 
 def test_steps_of_many_pixels_are_captured_without_a_workspace(model: LoadedModel) -> None:

@@ -205,6 +205,8 @@ requests = st.fixed_dictionaries(
         "num_inference_steps": st.integers(1, 6),
         "guidance_scale": st.sampled_from([1.0, 2.0, 7.5]),
         "end_cfg_frac": st.sampled_from([0.0, 0.4, 1.0]),
+        "guidance_rescale": st.sampled_from([0.0, 0.7]),
+        "clip_skip": st.sampled_from([0, 1]),
     }
 )
 

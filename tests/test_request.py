@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,10 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, "
-    "ip_adapters, width, "
-    "height, num_inference_steps, guidance_scale, "
-    "end_cfg_frac, scheduler, "
-    "use_refiner, denoising_frac, seed, num_images, upscale, output_format, quality, stream, preview_every, "
-    "metadata, describe"
+    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, ip_adapters, "
+    "width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, use_refiner, denoising_frac, seed, "
+    "guidance_rescale, clip_skip, original_size, crop, target_size, timesteps, sigmas, num_images, upscale, "
+    "output_format, quality, stream, preview_every, metadata, describe"
 )
 SIZES = SizeList(((1024, 1024), (832, 1216), (1216, 832)))
 SERVED = ServedModel(1024, 1024, SIZES, has_refiner=True, defaults=Defaults())
@@ -92,6 +91,8 @@ LOWEST = {
     "controls": [{"name": "a", "image": "", "preprocess": "none", "scale": 0, "start": 0, "end": 0, "mode": 0}],
     "ip_adapters": [{"name": "a", "images": [""], "scale": 0}], "width": 64, "height": 64, "num_inference_steps": 1,
     "guidance_scale": 0, "end_cfg_frac": 0, "scheduler": "E", "use_refiner": False, "denoising_frac": 0, "seed": 0,
+    "guidance_rescale": 0, "clip_skip": 0, "original_size": [1, 1], "crop": [0, 0], "target_size": [1, 1],
+    "timesteps": [0], "sigmas": [1, 0],
     "num_images": 1, "upscale": 1, "output_format": "png", "quality": 1, "stream": False, "preview_every": 0,
     "metadata": False, "describe": False,
 }  # fmt: skip
@@ -103,7 +104,11 @@ HIGHEST = {
         {"name": "a" * 64, "image": "A", "preprocess": "canny", "scale": 2.0, "start": 1, "end": 1.0, "mode": 63}
     ], "ip_adapters": 4 * [{"name": "a" * 64, "images": 16 * ["A"], "scale": 2.0}], "width": 4096, "height": 4096,
     "num_inference_steps": 100, "guidance_scale": 30.0, "end_cfg_frac": 1, "scheduler": "E" * 64,
-    "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1, "num_images": 8, "upscale": 2,
+    "use_refiner": True, "denoising_frac": 1.0, "seed": 2**32 - 1,
+    "guidance_rescale": 1.0, "clip_skip": 31, "original_size": [16384, 16384], "crop": [16384, 16384],
+    "target_size": [16384, 16384], "timesteps": [*range(99, -1, -1)],
+    "sigmas": [10_000.0, *map(float, range(99, -1, -1))],
+    "num_images": 8, "upscale": 2,
     "output_format": "webp", "quality": 100, "stream": True, "preview_every": 100,
     "metadata": True, "describe": True,
 }  # fmt: skip
@@ -132,6 +137,20 @@ def test_accepts_control_characters_other_than_nul() -> None:
     ("field", "value", "message"),
     [
         ("prompt", '""', 'got "", expected a string of 1 to 4000 characters'),
+        ("timesteps", "[]", "got a list, expected a list of 1 to 100 entries"),
+        ("timesteps", "[5, 7]", "entry 2 is 7 after 5: each must be less than the one before"),
+        ("timesteps.0", "[-1]", "got -1, expected an integer of at least 0"),
+        ("timesteps.0", "[1.5]", "got 1.5, expected an integer of at least 0"),
+        ("sigmas", "[1]", "got a list, expected a list of 2 to 101 entries"),
+        ("sigmas", "[3, 2, 2]", "entry 3 is 2.0 after 2.0: each must be less than the one before"),
+        ("sigmas.0", "[NaN, 0]", "got NaN, expected a number from 0 to 10000"),
+        ("sigmas.1", "[5, -1]", "got -1, expected a number from 0 to 10000"),
+        ("original_size", "[64]", "got a list, expected a list of 2 to 2 entries"),
+        ("original_size.1", "[64, 0]", "got 0, expected an integer from 1 to 16384"),
+        ("crop.0", "[-1, 0]", "got -1, expected an integer from 0 to 16384"),
+        ("target_size", "64", "got 64, expected a list of 2 to 2 entries"),
+        ("clip_skip", "-1", "got -1, expected an integer from 0 to 31"),
+        ("guidance_rescale", "1.5", "got 1.5, expected a number from 0 to 1"),
         ("prompt", "null", "got null, expected a string of 1 to 4000 characters"),
         ("prompt", '" \\n\\u3000"', 'got " \\n\\u3000", nothing but whitespace: describe the image'),
         ("prompt", r'"ab\u0000{c}"', "character 3 is NUL (U+0000), which no text needs: remove it"),
@@ -181,7 +200,8 @@ def test_accepts_control_characters_other_than_nul() -> None:
     ],
 )
 def test_refusal_has_field_value_and_what_is_accepted(field: str, value: str, message: str) -> None:
-    body = f'{{"{field}": {value}}}' if field == "prompt" else f'{{"prompt": "a", "{field}": {value}}}'
+    name = field.partition(".")[0]
+    body = f'{{"{name}": {value}}}' if name == "prompt" else f'{{"prompt": "a", "{name}": {value}}}'
     [line] = problems(body)
     assert line.startswith(f"`{field}`: {message}")
     assert line.endswith(".") and not line.endswith("..")
@@ -258,7 +278,7 @@ def test_release_changes_only_the_defaults_it_names() -> None:
         ),
         ({"guidance_scale": math.nan}, "default for guidance_scale: got NaN, expected a number from 0 to 30"),
         ({"steps": 3}, "default for steps: is not a known field"),
-        ({"scheduler": "Heun"}, "default for scheduler: 'Heun' is not one of"),
+        ({"scheduler": "UniPC"}, "default for scheduler: 'UniPC' is not one of"),
         (
             {"scheduler": "LCM", "num_inference_steps": 51},
             "default for num_inference_steps: 51 is too many for LCM",
@@ -323,7 +343,7 @@ def test_keeps_given_values_also_zero_and_false() -> None:
     )
     served = dataclasses.replace(SERVED, defaults=Defaults(use_refiner=True))
     resolved = dataclasses.asdict(resolve(GenerationRequest(**given), served))
-    assert resolved == given | {
+    unset = {
         "image": None,
         "strength": 1.0,
         "masks": (),
@@ -331,7 +351,11 @@ def test_keeps_given_values_also_zero_and_false() -> None:
         "controls": (),
         "image_prompts": (),
         "metadata": None,
+        "timesteps": None,
+        "sigmas": None,
     }
+    unset |= {"original_size": None, "crop": (0, 0), "target_size": None, "clip_skip": 0, "guidance_rescale": 0.0}
+    assert resolved == given | unset
 
 
 def test_empty_seed_is_random_in_all_bits() -> None:
@@ -391,9 +415,63 @@ def test_lcm_takes_at_most_fifty_steps() -> None:
 
 
 def test_refuses_an_unknown_scheduler() -> None:
-    with pytest.raises(RequestRefused, match="scheduler: 'Heun' is not one of Euler") as refusal:
-        resolve(make_request(scheduler="Heun"), SERVED)
+    with pytest.raises(RequestRefused, match="scheduler: 'UniPC' is not one of Euler") as refusal:
+        resolve(make_request(scheduler="UniPC"), SERVED)
     assert refusal.value.field == "scheduler"
+
+
+def test_resolves_conditioning() -> None:
+    served = dataclasses.replace(SERVED, max_clip_skip=11)
+    params = resolve(
+        make_request(
+            original_size=[512, 256], crop=[8, 16], target_size=[1024, 768], clip_skip=11, guidance_rescale=0.7,
+            timesteps=[900, 500, 3],
+        ),
+        served,
+    )  # fmt: skip
+    assert (params.original_size, params.crop, params.target_size) == ((512, 256), (8, 16), (1024, 768))
+    assert (params.clip_skip, params.guidance_rescale) == (11, 0.7)
+    assert (params.timesteps, params.sigmas, params.num_inference_steps) == ((900, 500, 3), None, 3)
+    assert resolve(make_request(sigmas=[9.0, 2.0, 0.0]), served).num_inference_steps == 2
+    rescaling = dataclasses.replace(SERVED, defaults=Defaults(guidance_rescale=0.5))
+    assert resolve(make_request(), rescaling).guidance_rescale == 0.5
+    assert resolve(make_request(guidance_rescale=0), rescaling).guidance_rescale == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"clip_skip": 12}, "clip_skip: 12 is more than the layers of this release's text encoders. Set 0 to 11."),
+        ({"timesteps": [5, 1], "sigmas": [5.0, 0.0]}, "sigmas: cannot be used together with `timesteps`."),
+        (
+            {"timesteps": [5, 1], "num_inference_steps": 3},
+            "num_inference_steps: 3 contradicts `timesteps`, which has 2 entries for 2 steps. Set 2, or leave it out.",
+        ),
+        ({"sigmas": [5.0, 1.0], "num_inference_steps": 2}, "num_inference_steps: 2 contradicts `sigmas`"),
+        ({"timesteps": [5], "scheduler": "DDIM"}, "timesteps: DDIM takes none. Set scheduler to one of Euler, Heun"),
+        ({"sigmas": [5.0, 0.0], "scheduler": "Heun"}, "sigmas: Heun takes none. Set scheduler to one of Euler."),
+        ({"timesteps": [*range(60, 0, -1)], "scheduler": "Heun"}, "num_inference_steps: 60 is too many for Heun."),
+        ({"num_inference_steps": 51, "scheduler": "Heun"}, "num_inference_steps: 51 is too many for Heun."),
+        ({"use_refiner": True, "scheduler": "Heun"}, "scheduler: Heun cannot be used with the refiner."),
+    ],
+)
+def test_refuses_conditioning_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestRefused, match=re.escape(message)):
+        resolve(make_request(**fields), dataclasses.replace(SERVED, max_clip_skip=11))
+
+
+@pytest.mark.parametrize("field", ["original_size", "crop", "target_size"])
+def test_refuses_sizes_for_networks_without_them(field: str) -> None:
+    with pytest.raises(RequestRefused, match="is not conditioned on sizes") as refusal:
+        resolve(make_request(**{field: [64, 64]}), dataclasses.replace(SERVED, takes_sizes=False))
+    assert refusal.value.field == field
+
+
+def test_refuses_clip_skip_of_older_releases() -> None:
+    assert resolve(make_request(clip_skip=0), SERVED).clip_skip == 0
+    with pytest.raises(RequestRefused, match="were built without it. Build the model again") as refusal:
+        resolve(make_request(clip_skip=1), SERVED)
+    assert refusal.value.field == "clip_skip"
 
 
 def test_refuses_a_missing_refiner() -> None:

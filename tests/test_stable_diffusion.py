@@ -49,7 +49,7 @@ from tests.support.images import largest_difference
 from tests.support.reference import Reference
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
-CASES = 8
+CASES = 9
 VERSIONS: tuple[toy_sd.Version, ...] = ("1.5", "2.1")
 
 
@@ -109,7 +109,7 @@ def params_of(toy: Loaded, **fields: object) -> GenerationParams:
 
 
 def random_settings(seed: int) -> list[dict[str, Any]]:
-    """Return the settings of eight requests, with every sampler."""
+    """Return the settings of nine requests, with every sampler."""
     generator = random.Random(seed)
     return [
         {
@@ -122,6 +122,8 @@ def random_settings(seed: int) -> list[dict[str, Any]]:
             "height": generator.choice((64, 128, 192)),
             "seed": generator.randrange(2**32),
             "end_cfg_frac": generator.choice((1.0, 0.5)),
+            "guidance_rescale": generator.choice((0.0, 0.7)),
+            "clip_skip": generator.choice((0, 1)),
         }
         for sampler in (*generator.sample(SAMPLERS, len(SAMPLERS)), generator.choice(SAMPLERS))
     ]
@@ -187,6 +189,8 @@ def test_each_setting_changes_the_image(version: str, toy: Loaded, models: dict[
         replace(params, negative_prompt="a green triangle"),
         replace(params, prompt="a small green triangle on a white background"),
         replace(params, seed=8),
+        replace(params, guidance_rescale=0.7),
+        replace(params, clip_skip=1),
     ]
     [image], _, _ = generate(models[version], [params])
     differences = [largest_difference(image, generate(models[version], [one])[0][0]) for one in changed]
@@ -213,6 +217,13 @@ def test_build_names_the_replaced_scheduler(folders: dict[str, Path], store_fold
     arguments = ["build", str(folders["1.5"]), "--name", "toy-sd", "--store", str(store_folder)]
     output = " ".join(CliRunner().invoke(app, arguments, catch_exceptions=False).output.split())
     assert "Its scheduler, PNDMScheduler, is not served" in output and "use Euler" in output
+
+
+@pytest.mark.parametrize("field", ["original_size", "crop", "target_size"])
+def test_refuses_sizes_by_name(field: str, toy: Loaded) -> None:
+    with pytest.raises(RequestRefused, match="is not conditioned on sizes") as refused:
+        params_of(toy, **{field: [64, 64]})
+    assert refused.value.field == field
 
 
 def test_request_for_a_refiner_is_refused_by_name(toy: Loaded) -> None:

@@ -51,6 +51,12 @@ CAPABILITIES: Tests = {
         "tests/test_embeddings.py::test_refuses_files_that_are_not_embeddings",
     ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
+    "conditioning of SDXL": (
+        "tests/test_pipeline_parity.py::test_conditioning_is_that_of_diffusers",
+        "tests/test_schedule.py::test_explicit_steps_denoise_like_diffusers",
+        "tests/test_schedule.py::test_zero_terminal_snr_denoises_like_diffusers",
+        "tests/test_request.py::test_refuses_conditioning_by_name",
+    ),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",
         "tests/test_few_steps.py::test_distilled_model_generates_the_image_of_diffusers",

@@ -35,6 +35,7 @@ from engine_builder.networks.check import check_model
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import (
     NETWORK_VERSION,
+    SIGNATURES_VERSION,
     ModuleReader,
     Network,
     digest_json,
@@ -220,7 +221,11 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     Drafts with equal entries and equal sizes are equal.
     """
     versions = {"preheat": preheat_version(), "torch": importlib.metadata.version("torch")} | library_versions()
-    versions |= {"form": str(NETWORK_VERSION), "recipe": str(compiler.COMPILER_VERSION)}
+    versions |= {
+        "form": str(NETWORK_VERSION),
+        "signatures": str(SIGNATURES_VERSION),
+        "recipe": str(compiler.COMPILER_VERSION),
+    }
     options = {}
     if plan.tensorrt:
         plans = {"version": installed_version(plan.tensorrt.plan_library), "recipe": PLAN_VERSION}

@@ -185,6 +185,8 @@ class Checkpoint:
             tokens=last.size("max_position_embeddings"),
             text_width=first.size("hidden_size") if first is not None else 0,
             text_width_2=last.size("hidden_size") if family == "sdxl" else 0,
+            text_layers=first.size("num_hidden_layers") if first is not None else 0,
+            text_layers_2=last.size("num_hidden_layers") if family == "sdxl" else 0,
             pooled_width=pooled_width,
             context_width=unet.size("cross_attention_dim"),
             latent_channels=latent_channels,

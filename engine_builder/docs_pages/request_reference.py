@@ -160,10 +160,41 @@ All fields are set there, also those that the request left to the release, and t
 input image is `sha256:` and the digest of its file. In a PNG the text is an iTXt chunk with the keyword `preheat`, in a
 JPEG or WebP the tag UserComment of EXIF. The text is not checked by anyone and can be changed, so it proves nothing.
 
+## Conditioning
+
+These fields have the names and meaning of diffusers' SDXL pipelines, except that `crop` is their
+`crops_coords_top_left`.
+
+```json
+{"prompt": "a lighthouse at dusk", "original_size": [2048, 2048], "crop": [0, 0], "guidance_rescale": 0.7}
+```
+
+- `original_size`, `crop` and `target_size`: SDXL was trained with the size of each image before it was scaled, the
+  corner at which it was cropped, and its final size. Height comes first. The negative prompt gets the same numbers. A
+  refiner with an aesthetic score gets the crop [0, 0] for it, which is diffusers' default.
+- `guidance_rescale` r, of Lin et al. 2023 (arXiv 2305.08891), section 3.4. Guidance gives a prediction g a larger
+  standard deviation than the prediction c for the prompt alone. The step continues with
+  g (1 + r (std(c) / std(g) - 1)). The standard deviations are those of each image. With r = 0 the step is exactly g.
+- `clip_skip` k: each text encoder returns the hidden states of k layers earlier. SDXL reads the penultimate layer at
+  k = 0, Stable Diffusion 1 and 2 the last one, after the final layer norm. As in diffusers, the negative prompt and the
+  pooled text skip no layers. (User interfaces in which the penultimate layer of Stable Diffusion 1 is "clip skip 2"
+  count from 1: subtract 1.) A release that was built before this field existed is refused by name.
+- `timesteps` and `sigmas` replace the sampler's own spacing. Send at most one of the two. `num_inference_steps` may be
+  left out, or must agree. With `image`, `strength` skips the first of them.
+
 ## Samplers
 
 `scheduler` takes a name from the left column or the name of a diffusers class. In a request
 `DPMSolverMultistepScheduler` means DPM++ 2M. In a model's `scheduler_config.json` its options select the sampler.
+
+Heun runs the UNet twice for each step except the last: `steps` in the events of a stream counts these runs. It is
+refused with the refiner, because the fraction that divides base and refiner falls between the two runs of a step.
+UniPC is not served. A step here reads the latents, this denoised estimate, the previous one, and noise. The corrector
+of UniPC's second order (diffusers' default) reads two previous estimates.
+
+A model that was trained for zero terminal SNR states `rescale_betas_zero_snr: true` with `prediction_type:
+v_prediction` in its `scheduler_config.json`. All samplers then use the rescaled noise schedule. diffusers' Heun ignores
+that entry.
 
 | name | diffusers class |
 |---|---|
@@ -314,9 +345,16 @@ def _type(field: Mapping[str, Any]) -> str:
     if "maxLength" in choice:
         return f"string, {choice.get('minLength', 0)} to {choice['maxLength']:,} characters"
     if choice["type"] == "array":
-        return f"list of {choice.get('minItems', 0)} to {choice['maxItems']} objects"
-    bounds = f", {choice['minimum']} to {choice['maximum']}" if "minimum" in choice else ""
-    return f"{choice['type']}{bounds}"
+        least, most, items = choice.get("minItems", 0), choice["maxItems"], choice["items"]
+        kind = "objects" if "$ref" in items else f"{items['type']}s{_bounds(items)}"
+        return f"list of {least if least == most else f'{least} to {most}'} {kind}"
+    return f"{choice['type']}{_bounds(choice)}"
+
+
+def _bounds(field: Mapping[str, Any]) -> str:
+    if "maximum" in field:
+        return f", {field['minimum']} to {field['maximum']}"
+    return f", at least {field['minimum']}" if "minimum" in field else ""
 
 
 def _default(field: Mapping[str, Any]) -> str:

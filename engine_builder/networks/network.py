@@ -35,6 +35,9 @@ from model.weights.layout import LAYOUTS, Layout
 # Part of every engine key. Raise it when a wrapper changes: its arithmetic, or its tensors' names or shapes.
 NETWORK_VERSION = 8
 
+# Part of every draft. Raise it when a build adds an input or output to a component. Engine keys have the signatures.
+SIGNATURES_VERSION = 2
+
 # Config entries that do not change the compiled code: their origin, and what is applied outside of an engine.
 _PROVENANCE = (
     "_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures",

@@ -1,6 +1,7 @@
 """CLIP's text encoders: token ids in, the outputs that UNets read out."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,10 @@ from engine_builder.networks.onnx_form import is_for_onnx
 
 
 class TextNetwork(nn.Module):
-    """CLIP without projection: input_ids [batch, tokens] -> penultimate hidden states [batch, tokens, width]."""
+    """CLIP without projection: input_ids [batch, tokens] -> penultimate hidden states [batch, tokens, width].
+
+    A 1 in column k of clip_skip [batch, layers] selects the states of k layers earlier.
+    """
 
     def __init__(self, network: nn.Module) -> None:
         from transformers.models.clip.modeling_clip import CLIPAttention
@@ -23,24 +27,32 @@ class TextNetwork(nn.Module):
                 if isinstance(child, CLIPAttention):
                     setattr(module, name, _SelfAttention(child))
 
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, input_ids: Tensor, clip_skip: Tensor) -> tuple[Tensor, ...]:
         output = self.network(input_ids, output_hidden_states=True, return_dict=True)
-        return (output.hidden_states[-2],)
+        return (_select(output.hidden_states[:-1], clip_skip),)
 
 
 class FinalTextNetwork(TextNetwork):
-    """CLIP without projection. It returns the last hidden states, after the final layer norm."""
+    """CLIP without projection. It returns the last hidden states, or earlier ones, after the final layer norm."""
 
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
-        return (self.network(input_ids, return_dict=True).last_hidden_state,)
+    def forward(self, input_ids: Tensor, clip_skip: Tensor) -> tuple[Tensor, ...]:
+        output = self.network(input_ids, output_hidden_states=True, return_dict=True)
+        final_layer_norm = cast(nn.LayerNorm, self.network.final_layer_norm)
+        return (final_layer_norm(_select(output.hidden_states[1:], clip_skip)),)
 
 
 class PooledTextNetwork(TextNetwork):
     """CLIP with projection. It also returns the projection of the first end-of-text token, [batch, pooled width]."""
 
-    def forward(self, input_ids: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, input_ids: Tensor, clip_skip: Tensor) -> tuple[Tensor, ...]:
         output = self.network(input_ids, output_hidden_states=True, return_dict=True)
-        return output.hidden_states[-2], output.text_embeds
+        return _select(output.hidden_states[:-1], clip_skip), output.text_embeds
+
+
+def _select(states: Sequence[Tensor], clip_skip: Tensor) -> Tensor:
+    """Return for each text the states whose column is 1, the last states in column 0. The result is exact."""
+    stacked = torch.stack(list(reversed(states)), dim=1)  # [batch, layers, tokens, width]
+    return torch.where(clip_skip[:, :, None, None] > 0, stacked, 0.0).sum(dim=1)
 
 
 def add_embedding_rows(network: Any, rows: int) -> None:

@@ -7,17 +7,28 @@ This module uses no engines: `ServedModel` describes what is served.
 import base64
 import hashlib
 import secrets
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Self, TypedDict
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from model.denoising.sampler_names import SAMPLERS, check_steps, sampler_name, skipped_steps
+from model.denoising.sampler_names import (
+    SAMPLERS,
+    TAKE_SIGMAS,
+    TAKE_TIMESTEPS,
+    check_refiner,
+    check_spacing,
+    check_steps,
+    sampler_name,
+    skipped_steps,
+)
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel
 from model.pipeline.params import GenerationParams
 from model.validation import (
+    MAX_CLIP_SKIP,
     MAX_CONTROL_SCALE,
     MAX_CONTROL_TYPES,
     MAX_CONTROLS,
@@ -30,6 +41,8 @@ from model.validation import (
     MAX_LORAS,
     MAX_MASKS,
     MAX_PROMPT_CHARACTERS,
+    MAX_SIGMA,
+    MAX_SIZE_CONDITION,
     MAX_STEPS,
     MAX_STEPS_LCM,
     MAX_UPSCALE,
@@ -66,6 +79,28 @@ def _refuse_blank(text: str) -> str:
 
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(_refuse_nul)]
 Prompt = Annotated[Text, Field(min_length=1), AfterValidator(_refuse_blank)]
+
+
+def _refuse_ascending(values: list[Any]) -> list[Any]:
+    for number, (value, after) in enumerate(pairwise(values)):
+        if after >= value:
+            raise refusal(
+                f"entry {number + 2} is {format_value(after)} after {format_value(value)}: each must be less than the "
+                "one before"
+            )
+    return values
+
+
+SizeCondition = Annotated[list[Annotated[int, Field(ge=1, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
+CropCondition = Annotated[list[Annotated[int, Field(ge=0, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
+Timesteps = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_STEPS), AfterValidator(_refuse_ascending)
+]
+Sigmas = Annotated[
+    list[Annotated[float, Field(ge=0, le=MAX_SIGMA)]],
+    Field(min_length=2, max_length=MAX_STEPS + 1),
+    AfterValidator(_refuse_ascending),
+]
 
 
 class MaskRequest(StrictModel):
@@ -245,6 +280,42 @@ class GenerationRequest(StrictModel):
         description="The same request with the same seed gives the same image: 0 to 4294967295. "
         "Image i of a request, counted from 0, has seed + i. Default: random, and returned.",
     )
+    guidance_rescale: Fraction | None = Field(
+        None,
+        description="How much of the contrast that guidance adds is taken back: 0 to 1. No effect without guidance. "
+        "Default: the release's, commonly 0.",
+    )
+    clip_skip: Annotated[int, Field(ge=0, le=MAX_CLIP_SKIP)] | None = Field(
+        None,
+        description="Layers of the text encoders to skip before the one that the UNet was trained with, for the prompt "
+        "only: 0, or more if the release's text encoders have as many layers. Default: 0.",
+    )
+    original_size: SizeCondition | None = Field(
+        None,
+        description="SDXL: [height, width] in pixels that the image seems to have had before it was scaled. Small "
+        f"numbers give blurred images. 1 to {MAX_SIZE_CONDITION}. Default: the image's size.",
+    )
+    crop: CropCondition | None = Field(
+        None,
+        description="SDXL: [top, left] in pixels of the part of a larger image that the image seems to be. 0 to "
+        f"{MAX_SIZE_CONDITION}. Default: [0, 0], a whole image.",
+    )
+    target_size: SizeCondition | None = Field(
+        None,
+        description="SDXL: [height, width] in pixels that the image seems to have. Refiners with an aesthetic score "
+        "ignore it. Default: the image's size.",
+    )
+    timesteps: Timesteps | None = Field(
+        None,
+        description="The UNet's timestep of each step, descending integers from 0 on, in place of the scheduler's. "
+        f"For {', '.join(TAKE_TIMESTEPS)}. Their number replaces `num_inference_steps`.",
+    )
+    sigmas: Sigmas | None = Field(
+        None,
+        description="The ratio of noise to signal before each step and after the last, descending, in place of the "
+        f"scheduler's. The last one is commonly 0. For {', '.join(TAKE_SIGMAS)}. Their number less one replaces "
+        "`num_inference_steps`.",
+    )
     num_images: int = Field(1, ge=1, le=MAX_IMAGES, description=f"Number of images of the prompt: 1 to {MAX_IMAGES}.")
     upscale: int = Field(
         1,
@@ -298,6 +369,7 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
+_LISTS = ("original_size", "crop", "target_size", "timesteps", "sigmas")
 _NOT_PARAMETERS = {
     "stream",
     "preview_every",
@@ -331,6 +403,8 @@ def resolve(
     values |= {"seed": secrets.randbelow(SEED_COUNT)}
     values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
     values["scheduler"] = sampler_name(values["scheduler"])
+    check_spacing(values["scheduler"], request.timesteps, request.sigmas)
+    values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])
     check_steps(values["num_inference_steps"], values["scheduler"])
     try:
         served.sizes.check(values["width"], values["height"])
@@ -345,9 +419,13 @@ def resolve(
     if values["use_refiner"] and not served.has_refiner:
         raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
     values["loras"] = _resolve_loras(request, served, values["use_refiner"])
+    if values["use_refiner"]:
+        check_refiner(values["scheduler"])
     _check_image_fields(request, served, values["width"], values["height"])
     _check_controls(request, served)
     _check_ip_adapters(request, served)
+    _check_conditioning(request, served)
+    values |= {name: tuple(values[name]) for name in _LISTS if name in values}
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
         default = DEFAULT_INPAINT_STRENGTH
@@ -413,6 +491,47 @@ def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner:
             "use_refiner", "true is not accepted with `loras`, which change only the base model. Set false."
         )
     return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
+
+
+def _step_count(request: GenerationRequest, default: int) -> int:
+    """Return the steps of a request whose `default` are those of its other fields. Raises RequestRefused."""
+    if request.timesteps is not None and request.sigmas is not None:
+        raise RequestRefused("sigmas", "cannot be used together with `timesteps`. Leave one of the two out.")
+    for name, values, more in (("timesteps", request.timesteps, 0), ("sigmas", request.sigmas, 1)):
+        if values is not None:
+            steps = len(values) - more
+            if request.num_inference_steps not in (None, steps):
+                raise RequestRefused(
+                    "num_inference_steps",
+                    f"{request.num_inference_steps} contradicts `{name}`, which has {len(values)} entries for {steps} "
+                    f"steps. Set {steps}, or leave it out.",
+                )
+            return steps
+    return default
+
+
+def _check_conditioning(request: GenerationRequest, served: ServedModel) -> None:
+    """Raise RequestRefused for conditioning that the release's networks do not take."""
+    for name in ("original_size", "crop", "target_size"):
+        if getattr(request, name) is not None and not served.takes_sizes:
+            raise RequestRefused(
+                name,
+                f"is not accepted, because the UNet of release {served.release} is not conditioned on sizes, as only "
+                "SDXL is. Leave it out.",
+            )
+    if request.clip_skip and served.max_clip_skip is None:
+        raise RequestRefused(
+            "clip_skip",
+            f"{request.clip_skip} is not accepted, because the text encoders of release {served.release} were built "
+            "without it. Build the model again with this version (`preheat build`) and publish a new release "
+            "(`preheat publish`), or set 0.",
+        )
+    if request.clip_skip and request.clip_skip > (served.max_clip_skip or 0):
+        raise RequestRefused(
+            "clip_skip",
+            f"{request.clip_skip} is more than the layers of this release's text encoders. Set 0 to "
+            f"{served.max_clip_skip}.",
+        )
 
 
 def _check_image_fields(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:

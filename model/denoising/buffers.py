@@ -99,8 +99,8 @@ def buffer_shapes(
         "known_noise": latents,
         "mask": BufferShape((slots, 1, *latents.shape[2:])),
         "model_input": BufferShape((slots, *entry_shape(sample, height, width)), sample.dtype),
-        # The guidance scale is last.
-        "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 1)),
+        # The guidance scale and its rescaling are last.
+        "coefficients": BufferShape((slots, MAX_STEPS, len(COEFFICIENTS + KNOWN_COEFFICIENTS) + 2)),
         "steps": BufferShape((slots,), "int64"),
         "slot_indices": BufferShape((slots,), "int64"),
         "mapping": BufferShape((2 * (cond_slots + slots),), "int64"),

@@ -124,9 +124,10 @@ class EagerLoop:
         if guided:
             cond = cond.clone()
             index_of_guided = torch.tensor(guided, device=eps.device)
-            scales = [float(self.images[index].guidance[self.images[index].step]) for index in guided]
-            scale = torch.tensor(scales, device=eps.device).reshape(-1, 1, 1, 1)
-            cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale)
+            images = [self.images[index] for index in guided]
+            pairs = [(float(image.guidance[image.step]), image.guidance_rescale) for image in images]
+            scale, rescale = torch.tensor(pairs, device=eps.device).T.reshape(2, -1, 1, 1, 1)
+            cond[index_of_guided] = guide(uncond, cond[index_of_guided], scale, rescale)
         return cond
 
     def _control(

@@ -152,10 +152,11 @@ class GraphLoop:
         cond_slots = sorted(set(range(self._cond_slot_count)) - taken)[: image.unet_batch]
         steps = image.schedule.steps
         _, [coefficients] = pad_schedules([image.schedule], MAX_STEPS)
-        guidance = np.ones((MAX_STEPS, 1), np.float32)
+        guidance = np.tile(np.array([1, 0], np.float32), (MAX_STEPS, 1))
         if image.uncond is not None:
             guidance[:steps, 0] = image.guidance[:steps]
-        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 10]
+            guidance[:steps, 1] = np.where(image.guidance[:steps] > 1, image.guidance_rescale, 0)
+        steps_data = torch.from_numpy(np.hstack([coefficients, guidance]))  # [MAX_STEPS, 11]
         self._coefficients[latent_slot].copy_(to_device(steps_data, self._device))
         self._steps_done[latent_slot].fill_(image.step)
         self._latents[latent_slot].copy_(image.latents[0])
@@ -349,14 +350,14 @@ class GraphLoop:
 
         `residuals`: by batch entry, what ControlNets add. The results of free slots are never read.
         """
-        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 10]
-        c_in, *update, known, known_noise, scale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
+        coefficients = self._coefficients[self._latent_slot_indices, self._steps_done]  # [latent slots, 11]
+        c_in, *update, known, known_noise, scale, rescale = coefficients.T.reshape(coefficients.shape[1], -1, 1, 1, 1)
         self._scale_latents(c_in)
         results = self._run(engines, partial(self._unet_inputs, engines[0].signature, residuals))
         predicted = [result["noise"] for result in results]
         eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
         uncond, cond = eps[self._prediction_entries].float().chunk(2)
-        advance(self._latents, self._denoised, guide(uncond, cond, scale), self._noise, update)
+        advance(self._latents, self._denoised, guide(uncond, cond, scale, rescale), self._noise, update)
         keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
         self._steps_done.add_(1).clamp_(max=MAX_STEPS - 1)
 

@@ -96,6 +96,7 @@ class ImageState:
     inputs: work on another stream that makes the tensors above; None: the current stream may read them.
     schedule, step: the steps of the loop that the image is in or waits for, and the number of finished ones.
     guidance: float32 [steps], 1 from the first unguided step on.
+    guidance_rescale: how much of the change of the prediction's standard deviation is corrected, 0 to 1.
     cond, uncond: the UNet's conditioning; `uncond` is None if no step is guided.
     result: the result of the last finished pass, if another one follows: uint8 [height, width, 3], and bool [1], true
         if all results so far were finite.
@@ -106,6 +107,7 @@ class ImageState:
     generator: torch.Generator
     schedule: SamplerSchedule
     guidance: NDArray[np.float32]
+    guidance_rescale: float = 0.0
     latents: torch.Tensor = _NO_LATENTS
     denoised: torch.Tensor | None = None
     cond: Conditioning = field(default_factory=Conditioning)

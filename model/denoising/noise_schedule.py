@@ -74,8 +74,8 @@ class NoiseSchedule:
                 raise ManifestError(f"noise schedule: {field.name} is {value!r}; served: {served}.")
         if self.rescale_betas_zero_snr and self.prediction_type == "epsilon":
             raise ManifestError(
-                "noise schedule: rescale_betas_zero_snr is true and prediction_type is epsilon. At zero signal the noise "
-                "says nothing about the image.",
+                "noise schedule: rescale_betas_zero_snr is true and prediction_type is epsilon. At zero signal the "
+                "noise says nothing about the image.",
                 "Set prediction_type to v_prediction if the model was trained for it.",
             )
         count = self.num_train_timesteps

@@ -7,12 +7,19 @@ import torch
 from model.denoising.loop import ImageState, Known
 
 
-def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return uncond + scale * (cond - uncond), the form of diffusers.
+def guide(uncond: torch.Tensor, cond: torch.Tensor, scale: torch.Tensor, rescale: torch.Tensor) -> torch.Tensor:
+    """Return g = uncond + scale * (cond - uncond), the form of diffusers, with its standard deviation corrected.
 
-    Source: Ho and Salimans, "Classifier-free diffusion guidance", 2022.
+    The result is g * (1 + rescale * (std(cond) / std(g) - 1)), and exactly g where `rescale` is 0. The standard
+    deviations are those of each image. `scale` and `rescale` are [images, 1, 1, 1].
+
+    Sources: Ho and Salimans, "Classifier-free diffusion guidance", 2022; for the correction Lin et al. 2023 (arXiv
+    2305.08891), section 3.4, in diffusers `rescale_noise_cfg`.
     """
-    return torch.addcmul(uncond, scale, cond - uncond)
+    guided = torch.addcmul(uncond, scale, cond - uncond)
+    ratio = cond.std(dim=(1, 2, 3), keepdim=True) / guided.std(dim=(1, 2, 3), keepdim=True)
+    # A constant prediction has the ratio 0 / 0.
+    return guided * torch.where(rescale > 0, 1 + rescale * (ratio - 1), 1.0)
 
 
 def advance(

@@ -11,6 +11,7 @@ from model.store.precision import Dtype
 
 TEXT_EMBEDS = "text_embeds"  # the pooled text, as diffusers calls it
 LORA_DOWN, LORA_UP = "lora_down", "lora_up"  # the factors of adapters, see `model.adapters.packing`
+TIME_IDS = "time_ids"  # original size, crop and target size, as diffusers calls them
 TIMESTEP_COND = "timestep_cond"  # the embedded guidance scale, as diffusers calls it
 CONTROL = "control"  # a ControlNet's embedding of the control image
 CONTROL_TYPE = "control_type"  # which of a Union network's types the control image is: 1 there, otherwise 0
@@ -20,6 +21,7 @@ IMAGE_BIAS = (
     "image_bias"  # added to the attention's scores of these tokens: 0, and a large negative number for an unused one
 )
 CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
+CLIP_SKIP = "clip_skip"  # which hidden states a text encoder returns
 
 CfgLayout = Literal["uncond", "both"]
 """The batch of a UNet variant for images whose unconditional text embeddings are zeros. "uncond": their unconditional
@@ -39,6 +41,8 @@ class Widths:
     time_ids: int
     vae_scale: int
     timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
+    text_layers: int = 0  # of the first text encoder, and of the second one; 0: it takes no clip_skip
+    text_layers_2: int = 0
     extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
     time_embeds_width: int = 0  # this and the next are set once the UNet is read
     keys_values_width: int = 0  # 0: no attention to the text
@@ -58,22 +62,39 @@ class Widths:
 
 
 def text_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """input_ids [batch, tokens] -> the hidden states that the UNet reads [batch, tokens, width]."""
+    """input_ids [batch, tokens] -> the hidden states that the UNet reads [batch, tokens, width].
+
+    clip_skip [batch, layers] is one-hot. A 1 in column k selects the states of k layers before those that the UNet was
+    trained with.
+    """
     return Signature(
-        inputs=(TensorSpec(name="input_ids", dtype="int64", shape=("rows", widths.tokens)),),
+        inputs=_text_inputs(widths.tokens, widths.text_layers),
         outputs=(TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width)),),
     )
 
 
 def pooled_text_signature(widths: Widths, dtype: Dtype) -> Signature:
-    """input_ids [batch, tokens] -> penultimate hidden states, and the pooled projection [batch, width]."""
+    """input_ids [batch, tokens] -> penultimate hidden states, and the pooled projection [batch, width].
+
+    clip_skip: see `text_signature`. It does not change the pooled projection.
+    """
     return Signature(
-        inputs=(TensorSpec(name="input_ids", dtype="int64", shape=("rows", widths.tokens)),),
+        inputs=_text_inputs(widths.tokens, widths.text_layers_2),
         outputs=(
             TensorSpec(name="hidden_states", dtype=dtype, shape=("rows", widths.tokens, widths.text_width_2)),
             TensorSpec(name="pooled", dtype=dtype, shape=("rows", widths.pooled_width)),
         ),
     )
+
+
+def _text_inputs(tokens: int, layers: int) -> tuple[TensorSpec, ...]:
+    ids = TensorSpec(name="input_ids", dtype="int64", shape=("rows", tokens))
+    return (ids, TensorSpec(name=CLIP_SKIP, dtype="int64", shape=("rows", layers))) if layers else (ids,)
+
+
+def clip_skip_columns(signature: Signature) -> int:
+    """Return the number of values of clip_skip that a text encoder takes, 0 for an encoder without it."""
+    return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == CLIP_SKIP), 0)
 
 
 def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
@@ -94,7 +115,7 @@ def unet_time_signature(widths: Widths, dtype: Dtype) -> Signature:
     inputs = [TensorSpec(name="timestep", dtype="float32", shape=("rows",))]
     if widths.pooled_width:
         inputs.append(TensorSpec(name=TEXT_EMBEDS, dtype=dtype, shape=("rows", widths.pooled_width)))
-        inputs.append(TensorSpec(name="time_ids", dtype="float32", shape=("rows", widths.time_ids)))
+        inputs.append(TensorSpec(name=TIME_IDS, dtype="float32", shape=("rows", widths.time_ids)))
     if widths.timestep_cond:
         inputs.append(TensorSpec(name=TIMESTEP_COND, dtype=dtype, shape=("rows", widths.timestep_cond)))
     embeds = TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width))

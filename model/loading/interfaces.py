@@ -79,9 +79,9 @@ def _check_ip_adapters(engines: Mapping[str, EngineSet], residuals: Sequence[Ten
 def _expected_names(spec: ComponentSpec, widths: Widths, residuals: Sequence[TensorSpec]) -> list[_Names]:
     """Return a component's names without and with its optional inputs.
 
-    Those are the embedded guidance scale, and of ControlNets the text and the type of the control image.
+    Those are the embedded guidance scale, clip_skip, and of ControlNets the text and the type of the control image.
     """
-    variants = [replace(widths, timestep_cond=width) for width in (0, 1)]
+    variants = [replace(widths, timestep_cond=n, text_layers=n, text_layers_2=n) for n in (0, 1)]
     kind = spec.name.partition(".")[0]
     if kind == UNET_IP:  # with or without the outputs of ControlNets
         with_residuals = replace(widths, residuals=((1, 1),) * len(residuals))

@@ -8,15 +8,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.denoising.sampler_names import check_steps, sampler_name
-from model.engines.signatures import control_types, image_slots
+from model.engines.signatures import TIME_IDS, clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
 from model.pipeline.spec import (
+    BASE,
     CONTROLNET_TIME,
     IMAGE_ENCODER,
     IP_ADAPTER,
+    REFINER,
     UNET,
     UNET_IP,
+    UNET_TIME,
     VAE_ENCODER,
     controlnets_of,
     find_component,
@@ -33,6 +36,7 @@ class Defaults(StrictModel):
     num_inference_steps: Steps = 30
     guidance_scale: Guidance = 7.5
     end_cfg_frac: Fraction = 1.0
+    guidance_rescale: Fraction = 0.0
     scheduler: SamplerName = "Euler"
     use_refiner: bool = False
     denoising_frac: Fraction = 0.8
@@ -127,6 +131,10 @@ class ServedModel:
     """The sizes of requests with an image, which need the VAE encoder. None: such requests are refused."""
     requires_masks: bool = False
     """True if the UNet was trained for inpainting only."""
+    takes_sizes: bool = True
+    """True if the UNet is conditioned on the sizes of images, as SDXL's is."""
+    max_clip_skip: int | None = None
+    """None: the text encoders were built without clip_skip."""
     loras: tuple[str, ...] = ()
     """The names of the adapters that requests may use."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
@@ -174,6 +182,8 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
         manifest.name,
         image_sizes=served_image_sizes(selection.engines, sizes),
         requires_masks=extra_channels > 0,
+        takes_sizes=any(spec.name == TIME_IDS for spec in selection.engines[UNET_TIME][0].signature.inputs),
+        max_clip_skip=_max_clip_skip(selection.engines),
         loras=tuple(loras),
         controlnets={
             name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature)
@@ -197,6 +207,13 @@ def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecor
             )
         served[name] = ServedIpAdapter(most_tokens // tokens, side)
     return served
+
+
+def _max_clip_skip(engines: Mapping[str, Sequence[EngineRecord]]) -> int | None:
+    """Return the largest clip_skip that every text encoder takes, None if one of them takes none."""
+    encoders = {name for denoiser in (BASE, REFINER) for name, _ in denoiser.encoders(engines)}
+    least = min(clip_skip_columns(engines[name][0].signature) for name in encoders)
+    return least - 1 if least else None
 
 
 def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequence[ServedBucket]) -> Sizes:

@@ -1,5 +1,7 @@
 """The guidance scale of each step, and its embedding for UNets that were distilled to take it as an input."""
 
+import math
+
 import numpy as np
 import torch
 
@@ -7,12 +9,14 @@ from model.denoising.noise_schedule import Floats
 from model.pipeline.params import GenerationParams
 
 
-def scale_by_step(params: GenerationParams, steps: int) -> Floats:
+def scale_by_step(params: GenerationParams, steps: int, order: int) -> Floats:
     """Return the requested guidance scale of each of the `steps` that run, float64 [steps].
 
-    It may be below 1. After guidance has ended it is 1.
+    It may be below 1. After guidance has ended it is 1. `order`: see `SamplerSchedule`. All entries of a requested step
+    have one scale.
     """
-    guided = round(params.end_cfg_frac * steps)
+    requested = math.ceil(steps / order)
+    guided = order * round(params.end_cfg_frac * requested)
     return np.where(np.arange(steps) < guided, params.guidance_scale, 1.0)
 
 

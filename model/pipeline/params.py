@@ -72,6 +72,10 @@ class GenerationParams:
     image_prompts: the IP-Adapters that the base's steps use, each with another name.
     metadata: what the files of the images state; None: nothing.
     composite, color_match, upscale: see `model.pipeline.finish`.
+    original_size, target_size: height and width that an SDXL is conditioned on; None: those of the image.
+    crop: top and left that an SDXL is conditioned on.
+    clip_skip: layers of the text encoders that are skipped before the one that the UNet was trained with.
+    timesteps, sigmas: see `model.denoising.samplers.sampler_schedule`.
     """
 
     prompt: str
@@ -97,6 +101,13 @@ class GenerationParams:
     composite: bool = False
     color_match: bool = False
     upscale: int = 1
+    original_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
+    target_size: tuple[int, int] | None = None
+    clip_skip: int = 0
+    guidance_rescale: float = 0.0
+    timesteps: tuple[int, ...] | None = None
+    sigmas: tuple[float, ...] | None = None
 
     loras: "AdapterSet" = ()
     metadata: "Metadata | None" = field(default=None, compare=False, repr=False)

@@ -155,7 +155,7 @@ class RequestPlan:
         """Make the states of the request's images before their first stage."""
         first = next(iter(self.denoise.values()))
         return [
-            ImageState(index, self.generator(index), first.schedule, first.guidance)
+            ImageState(index, self.generator(index), first.schedule, first.guidance, self.params.guidance_rescale)
             for index in range(self.params.num_images)
         ]
 
@@ -201,16 +201,17 @@ def _plan_pass(
     model: LoadedModel, params: GenerationParams, levels: torch.Tensor | None, prompt_fields: tuple[str, str]
 ) -> RequestPlan:
     """Plan one pass. `levels`: see `Source`. `prompt_fields`: see `_prompt_fields`."""
-    whole_schedule = sampler_schedule(params.scheduler, params.num_inference_steps, model.noise_schedules["base"])
+    steps, noise_schedule = params.num_inference_steps, model.noise_schedules["base"]
+    whole_schedule = sampler_schedule(params.scheduler, steps, noise_schedule, params.timesteps, params.sigmas)
     source, run_schedule = None, whole_schedule
     if params.image is not None:
         source = _source(model, params, levels)
-        run_schedule = skip_steps(whole_schedule, skipped_steps(params.strength, params.num_inference_steps))
+        run_schedule = skip_steps(whole_schedule, whole_schedule.order * skipped_steps(params.strength, steps))
     schedules = [(BASE, run_schedule)]
     if params.use_refiner:
-        base, refiner = split_schedule(run_schedule, model.noise_schedules["base"], params.denoising_frac)
+        base, refiner = split_schedule(run_schedule, noise_schedule, params.denoising_frac)
         schedules = [(BASE, base), (REFINER, refiner)]
-    scales, start = scale_by_step(params, run_schedule.steps), 0
+    scales, start = scale_by_step(params, run_schedule.steps, run_schedule.order), 0
     denoise: dict[str, DenoisePlan] = {}
     for denoiser, schedule in schedules:
         end = start + schedule.steps
@@ -278,10 +279,13 @@ def _denoise_plan(
     settings = model.settings.refiner if denoiser.part == "refiner" else model.settings
     assert settings is not None
     guidance = np.maximum(scales, 1.0).astype(np.float32)
-    size = [float(params.height), float(params.width), 0.0, 0.0]
-    time_ids = (size + size[:2], size + size[:2])
+    size = (params.height, params.width)
+    original, target = params.original_size or size, params.target_size or size
+    own: list[float] = [*original, *params.crop, *target]
+    time_ids: tuple[list[float], list[float]] = (own, own)
     if isinstance(settings, RefinerFacts) and settings.requires_aesthetics_score:
-        time_ids = (size + [AESTHETIC_SCORE], size + [NEGATIVE_AESTHETIC_SCORE])
+        # diffusers' default: the negative prompt has the original size and no crop.
+        time_ids = ([*original, *params.crop, AESTHETIC_SCORE], [*original, 0, 0, NEGATIVE_AESTHETIC_SCORE])
     return DenoisePlan(
         schedule,
         scales,

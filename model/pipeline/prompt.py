@@ -13,7 +13,14 @@ from model.adapters.packing import add_to_keys_values, pack
 from model.cuda.streams import to_device
 from model.denoising.loop import Conditioning
 from model.engines.shapes import DTYPES
-from model.engines.signatures import TEXT_EMBEDS, TIMESTEP_COND, timestep_cond_width
+from model.engines.signatures import (
+    CLIP_SKIP,
+    TEXT_EMBEDS,
+    TIME_IDS,
+    TIMESTEP_COND,
+    clip_skip_columns,
+    timestep_cond_width,
+)
 from model.pipeline.control import condition_controlnet
 from model.pipeline.guidance import embed_guidance
 from model.pipeline.image_prompt import condition_image_prompts
@@ -52,8 +59,13 @@ def _encode_texts(
     """
 
     def run(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(request.tokens[tokenizer][:texts])
-        return model.engines[component].run({"input_ids": to_device(ids, model.device)})
+        engines = model.engines[component]
+        inputs = {"input_ids": torch.tensor(request.tokens[tokenizer][:texts])}
+        if layers := clip_skip_columns(engines.signature):
+            # As in diffusers, the negative prompt skips no layers.
+            skipped = [request.params.clip_skip, 0][:texts]
+            inputs[CLIP_SKIP] = torch.nn.functional.one_hot(torch.tensor(skipped), layers)
+        return engines.run({name: to_device(tensor, model.device) for name, tensor in inputs.items()})
 
     *others, last = denoiser.encoders(model.engines)
     encoded = run(*last)
@@ -96,7 +108,7 @@ def _conditionings(
             shared
             | {
                 TEXT_EMBEDS: of_text.to(dtype).expand(steps, -1),
-                "time_ids": to_device(torch.tensor(time_ids), model.device).expand(steps, -1),
+                TIME_IDS: to_device(torch.tensor(time_ids, dtype=torch.float32), model.device).expand(steps, -1),
             }
             for of_text, time_ids in zip(pooled, plan.time_ids, strict=False)
         ]

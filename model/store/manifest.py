@@ -20,7 +20,7 @@ from pydantic import (
 from model.store.precision import Dtype, PrecisionField, StorageDtype
 from model.validation import MAX_STEPS
 
-SCHEMA_VERSION = 3  # the newest. A release states the oldest that has all its entries, so that older servers read it
+SCHEMA_VERSION = 4  # the newest. A release states the oldest that has all its entries, so that older servers read it
 BLOB_LIMIT = 256 * 2**20  # bytes; weights are cut at this size so that hashing, fetching and copying run in parallel
 ENGINE_LIMIT = 16 * 2**30  # bytes, the limit of every blob; a plan that holds SDXL's weights in fp16 has 5 GiB
 MANIFEST_LIMIT = 4 * 2**20  # bytes; 36 buckets on three targets take 1 MiB, and parsed JSON many times its size
@@ -213,7 +213,10 @@ class EngineRecord(Record):
         """The oldest schema that has all entries of this record.
 
         Schema 2 added TensorRT-RTX, plans with weights and 8-bit engines. Schema 3 added UNets for inpainting.
+        Schema 4 added text encoders that take clip_skip.
         """
+        if any(spec.name == "clip_skip" for spec in self.signature.inputs):
+            return 4
         if self.signature.extra_channels:
             return 3
         plan = self.tensorrt
@@ -391,7 +394,7 @@ class Manifest(Record):
     release by that number. Some releases with entries of schema 2 state 1.
     """
 
-    schema_version: Literal[1, 2, 3] = 1
+    schema_version: Literal[1, 2, 3, 4] = 1
     model: Name
     version: Name
     family: Family

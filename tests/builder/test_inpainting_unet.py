@@ -114,7 +114,9 @@ def test_builds_loads_and_refuses_requests_without_masks(
     result = build(replace(toy_plan, model="inpaint", base=Checkpoint(folder)), store)
     assert result.compiled == ("unet",)
     manifest, _ = publish(store, "inpaint")
-    assert manifest.schema_version == 3  # servers of before refuse it by that number
+    # Servers of before refuse it by that number.
+    assert [engine.required_schema for engine in manifest.engines if engine.component == "unet"] == [3]
+    assert manifest.schema_version >= 3
     loaded = load_release(store, manifest.name, detect_targets(), [], ColdStart())
     warm_up(loaded)
     request = params(box(10, 10, 41, 50, 0.8))

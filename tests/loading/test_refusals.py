@@ -86,7 +86,7 @@ def test_missing_part(store: WritableLocalStore, entries: Entries, change: Chang
 INVALID: dict[str, tuple[Change, str]] = {
     "refiner by default": (lambda e: e["defaults"].update(use_refiner=True), "`preheat build --refiner`"),
     "too many steps": (lambda e: e["defaults"].update(num_inference_steps=1000), "num_inference_steps"),
-    "unknown sampler": (lambda e: e["defaults"].update(scheduler="Heun"), "scheduler"),
+    "unknown sampler": (lambda e: e["defaults"].update(scheduler="UniPC"), "scheduler"),
     "unknown default": (lambda e: e["defaults"].update(colour="red"), "colour"),
     "prediction type": (lambda e: e["schedulers"]["base"].update(prediction_type="sample"), "prediction_type"),
     "text as number": (lambda e: e["schedulers"]["base"].update(beta_start="0.1"), "beta_start"),

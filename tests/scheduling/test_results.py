@@ -104,7 +104,7 @@ requests = st.fixed_dictionaries(
         "height": st.just(64),
         "output_format": st.just("png"),
     }
-)
+).filter(lambda request: not (request["use_refiner"] and request["scheduler"] == "Heun"))
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

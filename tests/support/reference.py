@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import diffusers
@@ -83,6 +84,10 @@ class Reference:
             "prompt": params.prompt,
             "negative_prompt": params.negative_prompt,
             "num_inference_steps": params.num_inference_steps,
+            **({"guidance_rescale": params.guidance_rescale} if params.guidance_rescale else {}),
+            "clip_skip": params.clip_skip or None,
+            **_spacing(params),
+            **(_sizes(params) if self._is_sdxl else {}),
             "generator": torch.Generator("cpu").manual_seed(params.seed),
         }
         size = {"width": params.width, "height": params.height}
@@ -97,9 +102,14 @@ class Reference:
         if params.masks:
             kind = refining_kind = "inpaint"
             mask = {"mask_image": Image.fromarray(params.masks[0].levels), **size}
-        guided = round(params.end_cfg_frac * steps)
         pipeline = self._base[kind]
         pipeline.scheduler = self._scheduler(params.scheduler)
+        order = pipeline.scheduler.order  # the last step has one entry
+        guided, steps = order * round(params.end_cfg_frac * steps), order * (steps - 1) + 1
+        if params.clip_skip and not self._is_sdxl:
+            # diffusers 0.42.1 looks for the layer norm of clip_skip where transformers 4 had it.
+            encoder = pipeline.text_encoder
+            vars(encoder)["text_model"] = SimpleNamespace(final_layer_norm=encoder.final_layer_norm)
         base = {**shared, **inputs, **mask, **_guidance(params, guided, steps, kind, self._is_sdxl)}
         base |= self._image_prompt_arguments(params)
         if not params.use_refiner:
@@ -140,6 +150,19 @@ def _same(kind: Any, pipeline: Any) -> Any:
     made = kind(**pipeline.components, **_extras(kind), **settings)
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def _spacing(params: GenerationParams) -> dict[str, Any]:
+    spacing = {"timesteps": params.timesteps, "sigmas": params.sigmas}
+    return {name: list(values) for name, values in spacing.items() if values is not None}
+
+
+def _sizes(params: GenerationParams) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"crops_coords_top_left": params.crop}
+    for name in ("original_size", "target_size"):
+        if getattr(params, name) is not None:
+            sizes[name] = getattr(params, name)
+    return sizes
 
 
 def _guidance(params: GenerationParams, guided: int, steps: int, kind: Kind, is_sdxl: bool = True) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
-from model.engines.signatures import LORA_DOWN, LORA_UP
+from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP
 from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
 
@@ -106,7 +106,9 @@ def example_inputs(
     inputs: dict[str, torch.Tensor] = {}
     for spec in signature.inputs:
         shape = concrete_shape(spec.shape, sizes)
-        if spec.dtype == "int64":
+        if spec.name == CLIP_SKIP:
+            value = torch.nn.functional.one_hot(torch.arange(batch) % shape[1], shape[1])
+        elif spec.dtype == "int64":
             value = torch.randint(0, tokens, shape, generator=generator)
         elif spec.name == "timestep":
             value = torch.randint(1, 1000, shape, generator=generator).to(torch.float32)
