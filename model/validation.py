@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
 MAX_GUIDANCE = 30
 MAX_PROMPT_CHARACTERS = 4000
+MAX_PROMPT_WEIGHT = 10
 MAX_STEPS_LCM = 50
 MAX_STEPS_HEUN = 50  # each takes two runs of the UNet, except the last
 MAX_CLIP_SKIP = 31  # the layers of the largest text encoder, without one
@@ -43,6 +44,7 @@ Schema = Mapping[str, Any]
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 Preprocess = Literal["none", "canny"]
+PromptSyntax = Literal["plain", "weighted"]
 Resize = Literal["refuse", "stretch", "crop", "pad"]
 Side = Annotated[int, Field(ge=SMALLEST_SIDE, le=LARGEST_SIDE)]
 Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]

@@ -130,6 +130,17 @@ def test_image_does_not_depend_on_the_batch(adapted: Loaded) -> None:
         assert difference(image, alone) <= 1
 
 
+def test_adapters_change_prompts_of_several_chunks(adapted: Loaded, reference: Reference) -> None:
+    """Two equal chunks give the image of one of them. In a batch with a shorter prompt, too."""
+    words = "red circle " * 37 + "red "  # 75 tokens
+    one_chunk = replace(REQUESTS[0], prompt=words)
+    two_chunks = replace(one_chunk, prompt=words * 2, prompt_syntax="weighted")
+    images, _, warnings = generate(adapted.model, [two_chunks, REQUESTS[1]])
+    assert not warnings
+    for image, request in zip(images, (one_chunk, REQUESTS[1]), strict=True):
+        assert difference(image, reference.generate(request)) <= TOLERANCE
+
+
 def test_both_ways_give_the_same_image(adapted: Loaded) -> None:
     assert adapted.model.adapters is not None
     packed = generate(adapted.model, REQUESTS[:1])[0][0]

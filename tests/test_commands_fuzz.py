@@ -76,6 +76,7 @@ def every_command(files: OddFiles) -> list[Command]:
                           "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS, "--lora-rank": NUMBERS,
                           "--ip-adapter": [*TEXTS, *(f"style={path}" for path in paths)], "--ip-images": NUMBERS,
                           "--image-encoder": paths, "--embedding-rows": NUMBERS,
+                          "--text-chunks": NUMBERS,
                           "--lora": [*paths, "x:", "x:nan", ":1"]},
                 {}, (models,)),
         Command("calibrate", {"--refiner": models, "--precision": TEXTS, **store, "--prompts": paths, "--size": SIZES,

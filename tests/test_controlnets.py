@@ -38,6 +38,7 @@ from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_d
 from tests.support.control_reference import ControlReference
 from tests.support.images import file_of, largest_difference, pixels
 from tests.support.predictions import http_client, post, predict
+from tests.support.static_tokens import with_static_tokens
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 12
@@ -200,7 +201,9 @@ def test_requests_with_and_without_control_share_a_batch(
 ) -> None:
     model = replace(toy.model, loops={})
     if in_graphs:
-        model.loops[UNET, SIDE, SIDE] = GraphLoop(model.step_networks(UNET), SIDE, SIDE, model.device)
+        model.loops[UNET, SIDE, SIDE] = GraphLoop(
+            with_static_tokens(model.step_networks(UNET)), SIDE, SIDE, model.device
+        )
     batch = [
         params_of(toy, seed=3),
         params_of(toy, control("edges", end=0.5), scheduler="Euler a", num_images=2),
@@ -216,6 +219,23 @@ def test_requests_with_and_without_control_share_a_batch(
             image = next(together)
             assert largest_difference(image, alone) <= 1
             assert largest_difference(image, reference.generate(single)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("in_graphs", [False, True])
+def test_controls_read_prompts_of_several_chunks(in_graphs: bool, toy: Loaded, reference: ControlReference) -> None:
+    """Two equal chunks give the image of one of them. In a batch with a shorter prompt, too."""
+    model = replace(toy.model, loops={})
+    if in_graphs:
+        networks = with_static_tokens(model.step_networks(UNET), 154)
+        model.loops[UNET, SIDE, SIDE] = GraphLoop(networks, SIDE, SIDE, model.device)
+    words = "red circle " * 37 + "red "  # 75 tokens
+    one_chunk = params_of(toy, control("edges"), prompt=words)
+    two_chunks = replace(one_chunk, prompt=words * 2, prompt_syntax="weighted")
+    short = params_of(toy, control("edges", 2), seed=3)
+    images, _, warnings = generate(model, [two_chunks, short])
+    assert not warnings
+    for image, params in zip(images, (one_chunk, short), strict=True):
+        assert largest_difference(image, reference.generate(params)) <= TOLERANCE
 
 
 def test_each_setting_of_a_control_changes_the_image(toy: Loaded) -> None:

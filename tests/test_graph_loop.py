@@ -18,6 +18,7 @@ from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import ImageState, Known, Loop, StepNetworks, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS
 from model.engines.engine import EngineSet
+from model.engines.signatures import unet_signature
 from model.pipeline import loaded_model, spec
 from model.pipeline.loaded_model import LoadedModel, make_loop
 from model.pipeline.params import Mask
@@ -25,7 +26,7 @@ from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
 from model.store.manifest import Bucket, Span
 from model.validation import MAX_STEPS
-from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
+from tests.support.linear_networks import PLAIN, WIDTHS, Stub, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
 CPU = torch.device("cpu")
@@ -166,6 +167,35 @@ def test_any_mix_equals_the_eager_loop(mix: list[tuple[dict[str, object], int]],
         results = run_mix(graph_loop(bucketed(model, *batches, **variant)), model, mix)  # type: ignore[arg-type]
         for latents, alone in zip(results, expected, strict=True):
             torch.testing.assert_close(latents, alone, rtol=1e-4, atol=1e-4)
+
+
+def with_chunks(model: LoadedModel, chunks: int | None) -> LoadedModel:
+    """Let the UNet read so many chunks of text."""
+    stub(model, spec.UNET).signature = unet_signature(replace(WIDTHS, unet_chunks=chunks), "float32")
+    return model
+
+
+def test_texts_of_other_lengths_share_a_batch(model: LoadedModel) -> None:
+    def images() -> list[ImageState]:
+        generator = torch.Generator().manual_seed(0)
+        made = [make_image(linear_model(), seed=seed, negative_prompt="four") for seed in range(3)]
+        for image, chunks in zip(made, (1, 2, 4), strict=True):
+            shape = (1, chunks * WIDTHS.tokens, WIDTHS.keys_values_width)
+            image.cond.inputs["keys_values"] = torch.randn(shape, generator=generator)
+        return made
+
+    alone = images()
+    for image in alone:
+        denoise(eager_loop(bucketed(with_chunks(model, None), 6)), [image])
+    for loop in (
+        graph_loop(bucketed(with_chunks(model, 4), 6)),
+        eager_loop(bucketed(with_chunks(model, 4), 6)),
+        eager_loop(bucketed(with_chunks(model, None), 6)),
+    ):
+        together = images()
+        denoise(loop, together)
+        for image, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(image.latents, expected.latents, rtol=1e-4, atol=1e-4)
 
 
 def eager_loop(unet: EngineSet) -> EagerLoop:

@@ -42,6 +42,7 @@ from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_d
 from tests.support.images import file_of, largest_difference, pixels
 from tests.support.ip_reference import IpReference
 from tests.support.predictions import http_client, post, predict
+from tests.support.static_tokens import with_static_tokens
 
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 12
@@ -196,7 +197,7 @@ def test_images_are_those_of_diffusers(number: int, client: httpx.Client, toy: L
 
 def make_graph_loop(toy: Loaded) -> GraphLoop:
     """A loop with the buffers of a GPU's, whose graphs run op by op."""
-    return GraphLoop(toy.model.step_networks(UNET), SIDE, SIDE, torch.device("cpu"))
+    return GraphLoop(with_static_tokens(toy.model.step_networks(UNET)), SIDE, SIDE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("loop", ["eager", "graphs"])

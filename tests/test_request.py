@@ -23,7 +23,8 @@ from model.pipeline.params import GenerationParams
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")
 
 FIELDS = (
-    "prompt, negative_prompt, image, strength, masks, resize, composite, color_match, loras, controls, ip_adapters, "
+    "prompt, negative_prompt, prompt_syntax, image, strength, masks, resize, composite, color_match, loras, controls, "
+    "ip_adapters, "
     "width, height, num_inference_steps, guidance_scale, end_cfg_frac, scheduler, use_refiner, denoising_frac, seed, "
     "guidance_rescale, clip_skip, original_size, crop, target_size, timesteps, sigmas, num_images, upscale, "
     "output_format, quality, stream, preview_every, metadata, describe"
@@ -85,7 +86,7 @@ def test_accepts_a_prompt_alone() -> None:
 
 
 LOWEST = {
-    "prompt": "a", "negative_prompt": "", "image": "", "strength": 0,
+    "prompt": "a", "negative_prompt": "", "prompt_syntax": "plain", "image": "", "strength": 0,
     "masks": [{"image": "", "prompt": "a", "negative_prompt": "", "strength": 0, "feather": 0}], "resize": "refuse",
     "composite": False, "color_match": False, "loras": [],
     "controls": [{"name": "a", "image": "", "preprocess": "none", "scale": 0, "start": 0, "end": 0, "mode": 0}],
@@ -97,7 +98,8 @@ LOWEST = {
     "metadata": False, "describe": False,
 }  # fmt: skip
 HIGHEST = {
-    "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "image": "A" * 4, "strength": 1.0, "masks": 8 * [
+    "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "prompt_syntax": "weighted",
+    "image": "A" * 4, "strength": 1.0, "masks": 8 * [
         {"image": "A", "prompt": "é" * 4000, "negative_prompt": "é" * 4000, "strength": 1.0, "feather": 256.0}
     ], "resize": "pad", "composite": True, "color_match": True,
     "loras": 8 * [{"name": "a" * 128, "scale": 10.0}], "controls": 4 * [
@@ -149,6 +151,7 @@ def test_accepts_control_characters_other_than_nul() -> None:
         ("original_size.1", "[64, 0]", "got 0, expected an integer from 1 to 16384"),
         ("crop.0", "[-1, 0]", "got -1, expected an integer from 0 to 16384"),
         ("target_size", "64", "got 64, expected a list of 2 to 2 entries"),
+        ("prompt_syntax", '"a1111"', 'got "a1111", expected one of "plain", "weighted"'),
         ("clip_skip", "-1", "got -1, expected an integer from 0 to 31"),
         ("guidance_rescale", "1.5", "got 1.5, expected a number from 0 to 1"),
         ("prompt", "null", "got null, expected a string of 1 to 4000 characters"),
@@ -283,6 +286,7 @@ def test_release_changes_only_the_defaults_it_names() -> None:
             {"scheduler": "LCM", "num_inference_steps": 51},
             "default for num_inference_steps: 51 is too many for LCM",
         ),
+        ({"scheduler": "Heun", "use_refiner": True}, "default for scheduler: Heun cannot be used with the refiner"),
     ],
 )
 def test_refuses_a_wrong_default_of_a_release(entries: dict[str, Any], message: str) -> None:
@@ -354,6 +358,7 @@ def test_keeps_given_values_also_zero_and_false() -> None:
         "timesteps": None,
         "sigmas": None,
     }
+    unset |= {"prompt_syntax": "plain"}
     unset |= {"original_size": None, "crop": (0, 0), "target_size": None, "clip_skip": 0, "guidance_rescale": 0.0}
     assert resolved == given | unset
 

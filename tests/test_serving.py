@@ -115,7 +115,7 @@ REFUSED = [
     ("height", {"height": 72}, "a multiple of 32 from 64 to 1024"),
     ("num_inference_steps", {"num_inference_steps": 51, "scheduler": "LCM"}, "1 to 50"),
     ("guidance_scale", {"guidance_scale": "7.5"}, "a number"),
-    ("scheduler", {"scheduler": "Heun"}, "DPM++ 2M SDE Karras"),
+    ("scheduler", {"scheduler": "UniPC"}, "DPM++ 2M SDE Karras"),
     ("output_format", {"output_format": "gif"}, '"png", "jpeg", "webp"'),
     ("steps", {"steps": 30}, "num_inference_steps"),
 ]

@@ -51,6 +51,12 @@ CAPABILITIES: Tests = {
         "tests/test_embeddings.py::test_refuses_files_that_are_not_embeddings",
     ),
     "refiner": ("tests/test_pipeline_parity.py::test_some_requests_of_a_batch_use_the_refiner",),
+    "long and weighted prompts": (
+        "tests/test_weighted_prompt.py::test_image_is_that_of_diffusers",
+        "tests/test_weighted_prompt.py::test_image_is_the_same_in_a_batch_of_other_lengths",
+        "tests/test_weighted_prompt.py::test_every_prompt_is_refused_or_gives_an_image",
+        "tests/builder/test_text_chunks.py::test_static_engines_read_prompts_of_any_length",
+    ),
     "conditioning of SDXL": (
         "tests/test_pipeline_parity.py::test_conditioning_is_that_of_diffusers",
         "tests/test_schedule.py::test_explicit_steps_denoise_like_diffusers",

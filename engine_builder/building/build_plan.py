@@ -62,6 +62,7 @@ class BuildPlan:
     quantization: how the UNets are quantized. Required for FP8, otherwise None.
     merge: adapters that are merged into the weights of `base`; None: no adapter.
     lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
+    text_chunks: chunks of a prompt that the UNets read, if there are sizes. Dynamic engines read any number.
     vae_precision: replaces the VAE's default precision (`precision_of`).
     """
 
@@ -77,6 +78,7 @@ class BuildPlan:
     quantization: Quantization | None = None
     lora_rank: int = 0
     merge: OfflineMerge | None = None
+    text_chunks: int = 1
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -164,11 +166,17 @@ class BuildPlan:
             reader,
             plain=self.tensorrt is not None,
             lora_rank=self.lora_rank,
+            text_chunks=self.unet_chunks,
         )
         if not precision.is_quantized:
             return network
         assert self.quantization is not None
         return self.quantization.apply(network)[0]
+
+    @property
+    def unet_chunks(self) -> int | None:
+        """The chunks of text that the UNets read; None: any number."""
+        return self.text_chunks if self.sizes else None
 
     @property
     def upcasts_vae(self) -> bool:

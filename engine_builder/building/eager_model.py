@@ -58,7 +58,7 @@ def load_eager_model(
     for name in (*names, *components_of_controlnets(base), *components_of_ip_adapters(base)):
         checkpoint = base if find_component(name)[0].part == "base" else refiner
         assert checkpoint is not None
-        networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True)
+        networks[name] = load_network(checkpoint, name, precision, device, reader, plain=True, text_chunks=None)
     model = open_eager_model(
         eager_engines(networks),
         read_model_facts(base, refiner),

@@ -26,6 +26,7 @@ from engine_builder.commands.console import (
     steps_bar,
 )
 from engine_builder.stores.store import WritableStore
+from model.engines.signatures import TEXT_CHUNK_COUNTS
 from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
@@ -143,6 +144,13 @@ def build(
         list[str] | None,
         typer.Option(help="Merge an adapter into the weights for good: PATH or PATH:SCALE, repeatable; needs --name."),
     ] = None,
+    text_chunks: Annotated[
+        int,
+        typer.Option(
+            help="Chunks of 75 tokens that weighted prompts may have: 1, 2 or 4. All images then attend to so many "
+            "chunks. Engines without sizes (CPU) take any number."
+        ),
+    ] = 1,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -162,6 +170,7 @@ def build(
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
+        text_chunks=text_chunks,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -221,7 +230,7 @@ def parse_plan(
     level: int = 3, with_refiner: bool = True, policy: Path | None = None, calibrations: WritableStore | None = None,
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
-    image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0,
+    image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0, text_chunks: int = 1,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -267,6 +276,10 @@ def parse_plan(
         raise typer.BadParameter(f"is not PATH:SCALE ({error})", param_hint="--lora") from error
     if lora_rank and runtime != "aot_inductor":
         raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--lora-rank")
+    if text_chunks not in TEXT_CHUNK_COUNTS:
+        raise typer.BadParameter(
+            f"{text_chunks} is not one of {', '.join(map(str, TEXT_CHUNK_COUNTS))}", param_hint="--text-chunks"
+        )
     target = targets[0]
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
@@ -278,6 +291,10 @@ def parse_plan(
     if policy is not None and unet_precision != FP8:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
+    if text_chunks != 1 and not explicit_sizes and target.device != "cuda":
+        raise typer.BadParameter(
+            "needs --size; engines for any size take any number of chunks", param_hint="--text-chunks"
+        )
     base, found_refiner = find_checkpoints(model, refiner, vae, preset)
     base = replace(
         base,
@@ -307,6 +324,7 @@ def parse_plan(
         more_targets=targets[1:],
         quantization=quantization,
         lora_rank=lora_rank,
+        text_chunks=text_chunks,
         merge=read_merge(base, adapters) if adapters else None,
     )
 

@@ -25,6 +25,7 @@ from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
 from model.images.postprocess import RING_WIDTH
+from model.validation import MAX_PROMPT_WEIGHT
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 _HEAD = """\
@@ -159,6 +160,51 @@ With `metadata` each file has a text: JSON with `release`, and `request`, which 
 All fields are set there, also those that the request left to the release, and the image's own seed. In place of each
 input image is `sha256:` and the digest of its file. In a PNG the text is an iTXt chunk with the keyword `preheat`, in a
 JPEG or WebP the tag UserComment of EXIF. The text is not checked by anyone and can be changed, so it proves nothing.
+
+## Weighted prompts
+
+With `"prompt_syntax": "weighted"`, prompts and negative prompts (of masks too) have weights and up to 4 chunks of 75
+tokens. With `plain`, the default, brackets are text and the encoders read 77 tokens, begin and end included.
+
+```json
+{"prompt": "a (large:1.3) lighthouse, [clouds], ((storm)), \\\\(oil on canvas\\\\)", "prompt_syntax": "weighted"}
+```
+
+| written | weight |
+|---|---|
+| `(text)` | times 1.1 |
+| `[text]` | divided by 1.1 |
+| `(text:1.3)` | times 1.3 |
+| `\\(` `\\)` `\\[` `\\]` `\\\\` | the character itself |
+
+Brackets nest, and their factors are multiplied: `((text))` is 1.21. A bracket without an end reaches to the end of the
+prompt. An end without a beginning is text. What follows a colon is text unless it is a number. A weight beyond
+-@WEIGHT@ to @WEIGHT@, or a number such as `1.2.3`, is refused.
+
+The arithmetic, for the text encoders' hidden states z [tokens, width]:
+
+- A text is divided into fragments of one weight, and each fragment is tokenized by itself. The tokens are divided into
+  chunks of 75. Each chunk gets a begin token, an end token and padding, and is encoded alone.
+- Each token's z is multiplied by its weight. Begin, end and padding have weight 1. The mean of z is not restored.
+- The UNet reads the z of all chunks, one after the other. The pooled text is that of the first chunk, without weights.
+- A text has 1, 2 or 4 chunks. A third chunk is followed by an empty one.
+
+The grammar, the chunks and the first chunk's pooled text are the convention of AUTOMATIC1111's web UI
+(`modules/prompt_parser.py`, `sd_hijack_clip.py`). The arithmetic is that of its emphasis mode "No norm"
+(`sd_emphasis.py`). Preheat differs from it in these points:
+
+- Chunks are filled to the end. The words after a comma are not moved to the next chunk.
+- `BREAK`, `AND` and `[a:b:0.5]` have no meaning of their own.
+- A third chunk is followed by an empty one.
+- A backslash before any other character stays, and weights are limited.
+
+Texts of different lengths share a batch: the keys and values of a shorter one are repeated, as ComfyUI does
+(`comfy/conds.py`). The softmax divides a weight among equal keys, so attention to a repeated text is attention to the
+text. An image is therefore the same alone and in any batch, and no mask is needed.
+
+Engines for a CPU take texts of any of these lengths. On a GPU the length is part of a build:
+`preheat build MODEL --text-chunks 4`. Otherwise the UNet reads one chunk, and a longer prompt is truncated with a
+warning. A build with 4 chunks attends to 308 tokens for every image; what that costs on a GPU was not measured.
 
 ## Conditioning
 
@@ -311,6 +357,7 @@ def page() -> str:
         "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
         "SIDE": f"{MAX_INPUT_SIDE:,}",
         "RING": RING_WIDTH,
+        "WEIGHT": MAX_PROMPT_WEIGHT,
     }
     parts.append(re.sub("@([A-Z_]+)@", lambda found: str(limits[found[1]]), _AFTER_FIELDS))
     parts += [f"| {name} | {', '.join(_classes(name)) or '-'} |\n" for name in SAMPLERS]

@@ -36,7 +36,7 @@ from model.weights.layout import LAYOUTS, Layout
 NETWORK_VERSION = 8
 
 # Part of every draft. Raise it when a build adds an input or output to a component. Engine keys have the signatures.
-SIGNATURES_VERSION = 2
+SIGNATURES_VERSION = 3
 
 # Config entries that do not change the compiled code: their origin, and what is applied outside of an engine.
 _PROVENANCE = (
@@ -134,13 +134,14 @@ def load_network(
     reader: ModuleReader | None = None,
     plain: bool = False,
     lora_rank: int = 0,
+    text_chunks: int | None = 1,
 ) -> Network:
     """Load a component in eval mode on `device`. On "meta" it has shapes only, and no weights are read.
 
     `component` is the name of a component or variant in `model.pipeline.spec`. Refiner components need the refiner's
     own checkpoint. Pass one `reader` to load several components one after the other. `plain` selects the CPU's weight
     layout and convolutions on any device, because ONNX can express those. `lora_rank`: of a UNet with low-rank inputs.
-    Raises CheckpointError if the component is
+    `text_chunks`: chunks of text that a UNet reads; None: any number. Raises CheckpointError if the component is
     missing or not SDXL's.
     """
     if component.startswith((f"{IMAGE_ENCODER}.", f"{IP_ADAPTER}.")):
@@ -148,7 +149,7 @@ def load_network(
     spec, variant = find_component(component)
     wrapper = WRAPPERS[variant.wrapper if variant else spec.wrapper]
     config = checkpoint.config(spec.checkpoint_folder)
-    widths = checkpoint.widths()
+    widths = replace(checkpoint.widths(), unet_chunks=text_chunks)
     layout = "plain" if plain else LAYOUTS.get(torch.device(device).type, "plain")
     read = load_meta_module if device == "meta" else (reader or ModuleReader()).read
     dtype = DTYPES[precision.storage]

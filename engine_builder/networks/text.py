@@ -51,8 +51,10 @@ class PooledTextNetwork(TextNetwork):
 
 def _select(states: Sequence[Tensor], clip_skip: Tensor) -> Tensor:
     """Return for each text the states whose column is 1, the last states in column 0. The result is exact."""
-    stacked = torch.stack(list(reversed(states)), dim=1)  # [batch, layers, tokens, width]
-    return torch.where(clip_skip[:, :, None, None] > 0, stacked, 0.0).sum(dim=1)
+    selected, *earlier = reversed(states)  # each [batch, tokens, width]
+    for column, of_layer in enumerate(earlier, start=1):
+        selected = torch.where(clip_skip[:, column, None, None] == 1, of_layer, selected)
+    return selected
 
 
 def add_embedding_rows(network: Any, rows: int) -> None:

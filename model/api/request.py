@@ -51,6 +51,7 @@ from model.validation import (
     Guidance,
     ImageFormat,
     Preprocess,
+    PromptSyntax,
     Resize,
     SamplerName,
     Seed,
@@ -190,6 +191,12 @@ class GenerationRequest(StrictModel):
     )
     negative_prompt: Text | None = Field(
         None, description="Description of what to avoid: up to 4000 characters. No effect without guidance."
+    )
+    prompt_syntax: PromptSyntax | None = Field(
+        None,
+        description="How prompts are read. `plain`: as they are, up to 77 tokens. `weighted`: with weights, as in "
+        "`(word:1.3)`, and up to 4 chunks of 75 tokens; see [weighted prompts](#weighted-prompts). "
+        "Default: the release's, commonly plain.",
     )
     image: str | None = Field(
         None,

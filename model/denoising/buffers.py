@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS
-from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, IMAGE_VALUES, control_input, residuals_of
+from model.engines.signatures import IMAGE_BIAS, IMAGE_KEYS, IMAGE_VALUES, TOKENS, control_input, residuals_of
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import DTYPE_BYTES, Dtype
 from model.validation import MAX_STEPS
@@ -59,8 +59,11 @@ def image_inputs(unet: Signature | None) -> dict[str, TensorSpec]:
 
 
 def entry_shape(spec: TensorSpec, height: int, width: int) -> tuple[int, ...]:
-    """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height."""
-    pixels = {"height": height, "width": width}
+    """The shape of one batch entry of a tensor at `height` x `width` pixels: "height/8" is the latent's height.
+
+    Where an engine takes any number of tokens, the shape has one.
+    """
+    pixels = {"height": height, "width": width, TOKENS: 1}
     parsed = [size if isinstance(size, int) else size.partition("/") for size in spec.shape[1:]]
     return tuple(size if isinstance(size, int) else pixels[size[0]] // int(size[2] or 1) for size in parsed)
 

@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from model.denoising.buffers import SAMPLE, entry_shape
-from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room
+from model.denoising.loop import Conditioning, ImageState, StepNetworks, has_room, repeat_tokens
 from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.shapes import DTYPES
-from model.engines.signatures import control_input
+from model.engines.signatures import KEYS_VALUES, control_input
 from model.store.manifest import TensorSpec
 
 
@@ -159,8 +159,16 @@ class EagerLoop:
     def _stack(
         self, spec: TensorSpec, name: str, entries: Sequence[tuple[Conditioning, int]], device: torch.device
     ) -> torch.Tensor:
-        """Return a conditioning input of several batch entries, each a conditioning and its step."""
-        return torch.stack([self._entry(spec, name, conditioning, step, device) for conditioning, step in entries])
+        """Return a conditioning input of several batch entries, each a conditioning and its step.
+
+        Texts are repeated until they are as long as the longest, or as the engine requires.
+        """
+        tensors = [self._entry(spec, name, conditioning, step, device) for conditioning, step in entries]
+        if spec.name == KEYS_VALUES:
+            required = spec.shape[1]
+            tokens = required if isinstance(required, int) else max(len(tensor) for tensor in tensors)
+            tensors = [repeat_tokens(tensor, tokens) for tensor in tensors]
+        return torch.stack(tensors)
 
     def _entry(
         self, spec: TensorSpec, name: str, conditioning: Conditioning, step: int, device: torch.device

@@ -30,13 +30,13 @@ import torch
 from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
 from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, RESIDUAL, SAMPLE, buffer_shapes
-from model.denoising.loop import Conditioning, ImageState, Known, StepNetworks, has_room, unet_batch
+from model.denoising.loop import Conditioning, ImageState, Known, StepNetworks, has_room, repeat_tokens, unet_batch
 from model.denoising.replays import Replays, call_all, divide_batches
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.engine import Engine, EngineSet
 from model.engines.shapes import DTYPES
-from model.engines.signatures import control_input
+from model.engines.signatures import KEYS_VALUES, control_input
 from model.store.manifest import Signature
 from model.validation import MAX_STEPS
 
@@ -173,6 +173,8 @@ class GraphLoop:
                     buffer[cond_slot].zero_()
                 elif name in self._networks.by_step:
                     buffer[cond_slot, :steps].copy_(tensor[:steps])
+                elif name.endswith(KEYS_VALUES):  # of the UNet or of a ControlNet
+                    buffer[cond_slot].copy_(repeat_tokens(tensor[0], buffer.shape[1]))
                 else:
                     buffer[cond_slot].copy_(tensor[0])
         # The buffers hold a copy now. Otherwise the image would hold tens of megabytes for as long as it runs.

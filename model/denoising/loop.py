@@ -193,6 +193,16 @@ class Loop(Protocol):
         """
 
 
+def repeat_tokens(keys_values: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Repeat the keys and values of a text [own tokens, width] until they are `tokens`, a multiple of their number.
+
+    Attention to keys that are all repeated equally often is attention to them once: each weight of the softmax is
+    divided among the copies. So texts of different lengths share a batch without a mask.
+    """
+    assert tokens % len(keys_values) == 0
+    return keys_values if len(keys_values) == tokens else keys_values.repeat(tokens // len(keys_values), 1)
+
+
 def unet_batch(images: Sequence[ImageState]) -> int:
     """Return the UNet batch of the next step of these images."""
     return sum(image.unet_batch for image in images)

@@ -21,6 +21,9 @@ IMAGE_BIAS = (
     "image_bias"  # added to the attention's scores of these tokens: 0, and a large negative number for an unused one
 )
 CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
+KEYS_VALUES = "keys_values"  # of the cross-attentions, for each token of a text
+TOKENS = "tokens"  # the symbol of their number, in engines that take any
+TEXT_CHUNK_COUNTS = (1, 2, 4)  # of a prompt. Each divides the next, see `model.denoising.loop.repeat_tokens`
 CLIP_SKIP = "clip_skip"  # which hidden states a text encoder returns
 
 CfgLayout = Literal["uncond", "both"]
@@ -41,6 +44,7 @@ class Widths:
     time_ids: int
     vae_scale: int
     timestep_cond: int = 0  # 0: the UNet does not embed the guidance scale
+    unet_chunks: int | None = 1  # chunks of text that the UNet reads; None: any number
     text_layers: int = 0  # of the first text encoder, and of the second one; 0: it takes no clip_skip
     text_layers_2: int = 0
     extra_channels: int = 0  # that the UNet takes after the latents: a mask and masked latents
@@ -54,6 +58,11 @@ class Widths:
     image_features: tuple[int, ...] = (1,)  # an image encoder's output of an image: (width,) or (tokens, width)
     image_tokens: int = 1  # that an IP-Adapter makes of an image
     image_slots: tuple[int, int] = (1, 1)  # of a UNet: the most IP-Adapters, and the most tokens of each
+
+    @property
+    def unet_tokens(self) -> int | str:
+        """The number of tokens whose keys and values a UNet or a ControlNet reads, or its symbol."""
+        return TOKENS if self.unet_chunks is None else self.unet_chunks * self.tokens
 
     @property
     def latents(self) -> tuple[str | int, ...]:
@@ -92,6 +101,12 @@ def _text_inputs(tokens: int, layers: int) -> tuple[TensorSpec, ...]:
     return (ids, TensorSpec(name=CLIP_SKIP, dtype="int64", shape=("rows", layers))) if layers else (ids,)
 
 
+def text_chunks(signature: Signature, tokens: int) -> int:
+    """Return the most chunks of `tokens` tokens that a network reads."""
+    counts = [spec.shape[1] for spec in signature.inputs if spec.name == KEYS_VALUES]
+    return min((count // tokens for count in counts if isinstance(count, int)), default=TEXT_CHUNK_COUNTS[-1])
+
+
 def clip_skip_columns(signature: Signature) -> int:
     """Return the number of values of clip_skip that a text encoder takes, 0 for an encoder without it."""
     return next((int(spec.shape[1]) for spec in signature.inputs if spec.name == CLIP_SKIP), 0)
@@ -102,7 +117,7 @@ def unet_text_signature(widths: Widths, dtype: Dtype) -> Signature:
     text, width = ("rows", widths.tokens, widths.context_width), widths.keys_values_width
     return Signature(
         inputs=(TensorSpec(name="encoder_hidden_states", dtype=dtype, shape=text),),
-        outputs=(TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, width)),),
+        outputs=(TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=("rows", widths.tokens, width)),),
     )
 
 
@@ -138,7 +153,7 @@ def unet_signature(widths: Widths, dtype: Dtype) -> Signature:
         inputs=(
             TensorSpec(name="sample", dtype=dtype, shape=sample),
             TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
-            TensorSpec(name="keys_values", dtype=dtype, shape=("rows", widths.tokens, widths.keys_values_width)),
+            TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=("rows", widths.unet_tokens, widths.keys_values_width)),
         ),
         outputs=(TensorSpec(name="noise", dtype=dtype, shape=widths.latents),),
     )
@@ -201,8 +216,8 @@ def controlnet_signature(widths: Widths, dtype: Dtype) -> Signature:
         TensorSpec(name="time_embeds", dtype=dtype, shape=("rows", widths.time_embeds_width)),
     ]
     if widths.keys_values_width:
-        shape = ("rows", widths.tokens, widths.keys_values_width)
-        inputs.append(TensorSpec(name="keys_values", dtype=dtype, shape=shape))
+        shape = ("rows", widths.unet_tokens, widths.keys_values_width)
+        inputs.append(TensorSpec(name=KEYS_VALUES, dtype=dtype, shape=shape))
     inputs += [_control(widths, dtype), TensorSpec(name=CONTROL_SCALE, dtype="float32", shape=("rows", 1))]
     return Signature(inputs=tuple(inputs), outputs=_residuals(widths, dtype))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from model.denoising.sampler_names import check_steps, sampler_name
+from model.denoising.sampler_names import check_refiner, check_steps, sampler_name
 from model.engines.signatures import TIME_IDS, clip_skip_columns, control_types, image_slots
 from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
@@ -27,7 +27,7 @@ from model.pipeline.spec import (
 )
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
-from model.validation import Fraction, Guidance, SamplerName, Steps, StrictModel, explain
+from model.validation import Fraction, Guidance, PromptSyntax, SamplerName, Steps, StrictModel, explain
 
 
 class Defaults(StrictModel):
@@ -37,6 +37,7 @@ class Defaults(StrictModel):
     guidance_scale: Guidance = 7.5
     end_cfg_frac: Fraction = 1.0
     guidance_rescale: Fraction = 0.0
+    prompt_syntax: PromptSyntax = "plain"
     scheduler: SamplerName = "Euler"
     use_refiner: bool = False
     denoising_frac: Fraction = 0.8
@@ -47,6 +48,8 @@ def read_defaults(entries: Mapping[str, Any]) -> Defaults:
     try:
         defaults = Defaults.model_validate(dict(entries))
         check_steps(defaults.num_inference_steps, sampler_name(defaults.scheduler))
+        if defaults.use_refiner:
+            check_refiner(sampler_name(defaults.scheduler))
     except ValidationError as error:
         problem = explain(error, Defaults)[0]
         raise ManifestError(f"The release's default for {problem.field}: {problem.message}.") from error

@@ -6,7 +6,7 @@ import torch
 
 from model.cuda.streams import to_device
 from model.engines.shapes import DTYPES
-from model.engines.signatures import CONTROL, CONTROL_SCALE, CONTROL_TYPE, control_input, control_types
+from model.engines.signatures import CONTROL, CONTROL_SCALE, CONTROL_TYPE, KEYS_VALUES, control_input, control_types
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.plan import ControlPlan
 from model.pipeline.spec import CONTROLNET_IMAGE, CONTROLNET_TEXT, CONTROLNET_TIME
@@ -17,11 +17,13 @@ def condition_controlnet(
     name: str,
     plan: ControlPlan,
     hidden: torch.Tensor,
+    chunks: Sequence[int],
     times: Sequence[Mapping[str, torch.Tensor]],
 ) -> list[dict[str, torch.Tensor]]:
     """Return the inputs of a ControlNet for each text, by their names in a conditioning. Call it on the text stream.
 
-    hidden: the texts, [texts, tokens, width]. times: for each text the inputs of a time network, [steps, ...]. If there
+    hidden: the chunks of all texts, [chunks, tokens, width]. chunks: their number for each text.
+    times: for each text the inputs of a time network, [steps, ...]. If there
     is one of them, it is that of every text.
     """
     time, image = model.engines[f"{CONTROLNET_TIME}.{name}"], model.engines[f"{CONTROLNET_IMAGE}.{name}"]
@@ -37,14 +39,15 @@ def condition_controlnet(
     steps = len(plan.scales)
     expanded = {name: tensor.expand(steps, -1) for name, tensor in of_type.items()}
     time_embeds = [time.run({**of_text, **expanded})["time_embeds"] for of_text in times]
-    keys_values = None
+    keys_values: Sequence[torch.Tensor] | None = None
     if (text := model.engines.get(f"{CONTROLNET_TEXT}.{name}")) is not None:
-        keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
+        of_chunks = text.run({"encoder_hidden_states": hidden.to(dtype)})[KEYS_VALUES]
+        keys_values = [of_text.flatten(0, 1)[None] for of_text in torch.split(of_chunks, list(chunks))]
     conditionings = []
-    for index in range(len(hidden)):
+    for index in range(len(chunks)):
         inputs = shared | {"time_embeds": time_embeds[min(index, len(time_embeds) - 1)]}
         if keys_values is not None:
-            inputs["keys_values"] = keys_values[index : index + 1]
+            inputs[KEYS_VALUES] = keys_values[index]
         conditionings.append({control_input(name, key): tensor for key, tensor in inputs.items()})
     return conditionings
 

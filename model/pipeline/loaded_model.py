@@ -13,10 +13,12 @@ from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
 from model.engines.engine import EngineSet
+from model.engines.signatures import text_chunks
 from model.pipeline.spec import (
     COMPONENTS,
     CONTROLNET,
     UNET_LORA,
+    UNET_TEXT,
     Components,
     control_inputs_by_step,
     controlled_unet,
@@ -114,6 +116,12 @@ class LoadedModel:
     def takes_adapters(self, height: int, width: int) -> bool:
         """True if a UNet of this size takes adapters as inputs. Otherwise they are merged into the weights."""
         return UNET_LORA in self.engines and bool(self.engines[UNET_LORA].of_size(height, width))
+
+    @property
+    def max_text_chunks(self) -> int:
+        """The most chunks of a prompt that all UNets and ControlNets read."""
+        tokens = int(self.engines[UNET_TEXT].signature.inputs[0].shape[1])
+        return min(text_chunks(engines.signature, tokens) for engines in self.engines.values())
 
     def set_efficient_pixels(self, pixels: int) -> None:
         """Derive `efficient_batch` of all sizes, also of loops that are made later, from the pixels of a step."""

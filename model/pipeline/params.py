@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from model.validation import SEED_COUNT, ImageFormat
+from model.validation import SEED_COUNT, ImageFormat, PromptSyntax
 
 if TYPE_CHECKING:  # the request's schema is needed before numpy is imported
     from model.adapters.layers import AdapterSet
@@ -72,6 +72,7 @@ class GenerationParams:
     image_prompts: the IP-Adapters that the base's steps use, each with another name.
     metadata: what the files of the images state; None: nothing.
     composite, color_match, upscale: see `model.pipeline.finish`.
+    prompt_syntax: see `model.pipeline.weighted_prompt`.
     original_size, target_size: height and width that an SDXL is conditioned on; None: those of the image.
     crop: top and left that an SDXL is conditioned on.
     clip_skip: layers of the text encoders that are skipped before the one that the UNet was trained with.
@@ -101,6 +102,7 @@ class GenerationParams:
     composite: bool = False
     color_match: bool = False
     upscale: int = 1
+    prompt_syntax: PromptSyntax = "plain"
     original_size: tuple[int, int] | None = None
     crop: tuple[int, int] = (0, 0)
     target_size: tuple[int, int] | None = None

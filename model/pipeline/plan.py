@@ -19,6 +19,8 @@ from model.pipeline.guidance import scale_by_step
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.params import REPAINTED_LEVEL, GenerationParams, ImagePrompt
 from model.pipeline.spec import BASE, REFINER, UNET, UNET_LORA, Denoiser
+from model.pipeline.tokenizer import ClipTokenizer
+from model.pipeline.weighted_prompt import Chunks, plain_chunks, weighted_chunks
 from model.store.manifest import RefinerFacts
 
 AESTHETIC_SCORE, NEGATIVE_AESTHETIC_SCORE = 6.0, 2.5  # diffusers' defaults for the refiner
@@ -92,7 +94,7 @@ class RequestPlan:
     first_loop: the loop that its images join first.
     unet_batch: batch entries of that loop's UNet that the first step of each image takes.
     init_sigma: the initial latents are init_sigma * N(0, 1).
-    tokens: by tokenizer, the ids of the prompt and of the negative prompt ("" if it is None).
+    texts: by tokenizer, the chunks of the prompt and of the negative prompt ("" if it is None).
     denoise: the plan of each UNet that has steps, in order, by the name of the UNet.
     source: the image that the pass starts from; None: noise.
     encoded: by UNet, one reference to the request's conditioning for each image that still needs it. `EncodePrompt`
@@ -107,7 +109,7 @@ class RequestPlan:
     first_loop: LoopKey
     unet_batch: int
     init_sigma: float
-    tokens: Mapping[str, list[list[int]]]
+    texts: Mapping[str, list[Chunks]]
     denoise: Mapping[str, DenoisePlan]
     warnings: list[str]
     source: Source | None = None
@@ -218,19 +220,16 @@ def _plan_pass(
         if schedule.steps:
             denoise[denoiser.unet] = _denoise_plan(model, params, denoiser, schedule, scales[start:end])
         start = end
-    texts = (params.prompt, params.negative_prompt or "")
-    encoded = {name: [tokenizer.encode(text) for text in texts] for name, tokenizer in model.tokenizers.items()}
-    tokens = {name: [ids for ids, _ in pairs] for name, pairs in encoded.items()}
-    dropped_tokens = [count for _, count in encoded[_last_tokenizer(model)]]
+    texts = {name: _chunks(model, params, tokenizer, prompt_fields) for name, tokenizer in model.tokenizers.items()}
     unet, plan = next(iter(denoise.items()))
     return RequestPlan(
         params,
         first_loop=(unet, params.height, params.width),
         unet_batch=2 if plan.guided else 1,
         init_sigma=whole_schedule.init_sigma,
-        tokens=tokens,
+        texts=texts,
         denoise=denoise,
-        warnings=_warnings(model, params, schedules[-1][1], dropped_tokens, prompt_fields)
+        warnings=_warnings(model, params, schedules[-1][1], texts[_last_tokenizer(model)], prompt_fields)
         + _unused_controls(params, denoise),
         source=source,
     )
@@ -258,6 +257,17 @@ def _source(model: LoadedModel, params: GenerationParams, levels: torch.Tensor |
     # after every step, so the share of the result at a level between would shrink with each of them.
     repainted = (mask_levels[None, None, ::scale, ::scale] >= REPAINTED_LEVEL).float()
     return Source(levels, mask_levels, repainted, from_noise=params.strength == 1)
+
+
+def _chunks(
+    model: LoadedModel, params: GenerationParams, tokenizer: ClipTokenizer, prompt_fields: tuple[str, str]
+) -> list[Chunks]:
+    """Return the chunks of the prompt and of the negative prompt. Raises RequestRefused for a weight."""
+    texts = (params.prompt, params.negative_prompt or "")
+    if params.prompt_syntax == "plain":
+        return [plain_chunks(tokenizer, text) for text in texts]
+    most = model.max_text_chunks
+    return [weighted_chunks(tokenizer, text, most, field) for text, field in zip(texts, prompt_fields, strict=True)]
 
 
 def embeds_guidance(model: LoadedModel, denoiser: Denoiser) -> bool:
@@ -313,22 +323,22 @@ def _warnings(
     model: LoadedModel,
     params: GenerationParams,
     last_schedule: SamplerSchedule,
-    dropped_tokens: Sequence[int],
+    texts: Sequence[Chunks],
     prompt_fields: tuple[str, str],
 ) -> list[str]:
     """Describe what cannot be followed: a truncated prompt, an ignored negative prompt, a refiner without steps.
 
-    `last_schedule`: the steps of the last UNet. `dropped_tokens`: of the prompt and of the negative prompt.
+    `last_schedule`: the steps of the last UNet. `texts`: the prompt and the negative prompt.
     `prompt_fields`: their fields in the request.
     """
-    tokenizer = model.tokenizers[_last_tokenizer(model)]
+    read = model.tokenizers[_last_tokenizer(model)].settings.max_length
+    if params.prompt_syntax == "weighted":
+        read = (read - 2) * model.max_text_chunks
     warnings = [
-        f"{name}: the text encoders read {tokenizer.settings.max_length} tokens; the last {count} were left out: "
-        f"{tokenizer.dropped_text(text or '')[:200]!r}"
-        for name, text, count in zip(
-            prompt_fields, (params.prompt, params.negative_prompt), dropped_tokens, strict=True
-        )
-        if count
+        f"{name}: the text encoders read {read} tokens; the last {text.dropped_tokens} were left out: "
+        f"{text.dropped[:200]!r}"
+        for name, text in zip(prompt_fields, texts, strict=True)
+        if text.dropped_tokens
     ]
     if params.negative_prompt and params.guidance_scale > 1 and embeds_guidance(model, BASE):
         refiner_reads_it = params.use_refiner and last_schedule.steps and not embeds_guidance(model, REFINER)

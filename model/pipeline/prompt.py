@@ -5,6 +5,7 @@ Everything that depends on text, sizes and timesteps is computed here, once per 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 
@@ -15,6 +16,7 @@ from model.denoising.loop import Conditioning
 from model.engines.shapes import DTYPES
 from model.engines.signatures import (
     CLIP_SKIP,
+    KEYS_VALUES,
     TEXT_EMBEDS,
     TIME_IDS,
     TIMESTEP_COND,
@@ -36,14 +38,16 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
     """
     plan = request.denoise[denoiser.unet]
     with model.text_stream.run_after():
-        hidden, pooled = _encode_texts(model, request, denoiser, texts=1 + (plan.guided and not plan.zero_negative))
+        hidden, pooled, chunks = _encode_texts(
+            model, request, denoiser, texts=1 + (plan.guided and not plan.zero_negative)
+        )
         if plan.guided and plan.zero_negative:
-            hidden = torch.cat([hidden, torch.zeros_like(hidden)])
+            hidden, chunks = torch.cat([hidden, torch.zeros_like(hidden[:1])]), [*chunks, 1]
             pooled = None if pooled is None else torch.cat([pooled, torch.zeros_like(pooled)])
         if request.packed and not request.factors:
             assert model.adapters is not None
             request.factors.extend(model.adapters.factors(request.packed))
-        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, request.factors)
+        cond, *uncond = _conditionings(model, denoiser, plan, hidden, pooled, chunks, request.factors)
     conditionings = [cond, *uncond]
     model.text_stream.release_to_current(tensor for text in conditionings for tensor in text.inputs.values())
     return cond, replace(uncond[0], is_zero=plan.zero_negative) if uncond else None
@@ -51,23 +55,32 @@ def encode_prompt(model: LoadedModel, request: RequestPlan, denoiser: Denoiser) 
 
 def _encode_texts(
     model: LoadedModel, request: RequestPlan, denoiser: Denoiser, texts: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
     """Encode the prompt and, with `texts` 2, the negative prompt.
 
-    Returns the hidden states of all text encoders [texts, tokens, width], and the last one's pooled projection
-    [texts, width], None without one.
+    Returns the weighted hidden states of all text encoders for the chunks of all texts [chunks, tokens, width], the
+    last encoder's pooled projection of each text's first chunk [texts, width] (None without one), and the number of
+    chunks of each text.
     """
 
     def run(component: str, tokenizer: str) -> dict[str, torch.Tensor]:
-        engines = model.engines[component]
-        inputs = {"input_ids": torch.tensor(request.tokens[tokenizer][:texts])}
+        engines, encoded_texts = model.engines[component], request.texts[tokenizer][:texts]
+        inputs = {"input_ids": torch.tensor([ids for text in encoded_texts for ids in text.ids])}
         if layers := clip_skip_columns(engines.signature):
             # As in diffusers, the negative prompt skips no layers.
             skipped = [request.params.clip_skip, 0][:texts]
-            inputs[CLIP_SKIP] = torch.nn.functional.one_hot(torch.tensor(skipped), layers)
-        return engines.run({name: to_device(tensor, model.device) for name, tensor in inputs.items()})
+            by_chunk = [skip for skip, text in zip(skipped, encoded_texts, strict=True) for _ in text.ids]
+            inputs[CLIP_SKIP] = torch.nn.functional.one_hot(torch.tensor(by_chunk), layers)
+        outputs = engines.run({name: to_device(tensor, model.device) for name, tensor in inputs.items()})
+        if any(text.weights for text in encoded_texts):
+            by_token = [row for text in encoded_texts for row in text.weights or [[1.0] * len(ids) for ids in text.ids]]
+            states = outputs["hidden_states"]
+            weights = to_device(torch.tensor(by_token), model.device)[:, :, None]
+            outputs = {**outputs, "hidden_states": (states.float() * weights).to(states.dtype)}
+        return outputs
 
     *others, last = denoiser.encoders(model.engines)
+    chunks = [len(text.ids) for text in request.texts[last[1]][:texts]]
     encoded = run(*last)
     states = [encoded["hidden_states"]]
     # The last encoder is by far the largest, so it is queued first and runs while the others are queued.
@@ -76,7 +89,10 @@ def _encode_texts(
             hidden = run(*encoder)["hidden_states"]
         model.first_text_stream.release_to_current([hidden])
         states.insert(-1, hidden.to(states[-1].dtype))
-    return torch.cat(states, dim=-1), encoded.get("pooled")
+    pooled = encoded.get("pooled")
+    if pooled is not None:
+        pooled = torch.stack([pooled[first] for first in accumulate(chunks[:-1], initial=0)])
+    return torch.cat(states, dim=-1), pooled, chunks
 
 
 def _conditionings(
@@ -85,16 +101,18 @@ def _conditionings(
     plan: DenoisePlan,
     hidden: torch.Tensor,
     pooled: torch.Tensor | None,
+    chunks: Sequence[int],
     factors: Sequence[tuple[AdapterFactors, float]],
 ) -> Sequence[Conditioning]:
-    """Return the conditioning of each text, from hidden [texts, tokens, width] and pooled [texts, width].
+    """Return the conditioning of each text, from hidden [chunks, tokens, width] and pooled [texts, width].
 
-    Without pooled text the embeddings of time are those of every text. `factors`: of adapters that the UNet takes as
+    `chunks`: the number of chunks of each text. Without pooled text the embeddings of time are those of every text.
+    `factors`: of adapters that the UNet takes as
     inputs, with their scales.
     """
     text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]
-    keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})["keys_values"]
+    keys_values = text.run({"encoder_hidden_states": hidden.to(dtype)})[KEYS_VALUES]
     packed: dict[str, torch.Tensor] = {}
     if factors:
         assert model.adapters is not None and model.adapters.packing is not None
@@ -119,15 +137,15 @@ def _conditionings(
     conditionings = [
         Conditioning(
             {
-                "keys_values": keys_values[index : index + 1],
+                KEYS_VALUES: of_text.flatten(0, 1)[None],
                 "time_embeds": time_embeds[min(index, len(time_embeds) - 1)],
                 **packed,
             }
         )
-        for index in range(len(hidden))
+        for index, of_text in enumerate(torch.split(keys_values, list(chunks)))
     ]
     for name, control in plan.controls.items():
-        of_texts = condition_controlnet(model, name, control, hidden, times)
+        of_texts = condition_controlnet(model, name, control, hidden, chunks, times)
         for conditioning, inputs in zip(conditionings, of_texts, strict=True):
             conditioning.inputs.update(inputs)
     if plan.image_prompts:

@@ -8,6 +8,7 @@ ids, and reports the text that did not fit. The tokens of textual inversion are 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
@@ -36,6 +37,13 @@ class TokenizerSettings:
     bos_token_id: int
     eos_token_id: int
     pad_token_id: int
+
+
+class Dropped(NamedTuple):
+    """The end of a text that did not fit, as typed, and the number of its tokens."""
+
+    text: str
+    tokens: int
 
 
 class ClipTokenizer:
@@ -80,6 +88,17 @@ class ClipTokenizer:
         if dropped:
             ids = ids[: limit - 1] + [self.settings.eos_token_id]
         return ids + [self.settings.pad_token_id] * (limit - len(ids)), dropped
+
+    def encode_fragment(self, text: str, limit: int) -> tuple[list[int], Dropped]:
+        """Return the first `limit` ids of a part of a prompt, without begin and end tokens, and what was dropped."""
+        text = self._expand(text)
+        with _as_missing_component():
+            encoding: Encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = encoding.ids
+        if len(ids) <= limit:
+            return ids, Dropped("", 0)
+        first_dropped, _ = encoding.offsets[limit]
+        return ids[:limit], Dropped(text[first_dropped:], len(ids) - limit)
 
     def dropped_text(self, text: str) -> str:
         """Return the end of `text`, as typed, from the first dropped token on; "" if all tokens fit."""

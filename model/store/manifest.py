@@ -32,7 +32,7 @@ _SIGNED_PREFIX, SIGNED_ADAPTER_PREFIX = b"preheat release\n", b"preheat adapter\
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|(height|width)/[1-9][0-9]{0,2})$")]
+Symbol = Annotated[str, StringConstraints(pattern=r"^(rows|height|width|tokens|(height|width)/[1-9][0-9]{0,2})$")]
 Dimension = Size | Symbol
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Runtime = Literal["aot_inductor", "tensorrt", "tensorrt-rtx"]

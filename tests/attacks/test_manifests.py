@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from engine_builder.releases import signing
 from model.errors import CorruptBlob, ManifestError, UntrustedRelease
-from model.store.manifest import BLOB_LIMIT, ENGINE_LIMIT, MANIFEST_LIMIT, SMALL_BLOB_LIMIT
+from model.store.manifest import BLOB_LIMIT, ENGINE_LIMIT, MANIFEST_LIMIT, SCHEMA_VERSION, SMALL_BLOB_LIMIT
 from tests.attacks.conftest import AttackedRelease, from_folder_and_bucket
 from tests.support import releases
 
@@ -76,7 +76,8 @@ def test_refuses_manifest_under_another_name(attacked: AttackedRelease) -> None:
 @pytest.mark.parametrize(
     "version, words",
     [
-        (4, "has schema 4"), (10**30, "reads up to 3"), (0, "damaged"), (-1, "damaged"), ("1", "states no"),
+        (SCHEMA_VERSION + 1, f"has schema {SCHEMA_VERSION + 1}"), (10**30, f"reads up to {SCHEMA_VERSION}"),
+        (0, "damaged"), (-1, "damaged"), ("1", "states no"),
         (1.0, "states no"), (True, "states no"), (None, "states no"),
     ],
 )  # fmt: skip

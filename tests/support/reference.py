@@ -79,6 +79,22 @@ class Reference:
         elif self._has_loras:
             self._base["text to image"].disable_lora()
 
+    def generate_from(self, params: GenerationParams, embeds: dict[str, torch.Tensor]) -> npt.NDArray[np.uint8]:
+        """Return the first image of a text to image request with these embeddings in place of its prompts."""
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            pipeline = self._base["text to image"]
+            pipeline.scheduler = self._scheduler(params.scheduler)
+            images = pipeline(
+                **embeds,
+                num_inference_steps=params.num_inference_steps,
+                generator=torch.Generator("cpu").manual_seed(params.seed),
+                guidance_scale=params.guidance_scale,
+                width=params.width,
+                height=params.height,
+                output_type="np",
+            ).images
+            return _pixels(images)
+
     def _generate(self, params: GenerationParams, image: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
         shared = {
             "prompt": params.prompt,

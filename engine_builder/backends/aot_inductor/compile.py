@@ -21,7 +21,7 @@ from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
-from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP
+from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
 
@@ -31,6 +31,7 @@ LARGEST_DYNAMIC_SIDE = 1024  # pixels; limit of CPU engines
 # x86-64 level of CPU engines -> compiler flag, SIMD bits. A build uses the newest level that its machine supports.
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 _CPU_LOOP_THREADS = 8  # parts that a CPU engine's loops are split into, on any number of cores
+_MAX_TOKENS, _TRACED_TOKENS = 512, 154  # of a text, for CPU engines
 MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
 
 
@@ -102,7 +103,7 @@ def example_inputs(
 ) -> dict[str, torch.Tensor]:
     """Return seeded random inputs for a batch at `height` x `width` pixels. Token ids are below `tokens`."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"rows": batch, "height": height, "width": width}
+    sizes = {"rows": batch, "height": height, "width": width, TOKENS: _TRACED_TOKENS}
     inputs: dict[str, torch.Tensor] = {}
     for spec in signature.inputs:
         shape = concrete_shape(spec.shape, sizes)
@@ -193,7 +194,10 @@ def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
     """
     if bucket.batch.min == bucket.batch.max:
         return None
-    dims: dict[str, Any] = {"rows": torch.export.Dim("rows", min=1, max=bucket.batch.max)}
+    dims: dict[str, Any] = {
+        "rows": torch.export.Dim("rows", min=1, max=bucket.batch.max),
+        TOKENS: torch.export.Dim(TOKENS, min=2, max=_MAX_TOKENS),
+    }
     for side in ("height", "width"):
         span = getattr(bucket, side)
         if span is not None:
@@ -203,7 +207,7 @@ def dynamic_shapes(network: Network, bucket: Bucket) -> dict[str, Any] | None:
 
     def dim_of(dimension: str) -> Any:
         symbol, _, divisor = dimension.partition("/")
-        factor = 1 if symbol == "rows" else getattr(bucket, symbol).multiple // int(divisor or 1)
+        factor = 1 if symbol in ("rows", TOKENS) else getattr(bucket, symbol).multiple // int(divisor or 1)
         return factor * dims[symbol] if factor > 1 else dims[symbol]
 
     of_inputs = [

@@ -41,6 +41,7 @@ class CompileJob:
 
     key: the engine key. precision: of the network as it is loaded. clips: of the layers that are then quantized.
     lora_rank: see `load_network`.
+    text_chunks: see `load_network`.
     """
 
     key: str
@@ -52,6 +53,7 @@ class CompileJob:
     package: Path
     clips: Mapping[str, float] = field(default_factory=dict)
     lora_rank: int = 0
+    text_chunks: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,13 @@ def _run_worker(builder: Connection, threads: int) -> None:
         result: CompileResult | Exception
         try:
             network = load_network(
-                job.checkpoint, job.component, job.precision, job.target.device, reader, lora_rank=job.lora_rank
+                job.checkpoint,
+                job.component,
+                job.precision,
+                job.target.device,
+                reader,
+                lora_rank=job.lora_rank,
+                text_chunks=job.text_chunks,
             )
             if job.clips:
                 network = quantize_layers(network, job.clips)

@@ -1,0 +1,88 @@
+"""Requests with prompts of other lengths and other conditioning share a batch over HTTP."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine_builder.local_server.server import Server
+from tests.support.images import Pixels, file_of, largest_difference, pixels
+from tests.support.predictions import PROMPT, SMALL, http_client, post, predict
+
+TOLERANCE = 1  # of 255
+REQUEST = SMALL | {"num_inference_steps": 12, "seed": 5, "guidance_scale": 15.0}
+LONG = ("a large red circle, " * 20) + "(a green square:1.3)"
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[httpx.Client]:
+    with http_client(server) as client:
+        yield client
+
+
+def photo() -> Pixels:
+    return np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+
+
+def mask() -> dict[str, Any]:
+    levels = np.zeros((64, 64), np.uint8)
+    levels[16:48, 16:48] = 255
+    return {"image": file_of(levels), "prompt": LONG}
+
+
+WEIGHTED = {"prompt_syntax": "weighted"}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weights": WEIGHTED | {"prompt": "a (large:1.3) [red] circle"},
+    "two chunks": WEIGHTED | {"prompt": LONG},
+    "four chunks": WEIGHTED | {"prompt": LONG + "red, " * 60, "negative_prompt": "[blue]"},
+    "long negative prompt": WEIGHTED | {"negative_prompt": LONG},
+    "image": WEIGHTED | {"prompt": LONG, "image": file_of(photo()), "strength": 0.8},
+    "mask": WEIGHTED | {"image": file_of(photo()), "masks": [mask()]},
+    "clip_skip": {"clip_skip": 1},
+    "sizes": {"original_size": [32, 48], "crop": [8, 16], "target_size": [512, 256]},
+    "guidance_rescale": {"guidance_rescale": 1.0},
+    "timesteps": {"timesteps": [980, 700, 400, 100], "num_inference_steps": None},
+    "sigmas": {"sigmas": [14.0, 5.0, 1.0, 0.2, 0.0], "num_inference_steps": None},
+    "Heun": {"scheduler": "Heun"},
+    "image with Heun": {"scheduler": "Heun", "image": file_of(photo()), "strength": 0.5},
+    "refiner": WEIGHTED | {"prompt": LONG, "use_refiner": True},
+}
+
+
+def test_images_are_the_same_alone_and_together(client: httpx.Client) -> None:
+    requests = [REQUEST | fields for fields in REQUESTS.values()]
+    alone = [pixels(predict(client, **request)["data"]) for request in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        bodies = list(pool.map(lambda request: predict(client, **request), requests))
+    for name, expected, body in zip(REQUESTS, alone, bodies, strict=True):
+        assert not body.get("warnings"), name
+        assert largest_difference(pixels(body["data"]), expected) <= TOLERANCE, name
+    for name, image in zip(REQUESTS, alone, strict=True):
+        assert name == "plain" or largest_difference(image, alone[0]) > TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (WEIGHTED | {"prompt": "(a:99)"}, 'prompt: "a" has the weight 99. Weights are -10 to 10'),
+        (WEIGHTED | {"negative_prompt": "(a:1.2.3)"}, 'negative_prompt: the weight "1.2.3" is not a number'),
+        (WEIGHTED | {"prompt": "(" * 1000 + "a"}, 'prompt: "a" has the weight 2.47e+41'),
+        ({"timesteps": [1000, 3], "num_inference_steps": None}, "timesteps: 1000 is not 0 to 999"),
+        ({"sigmas": [5.0, 0.0], "scheduler": "DDIM", "num_inference_steps": None}, "sigmas: DDIM takes none"),
+        ({"clip_skip": 31}, "clip_skip: 31 is more than the layers of this release's text encoders"),
+        ({"scheduler": "Heun", "use_refiner": True}, "scheduler: Heun cannot be used with the refiner"),
+    ],
+)
+def test_refuses_by_field(fields: dict[str, Any], message: str, client: httpx.Client) -> None:
+    response = post(client, **REQUEST | fields)
+    assert response.status_code == 400 and message in response.json()["error"], response.text
+
+
+def test_weights_of_a_mask_are_refused_by_its_field(client: httpx.Client) -> None:
+    masks = [mask() | {"prompt": "(a:99)"}]
+    response = post(client, **REQUEST | WEIGHTED | {"prompt": PROMPT, "image": file_of(photo()), "masks": masks})
+    assert response.status_code == 400 and 'masks.0.prompt: "a" has the weight 99' in response.json()["error"]
