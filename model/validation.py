@@ -36,6 +36,7 @@ MAX_LORAS = 8  # of one request
 MAX_LORA_SCALE = 10  # either sign
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
+_UNKNOWN = "is not a known field"
 _MAX_PROBLEMS = 20  # of one input; a body of a thousand unknown fields does not get a thousand lines
 _MAX_SHOWN_CHARACTERS = 60  # of a refused value that a message repeats
 _REFUSED = "refused"  # pydantic error type of `refusal`
@@ -75,16 +76,25 @@ def refusal(message: str) -> PydanticCustomError:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """Describe each problem of `error`: the refused value, and what `model` accepts instead."""
+    """Describe each problem of `error`: the refused value, and what `model` accepts instead.
+
+    The known fields are listed once for each object with unknown ones.
+    """
     schema: Schema = model.model_json_schema()
     problems = []
+    listed: set[tuple[int | str, ...]] = set()  # the objects whose known fields are listed
     for details in error.errors(include_url=False)[:_MAX_PROBLEMS]:
         parent = child = schema
         for key in details["loc"]:
             parent = _present(child, schema)
             child = _child(parent, key, schema)
         field = ".".join(_printable(_shorten(str(key))) for key in details["loc"]) if details["loc"] else None
-        problems.append(Problem(field, _message(details, parent, child, schema), details["input"]))
+        message = _message(details, parent, child, schema)
+        if details["type"] == "extra_forbidden":
+            if details["loc"][:-1] in listed:
+                message = _UNKNOWN
+            listed.add(details["loc"][:-1])
+        problems.append(Problem(field, message, details["input"]))
     return problems
 
 
@@ -110,7 +120,7 @@ def _message(problem: ErrorDetails, parent: Schema, schema: Schema, root: Schema
     if kind == _REFUSED:
         return problem["msg"]
     if kind == "extra_forbidden":
-        return f"is not a known field; the fields are {', '.join(parent.get('properties', {}))}"
+        return f"{_UNKNOWN}; the fields are {', '.join(parent.get('properties', {}))}"
     if kind == "string_unicode" and not problem["loc"]:
         return "the name of a field is not Unicode text (it holds half of a surrogate pair)"
     if not schema:

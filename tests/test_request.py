@@ -236,6 +236,7 @@ def test_refusal_lists_all_problems() -> None:
 def test_refusal_of_many_problems_is_short() -> None:
     body = json.dumps({"prompt": "a" * 100_000, **{"k" * 1000 + str(i): i for i in range(1000)}})
     assert len(problems(body)) == 20
+    assert sum("the fields are" in line for line in problems(body)) == 1
     assert len("\n".join(problems(body))) < 10_000
 
 
