@@ -54,7 +54,15 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
     Raises RepositoryError, and RequestRefused for a number of steps that the release's sampler does not have.
     """
     defaults = read_defaults(manifest.defaults)
-    sampler_schedule(sampler_name(defaults.scheduler), steps, schedule_from_dict(manifest.schedulers["base"]))
+    schedule = sampler_schedule(
+        sampler_name(defaults.scheduler), steps, schedule_from_dict(manifest.schedulers["base"])
+    )
+    if schedule.order != 1:
+        raise RepositoryError(
+            f"The sampler of release {manifest.name}, {schedule.sampler}, runs the UNet twice in a step, which the "
+            "unrolled pipeline does not do.",
+            "Write the repository with --loop.",
+        )
     unet, time, text = (_engine(manifest, name) for name in (UNET, UNET_TIME, UNET_TEXT))
     if {spec.name for spec in unet.signature.inputs} != _UNET_INPUTS or unet.signature.extra_channels:
         raise RepositoryError(

@@ -36,6 +36,7 @@ from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules, sampler_
 from model.denoising.step import advance, guide
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
+from model.engines.signatures import KEYS_VALUES
 from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
 from model.loading.load import load_release
@@ -121,6 +122,7 @@ class PipelineModel:
         values: dict[str, Any] = {
             "prompt": "-",
             "use_refiner": False,
+            "prompt_syntax": "plain",
             "num_inference_steps": self.schedule.steps,
         } | fields
         try:
@@ -246,12 +248,16 @@ class PredictNoise(PipelineModel):
             "keys_values": torch.cat([inputs["keys_values"][:, half] for half in reversed(halves)]),
         }
         engines = self.model.engines[UNET]
+        required = next(spec.shape[1] for spec in engines.signature.inputs if spec.name == KEYS_VALUES)
+        if isinstance(required, int):  # a UNet that was built for longer prompts
+            entries[KEYS_VALUES] = entries[KEYS_VALUES].repeat(1, required // entries[KEYS_VALUES].shape[1], 1)
         typed = {spec.name: entries[spec.name].to(DTYPES[spec.dtype]) for spec in engines.signature.inputs}
         noise = engines.run(typed, self.height, self.width)["noise"].float()
         if self.texts == 1:
             return {"noise": noise}
         scale = inputs["guidance"][images, steps].reshape(-1, 1, 1, 1)
-        return {"noise": guide(noise[: len(latents)], noise[len(latents) :], scale)}
+        rescale = torch.where(scale > 1, self.served.defaults.guidance_rescale, 0.0)
+        return {"noise": guide(noise[: len(latents)], noise[len(latents) :], scale, rescale)}
 
 
 class TakeStep(PipelineModel):
