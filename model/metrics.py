@@ -50,6 +50,7 @@ REQUEST_SECONDS = Histogram(
     "preheat_request_seconds", "Time from arrival to the finished images, by task.", ["task"], buckets=_SECONDS_BOUNDS
 )
 IMAGES = Counter("preheat_images_total", "Finished images, by task: text_to_image, image_to_image, inpaint.", ["task"])
+FLAGGED_IMAGES = Counter("preheat_flagged_images_total", "Finished images that the safety checker flagged.")
 ADAPTER_MERGES = Counter("preheat_adapter_merges_total", "Times that other adapters were merged into the weights.")
 ADAPTER_MERGE_SECONDS = Histogram(
     "preheat_adapter_merge_seconds",

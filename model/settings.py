@@ -16,7 +16,7 @@ from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions
 from model.store.precision import Precision
 from model.store.signature import PublicKey, parse_public_keys
-from model.validation import MAX_IMAGES, StrictModel, explain, format_value, refusal
+from model.validation import MAX_IMAGES, Safety, StrictModel, explain, format_value, refusal
 
 RuntimeChoice = Literal["aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"]
 # Setting -> environment variables that override it, in order of precedence.
@@ -27,6 +27,7 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
     "precision": ("PREHEAT_PRECISION",),
     "public_key": ("PREHEAT_PUBLIC_KEY",),
     "loras": ("PREHEAT_LORAS",),
+    "safety": ("PREHEAT_SAFETY",),
     "cache_dir": ("PREHEAT_CACHE_DIR",),
     "cache_bytes": ("PREHEAT_CACHE_BYTES",),
     "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -59,6 +60,11 @@ def _parse_bytes(value: Any) -> int:
 def _split_names(value: Any) -> Any:
     """Return the names of a text, which are separated by commas."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+def _name_off(value: Any) -> Any:
+    """Return "off" for false: YAML reads the word off, without quotes, as false."""
+    return "off" if value is False else value
 
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -129,6 +135,9 @@ class Settings(StrictModel):
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""
     log_prompts: bool = False
+    safety: Annotated[Safety, BeforeValidator(_name_off)] = "off"
+    """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer
+    states it (flag); and they are replaced by black images (blank)."""
 
     @property
     def served_precision(self) -> ServedPrecision:

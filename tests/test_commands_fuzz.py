@@ -77,6 +77,7 @@ def every_command(files: OddFiles) -> list[Command]:
                           "--ip-adapter": [*TEXTS, *(f"style={path}" for path in paths)], "--ip-images": NUMBERS,
                           "--image-encoder": paths, "--embedding-rows": NUMBERS,
                           "--text-chunks": NUMBERS,
+                          "--safety-checker": [*paths, *files.models],
                           "--lora": [*paths, "x:", "x:nan", ":1"]},
                 {}, (models,)),
         Command("calibrate", {"--refiner": models, "--precision": TEXTS, **store, "--prompts": paths, "--size": SIZES,

@@ -31,7 +31,7 @@ from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
-from model.pipeline.image_prompt import normalize
+from model.pipeline.image_prompt import to_encoder_input
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
 from model.pipeline.spec import UNET, UNET_IP
 from model.pipeline.text_to_image import generate
@@ -264,7 +264,7 @@ def test_a_reference_image_is_the_square_of_clip(size: tuple[int, int]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     processor = CLIPImageProcessorPil(size=32, crop_size=32)
     expected = processor(Image.fromarray(noise), return_tensors="np")["pixel_values"]
-    actual = normalize(torch.from_numpy(reference_square(noise, 32).copy())[None])
+    actual = to_encoder_input(torch.from_numpy(reference_square(noise, 32).copy())[None])
     level = 1 / 255 / 0.26  # one level after normalization
     np.testing.assert_allclose(actual.numpy(), expected, atol=1.01 * level)
 

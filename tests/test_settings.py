@@ -151,3 +151,13 @@ def test_logs_a_refused_config_like_a_failed_load(caplog: pytest.LogCaptureFixtu
 def test_names_a_required_setting_that_is_missing(name: Any) -> None:
     with pytest.raises(ConfigError, match=f"No {name} is configured. Set .* or PREHEAT_{name.upper()}"):
         Settings().required(name)
+
+
+def test_safety_takes_yamls_off() -> None:
+    """YAML reads the word off, without quotes, as false."""
+    assert read_settings({"safety": False}, environment={}).safety == "off"
+    assert read_settings({"safety": "blank"}, environment={}).safety == "blank"
+    assert read_settings({"safety": "blank"}, environment={"PREHEAT_SAFETY": "flag"}).safety == "flag"
+    for wrong in (True, "on", 0):
+        with pytest.raises(ConfigError, match="safety: got .*, expected one of"):
+            read_settings({"safety": wrong}, environment={})

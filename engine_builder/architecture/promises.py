@@ -63,6 +63,13 @@ CAPABILITIES: Tests = {
         "tests/test_schedule.py::test_zero_terminal_snr_denoises_like_diffusers",
         "tests/test_request.py::test_refuses_conditioning_by_name",
     ),
+    "safety checker": (
+        "tests/test_safety_checker.py::test_decides_like_diffusers",
+        "tests/test_safety_checker.py::test_scores_are_those_of_diffusers",
+        "tests/test_safety_checker.py::test_blanks_flagged_images_and_says_so",
+        "tests/test_safety_checker.py::test_flag_changes_no_image",
+        "tests/test_safety_checker.py::test_refuses_a_release_without_a_checker",
+    ),
     "few-step models": (
         "tests/test_few_steps.py::test_few_steps_generate_the_image_of_diffusers",
         "tests/test_few_steps.py::test_distilled_model_generates_the_image_of_diffusers",

@@ -149,6 +149,7 @@ def fingerprint(plan: BuildPlan) -> str:
     roots += [plan.base.vae] if plan.base.vae else []
     roots += [folder for _, folder in plan.base.controlnets]
     roots += [path for files in plan.base.ip_adapters for path in (files.path, files.encoder)]
+    roots += [plan.base.safety_checker] if plan.base.safety_checker else []
     for index, root in enumerate(roots):
         for path in sorted(_files(root)) if root.is_dir() else [root]:
             refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)

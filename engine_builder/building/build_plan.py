@@ -18,7 +18,7 @@ from model.denoising.sampler_names import REPLACED_CLASSES
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import UNET_LORA, components_of, find_component, model_parts
+from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, components_of, find_component, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -108,7 +108,9 @@ class BuildPlan:
             for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
         )
         of_adapters = (UNET_LORA,) if self.lora_rank else ()
-        return of_model + of_adapters + components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
+        checker = (SAFETY_CHECKER,) if self.base.safety_checker else ()
+        of_inputs = components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
+        return of_model + of_adapters + checker + of_inputs
 
     @property
     def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
@@ -204,10 +206,10 @@ class BuildPlan:
         match spec.batch_unit:
             case "text":
                 shapes = ((batch, None, None) for batch in _TEXT_BATCHES)
-            case "reference":
-                shapes = [(1, None, None)]
             case "timestep":
                 shapes = [(_TIMESTEPS_PER_CALL, None, None)]
+            case "scaled_image":
+                shapes = [(1, None, None)]
             case "image":
                 shapes = dict.fromkeys(size._replace(batch=1) for size in self.sizes)
             case "cfg_half":

@@ -15,7 +15,7 @@ from engine_builder.checkpoints.presets import Preset
 from engine_builder.files import read_file
 from model.engines.signatures import Widths
 from model.errors import PreheatError
-from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, SAFETY_CHECKER
 from model.store.manifest import Family
 
 DOWNLOAD_AGAIN = "Download the model again, completely."
@@ -105,6 +105,7 @@ class Checkpoint:
     ip_adapters: the IP-Adapters. The image encoder of one is read as the subfolder "image_encoder.NAME".
     ip_images: the most reference images of an IP-Adapter in a request.
     embedding_rows: rows that the text encoders' tables of tokens get for embeddings of textual inversion.
+    safety_checker: the folder of a safety checker to build; None: none is built.
     """
 
     root: Path
@@ -114,6 +115,7 @@ class Checkpoint:
     ip_adapters: tuple[IpAdapterFiles, ...] = ()
     ip_images: int = 4
     embedding_rows: int = 0
+    safety_checker: Path | None = None
 
     def folder(self, subfolder: str) -> Path:
         """Return the folder that a subfolder is read from."""
@@ -122,6 +124,8 @@ class Checkpoint:
             return dict(self.controlnets)[name]
         if kind == IMAGE_ENCODER and name:
             return self.ip_adapter(name).encoder
+        if subfolder == SAFETY_CHECKER and self.safety_checker is not None:
+            return self.safety_checker
         return self.vae if subfolder == "vae" and self.vae is not None else self.root / subfolder
 
     def ip_adapter(self, name: str) -> IpAdapterFiles:
@@ -261,7 +265,7 @@ def weight_files(checkpoint: Checkpoint, subfolder: str) -> list[Path]:
     The names are those that diffusers and transformers read.
     """
     folder, variant = checkpoint.folder(subfolder), variant_of(checkpoint, subfolder)
-    of_transformers = subfolder.startswith(("text_encoder", f"{IMAGE_ENCODER}."))
+    of_transformers = subfolder.startswith(("text_encoder", f"{IMAGE_ENCODER}.", SAFETY_CHECKER))
     stem = "model" if of_transformers else "diffusion_pytorch_model"
     suffix = re.escape(f".{variant}") if variant else ""
     pattern = re.compile(rf"{stem}({suffix}|{suffix}{_SHARD.pattern}|{_SHARD.pattern}{suffix})\.safetensors")

@@ -151,6 +151,13 @@ def build(
             "chunks. Engines without sizes (CPU) take any number."
         ),
     ] = 1,
+    safety_checker: Annotated[
+        str | None,
+        typer.Option(
+            help="Build a safety checker, for deployments with the setting `safety`: a model folder that has one, such "
+            "as Stable Diffusion 1.5's, or its folder safety_checker/."
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -170,7 +177,7 @@ def build(
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
-        text_chunks=text_chunks,
+        text_chunks=text_chunks, safety_checker=safety_checker,
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
@@ -231,6 +238,7 @@ def parse_plan(
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
     image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0, text_chunks: int = 1,
+    safety_checker: str | None = None,
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -249,6 +257,7 @@ def parse_plan(
         from engine_builder.checkpoints.controlnet import parse_controlnet
         from engine_builder.checkpoints.find import find_checkpoints
         from engine_builder.checkpoints.ip_adapter import parse_ip_adapters
+        from engine_builder.checkpoints.safety_checker import find_safety_checker
 
     for option, values in (("--controlnet", controlnets), ("--ip-adapter", ip_adapters)):
         if values and runtime in LIBRARIES:
@@ -280,6 +289,8 @@ def parse_plan(
         raise typer.BadParameter(
             f"{text_chunks} is not one of {', '.join(map(str, TEXT_CHUNK_COUNTS))}", param_hint="--text-chunks"
         )
+    if safety_checker is not None and runtime != "aot_inductor":
+        raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--safety-checker")
     target = targets[0]
     default_precision = FP16 if target.device == "cuda" else FP32
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
@@ -302,6 +313,7 @@ def parse_plan(
         ip_adapters=parse_ip_adapters(ip_adapters, image_encoders, base),
         ip_images=ip_images,
         embedding_rows=embedding_rows,
+        safety_checker=find_safety_checker(safety_checker) if safety_checker is not None else None,
     )
     refiner_checkpoint = replace(found_refiner, embedding_rows=embedding_rows) if found_refiner else None
     refiner_checkpoint = refiner_checkpoint if with_refiner else None

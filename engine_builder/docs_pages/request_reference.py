@@ -302,6 +302,7 @@ _JSON_TYPES = {
     "list[ImageResult]": "list of objects",
     'Literal["success"]': "string",
     "ImageFormat": "string",
+    "NotRequired[bool]": "boolean",
 }
 # Each kind of refusal: when it is sent, and the caller's remedy. STATUS has the codes.
 _REFUSALS = {

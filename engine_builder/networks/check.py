@@ -10,6 +10,7 @@ from engine_builder.checkpoints.controlnet import check_controlnets
 from engine_builder.checkpoints.folder import FAMILY_TITLES, Checkpoint, CheckpointError
 from engine_builder.checkpoints.ip_adapter import check_ip_adapters
 from engine_builder.checkpoints.presets import PRESETS
+from engine_builder.checkpoints.safety_checker import check_safety_checker
 from engine_builder.networks.network import load_meta_module, load_network
 from engine_builder.networks.wrappers import WRAPPERS
 from model.pipeline.spec import (
@@ -21,6 +22,8 @@ from model.pipeline.spec import (
     IP_ADAPTER,
     IP_COMPONENTS,
     REFINER,
+    SAFETY,
+    SAFETY_CHECKER,
     Part,
     components_of,
     tokenizers_of,
@@ -71,6 +74,11 @@ def check_model(base: Checkpoint, refiner: Checkpoint | None) -> None:
         wrapper = WRAPPERS[IP_COMPONENTS[IMAGE_ENCODER].wrapper]
         _check_network(base, f"{IMAGE_ENCODER}.{files.name}", wrapper.package, wrapper.class_name)
         load_network(base, f"{IP_ADAPTER}.{files.name}", FP32, device="meta")
+    if base.safety_checker is not None:
+        check_safety_checker(base)
+        check_folder(base.safety_checker)
+        wrapper = WRAPPERS[SAFETY[SAFETY_CHECKER].wrapper]
+        _check_network(base, SAFETY_CHECKER, wrapper.package, wrapper.class_name)
     for tokenizer, encoders in _encoders_by_tokenizer(checkpoints).items():
         check_tokenizer(base, tokenizer, encoders)
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from engine_builder.checkpoints.folder import DOWNLOAD_AGAIN, Checkpoint, CheckpointError, variant_of
 from engine_builder.checkpoints.ip_adapter import features_of_image, image_slots, open_adapter, tokens_of_image
+from engine_builder.checkpoints.safety_checker import checked_side
 from engine_builder.networks.controlnet import control_type_count
 from engine_builder.networks.ip_adapter import image_encoder_network, read_ip_adapter
 from engine_builder.networks.low_rank import LowRankUnetNetwork
@@ -27,7 +28,7 @@ from engine_builder.networks.text import add_embedding_rows
 from engine_builder.networks.unet import residual_shapes, text_width, time_width
 from engine_builder.networks.wrappers import WRAPPERS
 from model.engines.shapes import DTYPES
-from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, UNET_IP, find_component
+from model.pipeline.spec import CONTROLNET, IMAGE_ENCODER, IP_ADAPTER, SAFETY_CHECKER, UNET_IP, find_component
 from model.store.manifest import Signature
 from model.store.precision import Precision
 from model.weights.layout import LAYOUTS, Layout
@@ -171,6 +172,10 @@ def load_network(
             image_slots=image_slots(checkpoint),
             residuals=widths.residuals if checkpoint.controlnets else (),
         )
+    if component == SAFETY_CHECKER:
+        concepts, special = (len(network.get_parameter(name)) for name in ("concept_embeds", "special_care_embeds"))
+        side = checked_side(checkpoint)
+        widths = replace(widths, checked_side=side, concepts=concepts, special_concepts=special)
     options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"

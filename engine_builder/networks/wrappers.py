@@ -9,6 +9,7 @@ from torch import nn
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
 from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.networks.safety_checker import SafetyCheckerNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
     ControlledUnetNetwork,
@@ -67,4 +68,7 @@ WRAPPERS = {
     "ControlnetNetwork": Wrapper(*_CONTROLNET, ControlnetNetwork, accepts_winograd=True, other_classes=_UNION),
     "VaeEncoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeEncoderNetwork),
     "VaeDecoderNetwork": Wrapper("diffusers", "AutoencoderKL", VaeDecoderNetwork),
+    "SafetyCheckerNetwork": Wrapper(
+        "diffusers.pipelines.stable_diffusion.safety_checker", "StableDiffusionSafetyChecker", SafetyCheckerNetwork
+    ),
 }

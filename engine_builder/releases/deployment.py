@@ -78,7 +78,7 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
     if torch is not None:
         selection = check.attempt(lambda: _select(manifest, config, torch, settings))
         if selection is not None:
-            served = check.attempt(lambda: served_model(selection, settings.buckets))
+            served = check.attempt(lambda: served_model(selection, settings.buckets, safety=settings.safety))
             if settings.loras:
                 check.attempt(lambda: _check_adapters(settings, selection))
             if served is not None and not check.refusals:
@@ -173,7 +173,15 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         for library in LIBRARIES.values()
     }
     targets = list_runnable_targets(manifest, name, torch, versions, settings.runtime)
-    return select(manifest, targets, settings.buckets, versions, settings.served_precision, bool(settings.loras))
+    return select(
+        manifest,
+        targets,
+        settings.buckets,
+        versions,
+        settings.served_precision,
+        with_adapters=bool(settings.loras),
+        with_safety_checker=settings.safety != "off",
+    )
 
 
 def _describe(selection: Selection, served: ServedModel, settings: Settings) -> list[str]:

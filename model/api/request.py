@@ -8,7 +8,7 @@ import base64
 import hashlib
 import secrets
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -432,6 +432,12 @@ def resolve(
     _check_controls(request, served)
     _check_ip_adapters(request, served)
     _check_conditioning(request, served)
+    if request.stream and request.preview_every and served.safety == "blank":
+        raise RequestRefused(
+            "preview_every",
+            f"{request.preview_every} is not accepted in a stream, because this deployment replaces images that its "
+            "safety checker flags, and previews are not checked. Set 0.",
+        )
     values |= {name: tuple(values[name]) for name in _LISTS if name in values}
     steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
     for number, mask in enumerate(request.masks or ()):
@@ -631,6 +637,7 @@ class ImageResult(TypedDict):
     format: ImageFormat  # png, jpeg or webp
     width: int  # pixels
     height: int  # pixels
+    flagged: NotRequired[bool]  # true if the safety checker flagged it; missing without a safety checker
 
 
 class EngineInfo(TypedDict):

@@ -193,7 +193,7 @@ class Service:
                     preview = {} if event.preview is None else {"preview": event.preview}
                     yield _line("step", step=event.step, steps=event.steps, **preview)
                 elif isinstance(event, ImageEvent):
-                    yield _line("image", index=event.index, **_image(job.params, event.index, event.data))
+                    yield _line("image", index=event.index, **_image(job.params, event))
                 else:
                     break
         except (asyncio.CancelledError, GeneratorExit):
@@ -211,7 +211,8 @@ class Service:
     def _body(self, context: RequestContext, result: GenerationResult) -> GenerationResponse:
         assert context.params is not None
         self._cold_start.record_first_image()
-        images = [_image(context.params, index, data) for index, data in enumerate(result.images)]
+        finished = enumerate(zip(result.images, result.flagged, strict=True))
+        images = [_image(context.params, ImageEvent(index, *image)) for index, image in finished]
         for stage, milliseconds in result.timings.items():
             if stage != "queue":  # QUEUE_WAIT measures it
                 metrics.STAGE_SECONDS.labels(stage).observe(milliseconds / 1000)
@@ -273,14 +274,17 @@ def _request_id(headers: Mapping[str, str]) -> str:
     return uuid.uuid4().hex
 
 
-def _image(params: GenerationParams, index: int, data: str) -> ImageResult:
-    return {
-        "data": data,
-        "seed": params.seeds[index],
+def _image(params: GenerationParams, image: ImageEvent) -> ImageResult:
+    result: ImageResult = {
+        "data": image.data,
+        "seed": params.seeds[image.index],
         "format": params.output_format,
         "width": params.width * params.upscale,
         "height": params.height * params.upscale,
     }
+    if image.flagged is not None:
+        result["flagged"] = image.flagged
+    return result
 
 
 def _line(event: str, **entries: Any) -> str:

@@ -58,6 +58,9 @@ class Widths:
     image_features: tuple[int, ...] = (1,)  # an image encoder's output of an image: (width,) or (tokens, width)
     image_tokens: int = 1  # that an IP-Adapter makes of an image
     image_slots: tuple[int, int] = (1, 1)  # of a UNet: the most IP-Adapters, and the most tokens of each
+    checked_side: int = 224  # pixels of each side of the image that a safety checker takes
+    concepts: int = 17  # that a safety checker looks for
+    special_concepts: int = 3
 
     @property
     def unet_tokens(self) -> int | str:
@@ -288,4 +291,14 @@ def vae_decoder_signature(widths: Widths, dtype: Dtype) -> Signature:
     return Signature(
         inputs=(TensorSpec(name="latents", dtype=dtype, shape=widths.latents),),
         outputs=(TensorSpec(name="pixels", dtype=dtype, shape=("rows", 3, "height", "width")),),
+    )
+
+
+def safety_checker_signature(widths: Widths, dtype: Dtype) -> Signature:
+    """pixel_values [batch, 3, side, side] -> scores of special concepts and of the others, each [batch, concepts]."""
+    pixels = TensorSpec(name="pixel_values", dtype=dtype, shape=("rows", 3, widths.checked_side, widths.checked_side))
+    outputs = [("special_scores", widths.special_concepts), ("concept_scores", widths.concepts)]
+    return Signature(
+        inputs=(pixels,),
+        outputs=tuple(TensorSpec(name=name, dtype="float32", shape=("rows", count)) for name, count in outputs),
     )

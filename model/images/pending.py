@@ -11,11 +11,15 @@ class PendingImage:
     The GPU continues with other images meanwhile.
     """
 
-    def __init__(self, levels: torch.Tensor, finite: torch.Tensor) -> None:
-        """`levels`: uint8 [1, height, width, 3]. `finite`: bool [1], false if they were NaN or infinite."""
-        self._levels, self._finite, self._done = levels[0], finite, None
+    def __init__(self, levels: torch.Tensor, finite: torch.Tensor, flagged: torch.Tensor | None = None) -> None:
+        """`levels`: uint8 [1, height, width, 3]. `finite`: bool [1], false if they were NaN or infinite.
+
+        `flagged`: bool [1], true if a safety checker flagged them; None: they were not checked.
+        """
+        self._levels, self._finite, self._flagged, self._done = levels[0], finite, flagged, None
         if levels.is_cuda:
             self._levels, self._finite = _to_pinned(levels[0]), _to_pinned(finite)
+            self._flagged = None if flagged is None else _to_pinned(flagged)
             self._done = torch.cuda.current_stream(levels.device).record_event()
 
     def wait(self) -> Pixels | None:
@@ -26,6 +30,10 @@ class PendingImage:
             return None
         pixels: Pixels = self._levels.numpy()
         return pixels
+
+    def flagged(self) -> bool | None:
+        """Return whether a safety checker flagged the image; None if it was not checked. Call it after `wait`."""
+        return None if self._flagged is None else bool(self._flagged)
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ from model.store.manifest import Blob, EngineRecord, Fp16Steps, TokenizerRecord,
 from model.store.precision import FP16, Precision
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
+from model.validation import Safety
 from model.weights.cache import WeightsCache
 from model.weights.layout import from_stored
 
@@ -66,13 +67,15 @@ def load_release(
     precision: ServedPrecision | None = None,
     adapters: ServedAdapters = NO_ADAPTERS,
     components: Collection[str] | None = None,
+    safety: Safety = "off",
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
     If `buckets` is empty, all buckets are loaded. With `public_keys`, the release must be signed by one of them.
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
     `select`. `adapters`: those that requests may use. `components`: the only ones to fetch and open, for a process that
-    runs a part of the pipeline; None: all.
+    runs a part of the pipeline; None: all. `safety`: what happens with images that the release's safety checker flags.
+    It is loaded unless this is off.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
@@ -85,8 +88,15 @@ def load_release(
     with cold_start.phase("resolve"):
         manifest = store.read_release(release)
         check_signature(manifest, public_keys)
-        selection = select(manifest, targets, buckets, precision=precision, with_adapters=bool(adapters.names))
-        served = served_model(selection, buckets, adapters.names)
+        selection = select(
+            manifest,
+            targets,
+            buckets,
+            precision=precision,
+            with_adapters=bool(adapters.names),
+            with_safety_checker=safety != "off",
+        )
+        served = served_model(selection, buckets, adapters.names, safety)
         unet = selection.engines[UNET][0]
         if components is not None:
             selection = selection.only(components)
@@ -150,6 +160,7 @@ def load_release(
         fp16_unets=fp16_unets,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
+        blanks_flagged=safety == "blank",
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)

@@ -89,7 +89,9 @@ class Prefetch:
             self._opened.set()
             release = store.read_release(settings.release)
             keys, buckets, precision = settings.public_key, settings.buckets, settings.served_precision
-            fetch_selected(store, release, keys, targets, buckets, precision, bool(settings.loras))
+            fetch_selected(
+                store, release, keys, targets, buckets, precision, bool(settings.loras), settings.safety != "off"
+            )
             return
         self._process.send_request(settings, options, targets)
         manifest = self._process.manifest()

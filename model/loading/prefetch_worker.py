@@ -63,6 +63,7 @@ class PrefetchProcess:
             "buckets": [bucket.model_dump() for bucket in settings.buckets],
             "precision": settings.precision,
             "with_adapters": bool(settings.loras),
+            "with_safety_checker": settings.safety != "off",
             "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
             "compares": settings.served_precision.compares,
         }
@@ -100,10 +101,19 @@ def fetch_selected(
     buckets: Sequence[ServedBucket],
     precision: ServedPrecision,
     with_adapters: bool,
+    with_safety_checker: bool,
 ) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
     check_signature(manifest, keys)
-    store.fetch(select(manifest, targets, buckets, precision=precision, with_adapters=with_adapters).blobs())
+    selection = select(
+        manifest,
+        targets,
+        buckets,
+        precision=precision,
+        with_adapters=with_adapters,
+        with_safety_checker=with_safety_checker,
+    )
+    store.fetch(selection.blobs())
 
 
 def main() -> None:
@@ -139,6 +149,7 @@ def main() -> None:
                 request["compares"],
             ),
             request["with_adapters"],
+            request["with_safety_checker"],
         )
     except PreheatError:
         return  # the load raises and reports the same error

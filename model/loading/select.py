@@ -13,6 +13,7 @@ from model.loading.target import Target
 from model.pipeline.spec import (
     ADDED_COMPONENTS,
     LOW_RANK,
+    SAFETY_CHECKER,
     UNET,
     ComponentSpec,
     components_of,
@@ -97,15 +98,16 @@ def select(
     versions: Mapping[str, str | None] | None = None,
     precision: ServedPrecision | None = None,
     with_adapters: bool = False,
+    with_safety_checker: bool = False,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
     If `buckets` is empty, every bucket of the release is selected. Optional components may lack sizes, and are left out
     if they have none of the buckets. `versions`: runtime -> the server's version of that
     library; None: the installed ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes
-    adapters as inputs, if the release has it. Raises MissingComponent,
-    NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be compared with fp16, before any
-    blob is read.
+    adapters as inputs, if the release has it. `with_safety_checker`: also the safety checker, which the release must
+    have. Raises MissingComponent, NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be
+    compared with fp16, before any blob is read.
     """
     names = required_components(manifest)
     precision = precision or ServedPrecision()
@@ -117,6 +119,8 @@ def select(
     for name in optional_components(manifest, target, wanted, with_adapters):
         if chosen := choose_engines(manifest, name, target, buckets, wanted):
             engines[name] = chosen
+    if with_safety_checker:
+        engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
     if precision.compares and not engines[UNET][0].precision.is_quantized:
         raise ConfigError(
@@ -149,6 +153,15 @@ def select(
     for name in shared:
         del engines[name], weights[name]
     return Selection(manifest, target, engines, weights, shared, fp16_steps)
+
+
+def _choose_safety_checker(manifest: Manifest, target: str) -> list[EngineRecord]:
+    if engines := servable_engines(manifest, SAFETY_CHECKER, target, None):
+        return engines
+    raise MissingComponent(
+        f"Release {manifest.name} has no safety checker for {target}, and the setting `safety` requires one.",
+        "Build it (`preheat build --safety-checker PATH`) and publish a new release, or set `safety: off`.",
+    )
 
 
 def _fp16_steps(manifest: Manifest, unet: Precision, configured: ServedPrecision) -> Fp16Steps | None:

@@ -27,7 +27,7 @@ from model.pipeline.spec import (
 )
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
-from model.validation import Fraction, Guidance, PromptSyntax, SamplerName, Steps, StrictModel, explain
+from model.validation import Fraction, Guidance, PromptSyntax, Safety, SamplerName, Steps, StrictModel, explain
 
 
 class Defaults(StrictModel):
@@ -138,6 +138,8 @@ class ServedModel:
     """True if the UNet is conditioned on the sizes of images, as SDXL's is."""
     max_clip_skip: int | None = None
     """None: the text encoders were built without clip_skip."""
+    safety: Safety = "off"
+    """What happens with images that the safety checker flags."""
     loras: tuple[str, ...] = ()
     """The names of the adapters that requests may use."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
@@ -146,7 +148,9 @@ class ServedModel:
     """The IP-Adapters by name."""
 
 
-def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = ()) -> ServedModel:
+def served_model(
+    selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = (), safety: Safety = "off"
+) -> ServedModel:
     """Return the choices that a deployment with these buckets and adapters offers.
 
     Raises ManifestError or NoEngineForTarget if the release's own defaults are not served. Every request that omits
@@ -187,6 +191,7 @@ def served_model(selection: Selection, buckets: Sequence[ServedBucket], loras: S
         requires_masks=extra_channels > 0,
         takes_sizes=any(spec.name == TIME_IDS for spec in selection.engines[UNET_TIME][0].signature.inputs),
         max_clip_skip=_max_clip_skip(selection.engines),
+        safety=safety,
         loras=tuple(loras),
         controlnets={
             name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature)

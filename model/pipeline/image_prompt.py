@@ -13,13 +13,12 @@ import torch
 from model.cuda.streams import to_device
 from model.engines.shapes import DTYPES
 from model.engines.signatures import IMAGE_BIAS, IMAGE_FEATURES, IMAGE_KEYS, IMAGE_VALUES
+from model.images.clip_input import normalize
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.params import ImagePrompt
 from model.pipeline.spec import IMAGE_ENCODER, IP_ADAPTER, UNET_IP
 
 MASKED = -1e4  # the bias of an unused token: its share of the attention is 0 in float32
-# Of CLIP's training images, in [0, 1]: transformers' OPENAI_CLIP_MEAN and OPENAI_CLIP_STD.
-_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def condition_image_prompts(
@@ -51,13 +50,12 @@ def condition_image_prompts(
 def encode_images(model: LoadedModel, prompt: ImagePrompt) -> torch.Tensor:
     """Return the features of an adapter's reference images, [images, width] or [images, tokens, width]."""
     levels = to_device(torch.from_numpy(prompt.levels), model.device)
-    return _encode(model, prompt.name, normalize(levels))
+    return _encode(model, prompt.name, to_encoder_input(levels))
 
 
-def normalize(levels: torch.Tensor) -> torch.Tensor:
+def to_encoder_input(levels: torch.Tensor) -> torch.Tensor:
     """Convert uint8 [images, side, side, 3] to float32 [images, 3, side, side], as `CLIPImageProcessor` normalizes."""
-    mean, deviation = (torch.tensor(values, device=levels.device)[:, None, None] for values in (_MEAN, _DEVIATION))
-    return ((levels.permute(0, 3, 1, 2).float() / 255 - mean) / deviation).contiguous()
+    return normalize(levels.permute(0, 3, 1, 2).float()).contiguous()
 
 
 def _unconditional_features(model: LoadedModel, adapter: str) -> torch.Tensor:

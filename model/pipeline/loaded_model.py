@@ -49,6 +49,8 @@ class LoadedModel:
     fp16_steps: Fp16Steps = Fp16Steps()
     components: Components = field(default_factory=lambda: COMPONENTS)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
+    blanks_flagged: bool = False
+    """True: images that the safety checker flags are replaced by black ones."""
     adapters: AdapterLibrary | None = None
     """The adapters that requests may name; None: none are offered."""
     efficient_pixels: int | None = None

@@ -17,8 +17,8 @@ Part = Literal["base", "refiner"]
 """The checkpoint that a component is read from, and the UNet that it serves."""
 Phase = Literal["prompt", "request", "step", "image"]
 """A component runs once for each prompt, request, denoising step or finished image."""
-BatchUnit = Literal["text", "reference", "timestep", "cfg_half", "image"]
-"""The unit of a component's batch. Only the last two have a height and a width. A reference image has one size."""
+BatchUnit = Literal["text", "scaled_image", "timestep", "cfg_half", "image"]
+"""The unit of a component's batch. Only the last two have a height and a width. A scaled image has one size."""
 Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 """The CUDA stream that a component runs on. Components of one stream never overlap."""
 
@@ -114,6 +114,7 @@ IP_ADAPTER = "ip_adapter"
 IMAGE_ENCODER = "image_encoder"
 VAE_ENCODER = "vae_encoder"
 VAE_DECODER = "vae_decoder"
+SAFETY_CHECKER = "safety_checker"
 REFINER_TEXT_ENCODER_2 = "refiner_text_encoder_2"
 REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"
@@ -192,7 +193,14 @@ LOW_RANK = _table(
     ),
 )  # fmt: skip
 """UNets that any family may have in addition."""
-COMPONENTS: Components = SDXL | SD | LOW_RANK
+SAFETY = _table(
+    ComponentSpec(
+        SAFETY_CHECKER, "base", "safety_checker", "SafetyCheckerNetwork", signatures.safety_checker_signature, "image",
+        "scaled_image", "decoding", optional=True,
+    ),
+)  # fmt: skip
+"""A network that any family may have in addition. It is built and loaded only if it is asked for."""
+COMPONENTS: Components = SDXL | SD | LOW_RANK | SAFETY
 """The components of all families. A name means the same network in each of them."""
 
 CONTROL_COMPONENTS = _table(
@@ -226,10 +234,10 @@ IP_COMPONENTS = _table(
     ),
     ComponentSpec(
         IMAGE_ENCODER, "base", IMAGE_ENCODER, "ImageEncoderNetwork", signatures.image_encoder_signature, "request",
-        "reference",
+        "scaled_image",
     ),
     ComponentSpec(
-        IP_ADAPTER, "base", IP_ADAPTER, "IpAdapterNetwork", signatures.ip_adapter_signature, "request", "reference"
+        IP_ADAPTER, "base", IP_ADAPTER, "IpAdapterNetwork", signatures.ip_adapter_signature, "request", "scaled_image"
     ),
 )  # fmt: skip
 """The components of releases with IP-Adapters: a UNet that takes keys and values of reference images, and for each

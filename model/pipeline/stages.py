@@ -16,6 +16,7 @@ from model.pipeline.image_to_image import draw_latents, keep_base_result, prepar
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.pipeline.plan import RequestPlan
 from model.pipeline.prompt import encode_prompt
+from model.pipeline.safety import check_image
 from model.pipeline.spec import BASE, REFINER, Denoiser
 
 
@@ -98,7 +99,10 @@ class Denoise:
 
 @dataclass(frozen=True)
 class Decode:
-    """Decode an image, while other images are denoised, and copy it to the host unless another pass continues it."""
+    """Decode an image, while other images are denoised, and copy it to the host unless another pass continues it.
+
+    A safety checker, if one is loaded, checks what is copied to the host.
+    """
 
     timing: str = "decode"
 
@@ -110,7 +114,7 @@ class Decode:
             if plan.later:
                 image.result = model.decode_stream.record([levels[0], finite])
             else:
-                image.pixels = PendingImage(levels, finite)
+                image.pixels = PendingImage(levels, finite, check_image(model, levels))
 
 
 STAGES: tuple[Stage, ...] = (

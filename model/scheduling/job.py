@@ -13,9 +13,13 @@ from model.pipeline.plan import RequestPlan
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A request's images as base64 of their files, milliseconds by stage, and warnings."""
+    """A request's images as base64 of their files, milliseconds by stage, and warnings.
+
+    flagged: for each image whether the safety checker flagged it; None: it was not checked.
+    """
 
     images: list[str]
+    flagged: list[bool | None]
     timings: dict[str, float]
     warnings: list[str]
 
@@ -31,10 +35,11 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class ImageEvent:
-    """Image `index` of a request is finished: base64 of its file."""
+    """Image `index` of a request is finished: base64 of its file. `flagged`: see `GenerationResult`."""
 
     index: int
     data: str
+    flagged: bool | None = None
 
 
 class Job:
@@ -60,10 +65,11 @@ class Job:
         self.accepted_at = time.monotonic()
         self.waiting_images = deque(plan.images())  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
-        self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them
+        self._lock = threading.Lock()  # guards the next four: the scheduler and the output workers change them
         self._last_event = time.perf_counter()
         self._seconds: dict[str, float] = {}  # by stage
-        self._encoded_images: dict[int, str] = {}
+        self._encoded_images: dict[int, ImageEvent] = {}
+        self._warnings: dict[int, str] = {}  # by image
 
     @property
     def steps(self) -> int:
@@ -89,16 +95,20 @@ class Job:
             return False
         return True
 
-    def add_encoded_image(self, index: int, data: str) -> None:
-        """Store the base64 of an image's file. The last image sets `result`, unless `result` is already set."""
+    def add_encoded_image(self, image: ImageEvent, warning: str | None = None) -> None:
+        """Store a finished image, and a warning for the result. The last image sets `result`, unless it is set."""
         with self._lock:
-            self._encoded_images[index] = data
+            self._encoded_images[image.index] = image
+            if warning is not None:
+                self._warnings[image.index] = warning
             if len(self._encoded_images) < self.params.num_images:
                 return
         self.end_stage("encode")
         images = [self._encoded_images[index] for index in range(self.params.num_images)]
+        warnings = [*self.plan.warnings, *(text for _, text in sorted(self._warnings.items()))]
+        data, flagged = [image.data for image in images], [image.flagged for image in images]
         with suppress(InvalidStateError):  # `fail` was called before
-            self.result.set_result(GenerationResult(images, self.timings(), self.plan.warnings))
+            self.result.set_result(GenerationResult(data, flagged, self.timings(), warnings))
 
     def end_stage(self, stage: str) -> None:
         """Record that an image has finished a stage now. The time since the last such event counts for this stage."""

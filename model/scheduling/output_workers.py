@@ -4,6 +4,9 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
+from model import metrics
 from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64
 from model.images.metadata import metadata_text
@@ -12,6 +15,7 @@ from model.pipeline.finish import finish
 from model.pipeline.preview import Preview
 from model.scheduling.job import ImageEvent, Job, StepEvent
 
+_BLANKED = "images.{index}: the safety checker flagged this image, and it was replaced by a black one."
 THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))  # encoding takes about 10 ms; eight images may finish at once
 
 
@@ -19,13 +23,17 @@ class OutputWorkers:
     """Any thread may call `submit_image` and `submit_preview`, which return at once."""
 
     def __init__(
-        self, on_image: Callable[[Job, int, Pixels], None], on_failure: Callable[[Job, Exception], None]
+        self,
+        on_image: Callable[[Job, int, Pixels], None],
+        on_failure: Callable[[Job, Exception], None],
+        blanks_flagged: bool = False,
     ) -> None:
         """`on_image` is called after each image with its job, its index and its decoded pixels, `on_failure` with a job
         and its error.
 
-        Both run on these threads.
+        Both run on these threads. `blanks_flagged`: images that the safety checker flagged are replaced by black ones.
         """
+        self._blanks_flagged = blanks_flagged
         self._on_image = on_image
         self._on_failure = on_failure
         self._threads = ThreadPoolExecutor(THREADS, "preheat-encode")
@@ -49,12 +57,18 @@ class OutputWorkers:
             job.end_stage("decode")
             if pixels is None:
                 raise broken_image([index], job.params.num_images)
-            params = job.params
+            params, flagged, warning = job.params, pending.flagged(), None
+            finished = finish(pixels, params)
+            if flagged:
+                metrics.FLAGGED_IMAGES.inc()
+                if self._blanks_flagged:
+                    finished, warning = np.zeros_like(finished), _BLANKED.format(index=index)
             text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
-            data = encode_base64(finish(pixels, params), params.output_format, params.quality, text)
-            job.emit(ImageEvent(index, data))
+            data = encode_base64(finished, params.output_format, params.quality, text)
+            image = ImageEvent(index, data, flagged)
+            job.emit(image)
             self._on_image(job, index, pixels)
-            job.add_encoded_image(index, data)
+            job.add_encoded_image(image, warning)
         except Exception as error:
             self._on_failure(job, error)
 

@@ -92,7 +92,7 @@ class Scheduler:
         self._turns = AdapterTurns(self.model, limits.lora_turn_seconds, self._count_merge)
         if self.model.adapters is not None:
             self.model.adapters.on_loaded = self._wake
-        self._workers = OutputWorkers(self._count_image, self._fail_from_worker)
+        self._workers = OutputWorkers(self._count_image, self._fail_from_worker, self.model.blanks_flagged)
         self._thread = threading.Thread(target=self._run, name="preheat-worker", daemon=True)
         self._thread.start()
 

@@ -1,0 +1,289 @@
+"""The safety checker decides like diffusers', and the answers say so."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+from engine_builder.building.build import build
+from engine_builder.building.build_plan import BuildPlan
+from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
+from engine_builder.checkpoints.safety_checker import find_safety_checker
+from engine_builder.local_server.server import Layout, Server
+from engine_builder.networks.check import check_model
+from engine_builder.releases.publish import publish
+from engine_builder.stores.store import WritableStore, open_writable_store
+from model.cold_start import ColdStart
+from model.errors import MissingComponent
+from model.images.clip_input import DEVIATION, clip_input
+from model.images.encode import Pixels
+from model.loading.load import Loaded, load_release
+from model.loading.target import Target, detect_targets
+from model.pipeline.safety import decide
+from model.pipeline.spec import SAFETY_CHECKER
+from model.pipeline.text_to_image import generate
+from model.store.precision import FP32
+from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
+from tests.support import toy_safety_checker
+from tests.support.images import pixels
+from tests.support.predictions import http_client, post, predict
+
+IMAGES = 6
+REQUEST: dict[str, Any] = {
+    "prompt": "a large red circle", "width": 64, "height": 64, "num_inference_steps": 4, "num_images": IMAGES,
+    "seed": 0, "output_format": "png",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(toy_store: WritableStore) -> list[Pixels]:
+    """The images of REQUEST without a safety checker."""
+    loaded = load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart())
+    return generate(loaded.model, [params_of(loaded)])[0]
+
+
+def params_of(loaded: Loaded) -> Any:
+    from model.api.request import GenerationRequest, resolve
+
+    return resolve(GenerationRequest.model_validate(REQUEST), loaded.served)
+
+
+@pytest.fixture(scope="module")
+def folder(plain: list[Pixels], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a checker that flags half of the images of REQUEST."""
+    return toy_safety_checker.write(tmp_path_factory.mktemp("checker"), plain)
+
+
+@pytest.fixture(scope="module")
+def checker(folder: Path) -> StableDiffusionSafetyChecker:
+    return toy_safety_checker.read(folder)
+
+
+@pytest.fixture(scope="module")
+def checked_store(
+    toy_folder: Path,
+    folder: Path,
+    target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+    show_progress: Callable[[str], None],
+) -> WritableStore:
+    """A store with the toy and its safety checker, published as checked/1. Its engines are kept between runs."""
+    base = Checkpoint(toy_folder, safety_checker=find_safety_checker(str(folder)))
+    plan = BuildPlan("checked", base, None, target, FP32)
+    copied = tmp_path_factory.mktemp("checked-store") / "store"
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
+        report = lambda component, activity, *_: show_progress(f"toy checker: {component}: {activity}")  # noqa: E731
+        build(plan, open_writable_store(KEPT_TOYS), report)
+        shutil.copytree(KEPT_TOYS, copied)
+    store = open_writable_store(copied)
+    publish(store, "checked")
+    return store
+
+
+@pytest.fixture(scope="module")
+def client(
+    layout: Layout, checked_store: WritableStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """A server that blanks flagged images."""
+    log = tmp_path_factory.mktemp("checked-server") / "server.log"
+    environment = {"PREHEAT_STORE": checked_store.url, "PREHEAT_RELEASE": "checked/1", "PREHEAT_SAFETY": "blank"}
+    with Server(layout, environment=environment, log=log) as server:
+        server.wait_ready(READY_SECONDS)
+        with http_client(server) as client:
+            yield client
+
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_decides_like_diffusers(seed: int) -> None:
+    """For scores near 0, of which some are raised by a special concept."""
+    generator = torch.Generator().manual_seed(seed)
+    embeds, concepts, special = (torch.randn(n, 8, generator=generator) for n in (1000, 17, 3))
+    normal = torch.nn.functional.normalize
+    thresholds = [
+        torch.quantile(normal(embeds) @ normal(rows).T, level, dim=0)
+        for rows, level in ((concepts, 0.97), (special, 0.8))
+    ]
+    network = SimpleNamespace(
+        vision_model=lambda given: (None, given),
+        visual_projection=lambda given: given,
+        concept_embeds=concepts,
+        special_care_embeds=special,
+        concept_embeds_weights=thresholds[0],
+        special_care_embeds_weights=thresholds[1],
+    )
+    expected = StableDiffusionSafetyChecker.forward(network, embeds, [np.zeros(1) for _ in embeds])[1]
+    scores = [
+        normal(embeds) @ normal(rows).T - least
+        for rows, least in zip((special, concepts), thresholds[::-1], strict=True)
+    ]
+    assert decide(scores[0], scores[1]).tolist() == expected
+    assert 0 < sum(expected) < len(expected)
+    # The adjustment matters in these cases.
+    assert decide(torch.full_like(scores[0], -1), scores[1]).tolist() != expected
+
+
+@pytest.mark.parametrize(("special", "concept", "expected"), [
+    (-1.0, 0.0006, True), (-1.0, 0.0004, False), (0.0006, -0.0094, True), (0.0006, -0.0096, False),
+    (0.0004, -0.0094, False), (1.0, -0.02, False),
+])  # fmt: skip
+def test_scores_are_rounded(special: float, concept: float, expected: bool) -> None:
+    scores = torch.full((1, 3), -1.0), torch.full((1, 17), -1.0)
+    scores[0][0, 0], scores[1][0, 4] = special, concept
+    assert decide(*scores).tolist() == [expected]
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 64), (128, 192), (512, 768), (200, 97), (224, 224), (640, 320)])
+def test_prepares_images_like_clips_processor(height: int, width: int) -> None:
+    """A few pixels are one or two levels of 255 apart, also of noise, which the filter overshoots."""
+    image = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    difference = clip_input(torch.from_numpy(image)[None], side=224) - toy_safety_checker.clip_pixels([image])
+    levels = difference.abs() * 255 * torch.tensor(DEVIATION)[:, None, None]
+    assert levels.max() < 2.01 and (levels > 0.01).float().mean() < 0.02
+
+
+def test_scores_are_those_of_diffusers(checked_store: WritableStore, checker: Any, plain: list[Pixels]) -> None:
+    """Of the compiled engine, for images that this project prepared."""
+    loaded = load_release(checked_store, "checked/1", detect_targets(), [], ColdStart(), safety="flag")
+    levels = torch.from_numpy(np.stack(plain))
+    actual = loaded.model.engines[SAFETY_CHECKER].run({"pixel_values": clip_input(levels, side=224)})
+    expected = toy_safety_checker.scores(checker, plain)
+    for name, scores in zip(("special_scores", "concept_scores"), expected, strict=True):
+        np.testing.assert_allclose(actual[name].numpy(), scores, atol=1e-3)
+    assert decide(actual["special_scores"], actual["concept_scores"]).tolist() == toy_safety_checker.flagged(
+        checker, plain
+    )
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_blanks_flagged_images_and_says_so(client: httpx.Client, checker: Any, plain: list[Pixels]) -> None:
+    expected = toy_safety_checker.flagged(checker, plain)
+    assert sum(expected) == IMAGES // 2
+    before = flagged_images(client)
+    body = predict(client, **REQUEST)
+    assert [image["flagged"] for image in body["images"]] == expected
+    for image, unchecked in zip(body["images"], plain, strict=True):
+        wanted = np.zeros_like(unchecked) if image["flagged"] else unchecked
+        np.testing.assert_array_equal(pixels(image["data"]), wanted)
+    assert body["warnings"] == [
+        f"images.{index}: the safety checker flagged this image, and it was replaced by a black one."
+        for index in range(IMAGES)
+        if expected[index]
+    ]
+    assert flagged_images(client) - before == IMAGES // 2
+
+
+def test_streams_say_so(client: httpx.Client, checker: Any, plain: list[Pixels]) -> None:
+    expected = toy_safety_checker.flagged(checker, plain)
+    events = [json.loads(line) for line in post(client, **REQUEST, stream=True, preview_every=0).text.splitlines()]
+    images = {event["index"]: event for event in events if event["event"] == "image"}
+    assert [images[index]["flagged"] for index in range(IMAGES)] == expected
+    assert [bool(pixels(images[index]["data"]).any()) for index in range(IMAGES)] == [not one for one in expected]
+    assert len(events[-1]["warnings"]) == IMAGES // 2
+
+
+def test_finished_images_of_other_sizes_are_black_too(client: httpx.Client) -> None:
+    body = predict(client, **REQUEST, upscale=2)
+    assert all(pixels(image["data"]).shape == (128, 128, 3) for image in body["images"])
+    assert [pixels(image["data"]).any() for image in body["images"]] == [not one["flagged"] for one in body["images"]]
+
+
+@pytest.mark.parametrize("fields", [{}, {"preview_every": 1}])
+def test_refuses_previews_of_unchecked_images(fields: dict[str, int], client: httpx.Client) -> None:
+    response = post(client, **REQUEST, stream=True, **fields)
+    assert response.status_code == 400 and response.json()["field"] == "preview_every"
+    assert "previews are not checked. Set 0." in response.json()["error"]
+
+
+def flagged_images(client: httpx.Client) -> int:
+    [line] = [line for line in client.get("/metrics/").text.splitlines() if line.startswith("preheat_flagged_images_t")]
+    return int(float(line.split()[1]))
+
+
+def test_flag_changes_no_image(checked_store: WritableStore, checker: Any, plain: list[Pixels]) -> None:
+    from model.pipeline.runner import Runner
+    from model.scheduling.scheduler import Scheduler
+    from model.settings import Limits
+
+    loaded = load_release(checked_store, "checked/1", detect_targets(), [], ColdStart(), safety="flag")
+    scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: None)
+    result = scheduler.submit(params_of(loaded)).result.result()
+    scheduler.close()
+    assert result.flagged == toy_safety_checker.flagged(checker, plain) and not result.warnings
+    for data, unchecked in zip(result.images, plain, strict=True):
+        np.testing.assert_array_equal(pixels(data), unchecked)
+
+
+# -- loading and building ---------------------------------------------------------------------------------------------
+
+
+def test_off_loads_no_checker(checked_store: WritableStore, plain: list[Pixels]) -> None:
+    loaded = load_release(checked_store, "checked/1", detect_targets(), [], ColdStart())
+    assert SAFETY_CHECKER not in loaded.model.engines
+    images = generate(loaded.model, [params_of(loaded)])[0]
+    np.testing.assert_array_equal(np.stack(images), np.stack(plain))
+
+
+@pytest.mark.parametrize("safety", ["flag", "blank"])
+def test_refuses_a_release_without_a_checker(safety: Any, toy_store: WritableStore) -> None:
+    with pytest.raises(MissingComponent, match="toy-sdxl/1 has no safety checker for .*--safety-checker PATH"):
+        load_release(toy_store, "toy-sdxl/1", detect_targets(), [], ColdStart(), safety=safety)
+
+
+def test_finds_the_checker_of_a_model_folder(folder: Path, tmp_path: Path) -> None:
+    own = folder / "safety_checker"
+    assert find_safety_checker(str(folder)) == find_safety_checker(str(own)) == own
+    with pytest.raises(CheckpointError, match=r"has no config\.json and no safety_checker/config\.json"):
+        find_safety_checker(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        ("safety_checker/config.json", {"architectures": ["CLIPModel"]}, "architectures is .'CLIPModel'., expected"),
+        ("safety_checker/config.json", {"vision_config": {"image_size": 0}}, "image_size of vision_config is 0"),
+        ("safety_checker/config.json", {"vision_config": 3}, "image_size of vision_config is None"),
+        ("feature_extractor/preprocessor_config.json", {"size": {"shortest_edge": 336}}, "size is .* only CLIP's"),
+        ("feature_extractor/preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, "image_mean is .* only CLIP's"),
+        ("feature_extractor/preprocessor_config.json", {"resample": 2}, "resample is 2, and only CLIP's"),
+    ],
+)
+def test_refuses_another_checker(
+    file: str, entries: dict[str, Any], message: str, folder: Path, toy_folder: Path, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(folder, tmp_path / "checker")
+    (copied / file).write_text(json.dumps(json.loads((copied / file).read_text()) | entries))
+    with pytest.raises(CheckpointError, match=message):
+        check_model(Checkpoint(toy_folder, safety_checker=copied / "safety_checker"), None)
+
+
+def test_reads_the_older_names_of_weights(folder: Path, toy_folder: Path, tmp_path: Path, plain: list[Pixels]) -> None:
+    """As in the folder of Stable Diffusion 1.5."""
+    from safetensors.torch import load_file, save_file
+
+    from engine_builder.networks.network import load_network
+
+    copied = shutil.copytree(folder, tmp_path / "checker")
+    path = copied / "safety_checker" / "model.safetensors"
+    older = {name.replace("vision_model.", "vision_model.vision_model."): one for name, one in load_file(path).items()}
+    save_file(
+        older | {"vision_model.vision_model.embeddings.position_ids": torch.arange(50)[None]}, path, {"format": "pt"}
+    )
+    networks = [
+        load_network(Checkpoint(toy_folder, safety_checker=one / "safety_checker"), SAFETY_CHECKER, FP32)
+        for one in (folder, copied)
+    ]
+    outputs = [network.module(toy_safety_checker.clip_pixels(plain)) for network in networks]
+    assert all(torch.equal(*pair) for pair in zip(*outputs, strict=True))
