@@ -102,7 +102,7 @@ class Model:
             runtime_cache_folder(settings.store_options().cache_folder, targets),
             settings.served_precision,
             ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
-            settings.safety,
+            safety=settings.safety,
         )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every

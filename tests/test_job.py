@@ -7,7 +7,7 @@ import pytest
 
 from model.errors import Cancelled, Unavailable
 from model.pipeline.runner import Runner
-from model.scheduling.job import Job
+from model.scheduling.job import ImageEvent, Job
 from tests.support.linear_networks import PLAIN, linear_model
 
 
@@ -52,7 +52,7 @@ def test_last_image_does_not_replace_a_failure() -> None:
     job = make_job()
     assert job.fail(Cancelled("first"))
     for index in range(job.params.num_images):
-        job.add_encoded_image(index, "data")
+        job.add_encoded_image(ImageEvent(index, "data"))
     with pytest.raises(Cancelled, match="first"):
         job.result.result(0)
 
