@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+MAX_TRAIN_TIMESTEPS = 100_000  # of a noise schedule
 MAX_STEPS = 100  # of one request; a noise schedule has more timesteps
 MAX_GUIDANCE = 30
 MAX_PROMPT_CHARACTERS = 4000

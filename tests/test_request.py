@@ -142,6 +142,7 @@ def test_accepts_control_characters_other_than_nul() -> None:
         ("timesteps", "[]", "got a list, expected a list of 1 to 100 entries"),
         ("timesteps", "[5, 7]", "entry 2 is 7 after 5: each must be less than the one before"),
         ("timesteps.0", "[-1]", "got -1, expected an integer of at least 0"),
+        ("timesteps.0", f"[{10**400}]", "got 1000"),
         ("timesteps.0", "[1.5]", "got 1.5, expected an integer of at least 0"),
         ("sigmas", "[1]", "got a list, expected a list of 2 to 101 entries"),
         ("sigmas", "[3, 2, 2]", "entry 3 is 2.0 after 2.0: each must be less than the one before"),

@@ -84,8 +84,11 @@ def test_grammar(text: str, fragments: list[tuple[str, float]]) -> None:
         ("(a:-11)", '"a" has the weight -11'),
         ("(a:" + "9" * 400 + ")", '"a" has the weight inf'),
         ("((a:0):" + "9" * 400 + ")", '"a" has the weight nan'),
-        ("(" * 1000 + "a" + ")" * 1000, '"a" has the weight 2.47e+41'),
-        ("(" * 1000 + "a", '"a" has the weight 2.47e+41'),
+        ("(" * 50 + "a" + ")" * 50, '"a" has the weight 117.4'),
+        ("(" * 50 + "a", '"a" has the weight 117.4'),
+        ("(" * 1000 + "a" + ")" * 1000, "more than 50 ( are open at once"),
+        ("[a" * 2000, "more than 50 [ are open at once"),
+        ("(:1.0" * 800, "more than 50 ( are open at once"),
         ("(a:1.2.3)", 'the weight "1.2.3" is not a number'),
         ("(a:....)", 'the weight "...." is not a number'),
     ],
@@ -99,13 +102,12 @@ def test_refuses_a_weight_by_value(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[a" * 2000, "a" * 2000),
+        ("[a" * 50, "a" * 50),
+        ("([a])" * 800, "a" * 800),
         ("(a:1)" * 800, "a" * 800),
-        ("[" * 4000, ""),
         ("\\" * 4000, "\\" * 2000),
         (":" * 4000, ":" * 4000),
         (": " * 2000, ": " * 2000),
-        ("(:1.0" * 800, ":1.0" * 800),
         ("]" * 4000, "]" * 4000),
         (":1" * 2000, ":1" * 2000),
     ],
@@ -113,10 +115,6 @@ def test_refuses_a_weight_by_value(text: str, message: str) -> None:
 )
 def test_parses_long_prompts(text: str, expected: str) -> None:
     """Also texts for which a backtracking parser would take minutes."""
-    if text.startswith("(:"):  # 800 brackets without an end
-        with pytest.raises(RequestRefused, match="Weights are -10 to 10"):
-            parse_weights(text)
-        return
     assert "".join(fragment for fragment, _ in parse_weights(text)) == expected
 
 

@@ -8,7 +8,7 @@ are. The encoder learns from the noise's error and from a head that classifies t
 exported. Keys and values of the adapter start as copies of the UNet's.
 
 OUT gets colour.safetensors in the form of h94/IP-Adapter, the folder image_encoder, and a model card. The score is the
-share of held-out references whose colour the picture has. It is that of the written files. The same captions and seeds
+share of held-out references whose colour the picture has. The written files are scored. The same captions and seeds
 without the adapter show what chance gives.
 """
 

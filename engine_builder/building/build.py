@@ -143,13 +143,19 @@ def build(
 
 
 def fingerprint(plan: BuildPlan) -> str:
-    """Return the SHA-256 of the names and bytes of the model's files. Other files, such as READMEs, do not count."""
+    """Return the SHA-256 of the names and bytes of the model's files, and of its ControlNets' and IP-Adapters' names.
+
+    Other files, such as READMEs, do not count.
+    """
     digest = hashlib.sha256()
     roots = [plan.base.root] + ([plan.refiner.root] if plan.refiner else [])
     roots += [plan.base.vae] if plan.base.vae else []
     roots += [folder for _, folder in plan.base.controlnets]
     roots += [path for files in plan.base.ip_adapters for path in (files.path, files.encoder)]
     roots += [plan.base.safety_checker] if plan.base.safety_checker else []
+    names = [name for name, _ in plan.base.controlnets] + [files.name for files in plan.base.ip_adapters]
+    if names:  # else the digest of a plain model would not be what it was before
+        digest.update(f"{json.dumps(names)}\n".encode())
     for index, root in enumerate(roots):
         for path in sorted(_files(root)) if root.is_dir() else [root]:
             refiner_file = index == 0 and plan.refiner and path.is_relative_to(plan.refiner.root)

@@ -156,10 +156,11 @@ deviation in a ring around the masks, `M` and `S` those of the input image. The 
 
 ## Metadata in files
 
-With `metadata` each file has a text: JSON with `release`, and `request`, which makes this image again on that release.
-All fields are set there, also those that the request left to the release, and the image's own seed. In place of each
-input image is `sha256:` and the digest of its file. In a PNG the text is an iTXt chunk with the keyword `preheat`, in a
-JPEG or WebP the tag UserComment of EXIF. The text is not checked by anyone and can be changed, so it proves nothing.
+With `metadata` each file has a text: JSON with `release`, and `request`, which makes this image again on that release
+once input images are in place of their digests. All fields are set there, also those that the request left to the
+release, and the image's own seed. In place of each input image is `sha256:` and the digest of its file. In a PNG the
+text is an iTXt chunk with the keyword `preheat`, in a JPEG or WebP the tag UserComment of EXIF. The text is not checked
+by anyone and can be changed, so it proves nothing.
 
 ## Weighted prompts
 
@@ -224,7 +225,7 @@ These fields have the names and meaning of diffusers' SDXL pipelines, except tha
 - `clip_skip` k: each text encoder returns the hidden states of k layers earlier. SDXL reads the penultimate layer at
   k = 0, Stable Diffusion 1 and 2 the last one, after the final layer norm. As in diffusers, the negative prompt and the
   pooled text skip no layers. (User interfaces in which the penultimate layer of Stable Diffusion 1 is "clip skip 2"
-  count from 1: subtract 1.) A release that was built before this field existed is refused by name.
+  count from 1: subtract 1.) A release that was built before this field existed accepts only 0.
 - `timesteps` and `sigmas` replace the sampler's own spacing. Send at most one of the two. `num_inference_steps` may be
   left out, or must agree. With `image`, `strength` skips the first of them.
 

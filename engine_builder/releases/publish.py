@@ -13,7 +13,7 @@ from engine_builder.releases.signing import public_key, sign
 from engine_builder.releases.validation_gate import quantized_engines, require_validation
 from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, UntrustedRelease
-from model.store.manifest import Manifest
+from model.store.manifest import EngineRecord, Manifest
 from model.store.manifest_json import split_name
 from model.store.precision import FP16
 from model.store.signature import check_signature
@@ -58,6 +58,7 @@ def publish(
     drafts = read_drafts(store, model, without_fp8)
     merged = merge_drafts(drafts)
     check_fp16_steps(merged)
+    _check_signatures(merged)
     merged = require_validation(store, merged, thresholds or Thresholds(), accept)
     if not version:
         releases = [split_name(release) for release in store.releases()]
@@ -160,6 +161,19 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         }
     )
     return merged.model_copy(update={"schema_version": merged.required_schema})
+
+
+def _check_signatures(manifest: Manifest) -> None:
+    """Raise ManifestError if two engines of a component differ in what they take and return: no server loads them."""
+    first: dict[tuple[str, str, str], EngineRecord] = {}
+    for engine in manifest.engines:
+        other = first.setdefault((engine.component, engine.target, engine.precision.unquantized.name), engine)
+        if other.signature != engine.signature:
+            raise ManifestError(
+                f"The builds of {manifest.model} for {engine.target} have {engine.component} engines that take or "
+                "return different tensors.",
+                "Build each precision again with this version of Preheat and the same options (`preheat build`).",
+            )
 
 
 def _is_signed_with(manifest: Manifest, private_key: Ed25519PrivateKey) -> bool:

@@ -4,7 +4,8 @@ from typing import Literal, TypedDict
 
 import torch
 
-from model.denoising.sampler_names import SAMPLERS
+from model.denoising.edm_schedule import EdmSchedule
+from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.loading.load import Loaded
 from model.loading.served import SizeRange, Sizes
 from model.validation import (
@@ -15,6 +16,7 @@ from model.validation import (
     MAX_MASKS,
     MAX_PROMPT_CHARACTERS,
     MAX_STEPS,
+    MAX_STEPS_HEUN,
     MAX_STEPS_LCM,
 )
 
@@ -43,6 +45,7 @@ class Description(TypedDict):
 def describe(loaded: Loaded) -> Description:
     """Return the description of a loaded release."""
     served, device = loaded.served, loaded.model.device
+    is_edm = isinstance(loaded.model.noise_schedules["base"], EdmSchedule)
     return {
         "status": "success",
         "release": loaded.release,
@@ -54,7 +57,7 @@ def describe(loaded: Loaded) -> Description:
         "image_sizes": None if served.image_sizes is None else _sizes(served.image_sizes),
         "requires_masks": served.requires_masks,
         "has_refiner": served.has_refiner,
-        "samplers": list(SAMPLERS),
+        "samplers": list(EDM_SAMPLERS if is_edm else SAMPLERS),
         "loras": list(served.loras),
         "controlnets": dict(served.controlnets),
         "ip_adapters": {name: adapter.images for name, adapter in served.ip_adapters.items()},
@@ -63,6 +66,7 @@ def describe(loaded: Loaded) -> Description:
             "images": MAX_IMAGES,
             "steps": MAX_STEPS,
             "steps_lcm": MAX_STEPS_LCM,
+            "steps_heun": MAX_STEPS_HEUN,
             "guidance": MAX_GUIDANCE,
             "prompt_characters": MAX_PROMPT_CHARACTERS,
             "masks": MAX_MASKS,

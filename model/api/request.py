@@ -45,6 +45,7 @@ from model.validation import (
     MAX_SIZE_CONDITION,
     MAX_STEPS,
     MAX_STEPS_LCM,
+    MAX_TRAIN_TIMESTEPS,
     MAX_UPSCALE,
     SEED_COUNT,
     Fraction,
@@ -95,7 +96,9 @@ def _refuse_ascending(values: list[Any]) -> list[Any]:
 SizeCondition = Annotated[list[Annotated[int, Field(ge=1, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
 CropCondition = Annotated[list[Annotated[int, Field(ge=0, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
 Timesteps = Annotated[
-    list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_STEPS), AfterValidator(_refuse_ascending)
+    list[Annotated[int, Field(ge=0, lt=MAX_TRAIN_TIMESTEPS)]],
+    Field(min_length=1, max_length=MAX_STEPS),
+    AfterValidator(_refuse_ascending),
 ]
 Sigmas = Annotated[
     list[Annotated[float, Field(ge=0, le=MAX_SIGMA)]],
@@ -185,8 +188,9 @@ class GenerationRequest(StrictModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
     prompt: Prompt = Field(
-        description="Description of the image: 1 to 4000 characters, not only whitespace. The text encoders read 77 "
-        "tokens, about 60 words; a longer prompt is truncated, and the response warns of it.",
+        description="Description of the image: 1 to 4000 characters, not only whitespace. With "
+        "`prompt_syntax` plain the text encoders read 77 tokens, about 60 words; a longer prompt is truncated, and the "
+        "response warns of it.",
         examples=["an astronaut in a jungle, cold color palette, muted colors, detailed, 8k"],
     )
     negative_prompt: Text | None = Field(
@@ -254,7 +258,7 @@ class GenerationRequest(StrictModel):
     )
     num_inference_steps: Steps | None = Field(
         None,
-        description=f"Denoising steps: 1 to {MAX_STEPS}, and at most {MAX_STEPS_LCM} with LCM. "
+        description=f"Denoising steps: 1 to {MAX_STEPS}, and at most {MAX_STEPS_LCM} with LCM or Heun. "
         "Default: the release's, commonly 30.",
     )
     guidance_scale: Guidance | None = Field(
@@ -461,7 +465,7 @@ def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) 
     found = request.model_dump(
         exclude_none=True, exclude_unset=True, exclude={"stream", "preview_every", "metadata", "describe"}
     )
-    names = {*type(request).model_fields, *found} & values.keys() - {"loras"}
+    names = type(request).model_fields.keys() & values.keys() - {"loras"}
     found |= {name: values[name] for name in names if values[name] is not None}
     metadata = {"release": release, "request": without_images(found)}
     size = len(metadata_text(metadata, SEED_COUNT))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.errors import ManifestError
-from model.validation import MAX_STEPS
+from model.validation import MAX_STEPS, MAX_TRAIN_TIMESTEPS
 
 Floats = NDArray[np.float64]
 
@@ -80,7 +80,7 @@ class NoiseSchedule:
             )
         count = self.num_train_timesteps
         ranges: dict[str, tuple[float, float]] = {
-            "num_train_timesteps": (MAX_STEPS + 1, 100_000),
+            "num_train_timesteps": (MAX_STEPS + 1, MAX_TRAIN_TIMESTEPS),
             # The first of n timesteps with leading spacing, (n - 1) * (count // n) + offset, must be below count.
             "steps_offset": (0, count // MAX_STEPS - 1),
             "original_inference_steps": (1, count),

@@ -15,8 +15,9 @@ where diffusers rounds it; all derived numbers are float64 until `pad_schedules`
 UniPC does not fit. The corrector of its second order (diffusers' default) reads the denoised estimates of the last two
 steps in addition to this one, and a step here has one previous estimate. PNDM reads four.
 
-One deviation: with trailing spacing some step counts (61 of 1,000) give diffusers one step too many, at timestep -1,
-because of rounding in `numpy.arange`. Here a schedule of n steps has n entries.
+Two deviations. With trailing spacing some step counts (61 of 1,000) give diffusers one step too many, at timestep -1,
+because of rounding in `numpy.arange`. Here a schedule of n steps has n entries. And diffusers'
+Heun ignores `rescale_betas_zero_snr`, which holds for all samplers here.
 
 This module uses no tensors, devices, guidance or generators.
 """

@@ -17,9 +17,8 @@ CONTROL = "control"  # a ControlNet's embedding of the control image
 CONTROL_TYPE = "control_type"  # which of a Union network's types the control image is: 1 there, otherwise 0
 IMAGE_FEATURES = "features"  # of a reference image, by the image encoder of an IP-Adapter
 IMAGE_KEYS, IMAGE_VALUES = "image_keys", "image_values"  # of the tokens of reference images
-IMAGE_BIAS = (
-    "image_bias"  # added to the attention's scores of these tokens: 0, and a large negative number for an unused one
-)
+# Added to the attention's scores of these tokens: 0, and a large negative number for an unused one.
+IMAGE_BIAS = "image_bias"
 CONTROL_SCALE = "scale"  # what a ControlNet's outputs are multiplied by, as diffusers' controlnet_conditioning_scale
 KEYS_VALUES = "keys_values"  # of the cross-attentions, for each token of a text
 TOKENS = "tokens"  # the symbol of their number, in engines that take any

@@ -27,7 +27,17 @@ from model.pipeline.spec import (
 )
 from model.settings import ServedBucket
 from model.store.manifest import EngineRecord, Span
-from model.validation import Fraction, Guidance, PromptSyntax, Safety, SamplerName, Steps, StrictModel, explain
+from model.validation import (
+    MAX_IP_IMAGES,
+    Fraction,
+    Guidance,
+    PromptSyntax,
+    Safety,
+    SamplerName,
+    Steps,
+    StrictModel,
+    explain,
+)
 
 
 class Defaults(StrictModel):
@@ -213,7 +223,7 @@ def _served_ip_adapters(release: str, engines: Mapping[str, Sequence[EngineRecor
                 f"Release {release}: the IP-Adapter {name} makes {tokens} tokens of an image, and {UNET_IP} takes "
                 f"{most_tokens} of each of {slots} adapters."
             )
-        served[name] = ServedIpAdapter(most_tokens // tokens, side)
+        served[name] = ServedIpAdapter(min(most_tokens // tokens, MAX_IP_IMAGES), side)
     return served
 
 

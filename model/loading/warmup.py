@@ -39,9 +39,8 @@ def warm_up(
     """Warm up every listed size, or the native one. Returns the map for previews, fitted to the decoder.
 
     `probe` defaults to one of the model's device. `cold_start` records the phase `warm_up` and its parts.
-    `comparison`: if images are compared with fp16. Raises
-    OutOfDeviceMemory if the configured buckets do not fit into the GPU's memory, and EngineError if the release's
-    engines do not fit together.
+    `comparison`: if images are compared with fp16. Raises OutOfDeviceMemory if the configured buckets do not fit into
+    the GPU's memory, and EngineError if the release's engines do not fit together.
     """
     check_interfaces(loaded.model.engines)
     served = loaded.served

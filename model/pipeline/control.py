@@ -23,8 +23,7 @@ def condition_controlnet(
     """Return the inputs of a ControlNet for each text, by their names in a conditioning. Call it on the text stream.
 
     hidden: the chunks of all texts, [chunks, tokens, width]. chunks: their number for each text.
-    times: for each text the inputs of a time network, [steps, ...]. If there
-    is one of them, it is that of every text.
+    times: for each text the inputs of a time network, [steps, ...]. If there is one of them, it is that of every text.
     """
     time, image = model.engines[f"{CONTROLNET_TIME}.{name}"], model.engines[f"{CONTROLNET_IMAGE}.{name}"]
     control_type = _control_type(model, control_types(time.signature), plan.mode)  # [1, types]

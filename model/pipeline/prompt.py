@@ -107,8 +107,7 @@ def _conditionings(
     """Return the conditioning of each text, from hidden [chunks, tokens, width] and pooled [texts, width].
 
     `chunks`: the number of chunks of each text. Without pooled text the embeddings of time are those of every text.
-    `factors`: of adapters that the UNet takes as
-    inputs, with their scales.
+    `factors`: of adapters that the UNet takes as inputs, with their scales.
     """
     text, time = model.engines[denoiser.unet_text], model.engines[denoiser.unet_time]
     dtype = DTYPES[text.signature.inputs[0].dtype]

@@ -22,6 +22,7 @@ from model.pipeline.tokenizer import ClipTokenizer
 from model.validation import MAX_PROMPT_WEIGHT, format_value
 
 _BRACKET = 1.1
+MAX_OPEN_BRACKETS = 50  # of each kind. 25 parentheses around a text exceed MAX_PROMPT_WEIGHT
 _TOKEN = re.compile(r"\\[()\[\]\\]|\\|\(|\[|:\s*([+-]?[.\d]+)\s*\)|\)|\]|[^\\()\[\]:]+|:")
 
 
@@ -91,6 +92,10 @@ def parse_weights(text: str, field: str = "prompt") -> list[tuple[str, float]]:
     for match in _TOKEN.finditer(text):
         token, number = match[0], match[1]
         if token in opened:
+            if len(opened[token]) == MAX_OPEN_BRACKETS:
+                raise RequestRefused(
+                    field, f"more than {MAX_OPEN_BRACKETS} {token} are open at once. Write a weight: (text:1.3)."
+                )
             opened[token].append(len(fragments))
         elif number is not None and opened["("]:
             close("(", _read_weight(number, field))

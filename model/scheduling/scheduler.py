@@ -242,6 +242,8 @@ class Scheduler:
         """Return the work of `when_idle`, or else the comparison of an image. None: there is no such work."""
         if self._idle_work is not None or self.comparison is None:
             return self._idle_work
+        if self._waiting:  # for adapters that are being read
+            return None
         return self.comparison.work
 
     def _can_admit(self) -> bool:

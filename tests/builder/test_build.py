@@ -574,6 +574,16 @@ def test_fingerprint_follows_links_to_folders(toy_plan: BuildPlan, folder_copy: 
     assert fingerprint(plan) != before
 
 
+def test_fingerprint_tells_names_of_networks_apart(toy_plan: BuildPlan, folder_copy: Path) -> None:
+    """Two ControlNets with exchanged names are another model."""
+    folders = [folder_copy / "unet", folder_copy / "vae"]
+
+    def named(*names: str) -> BuildPlan:
+        return replace(toy_plan, base=Checkpoint(folder_copy, controlnets=tuple(zip(names, folders, strict=True))))
+
+    assert fingerprint(named("a", "b")) == fingerprint(named("a", "b")) != fingerprint(named("b", "a"))
+
+
 @pytest.mark.parametrize(
     "defaults, error, message",
     [

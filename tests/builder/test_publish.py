@@ -66,6 +66,21 @@ def test_omits_a_draft_of_an_older_source(store_copy: WritableStore, entry: str)
     assert OTHER not in manifest.targets
 
 
+def test_refuses_engines_that_do_not_fit_together(store_copy: WritableStore) -> None:
+    """As of two precisions that were built with other options or versions: the server would refuse to load them."""
+    draft = read_draft(store_copy)
+    engine = next(engine for engine in draft.engines if engine.component == "text_encoder")
+    signature = engine.signature.model_copy(update={"inputs": engine.signature.inputs[:1]})
+    other = engine.model_copy(update={"key": "0" * 64, "signature": signature})
+    changed = draft.model_copy(update={"engines": (*draft.engines, other)})
+    store_copy.write_record("drafts", "toy-sdxl.another.fp32", changed.to_json())
+    with pytest.raises(
+        ManifestError, match="text_encoder engines that take or return different tensors.*preheat build"
+    ):
+        publish(store_copy, "toy-sdxl")
+    assert store_copy.releases() == ["toy-sdxl/1"]
+
+
 def test_same_content_is_the_same_release(store_copy: WritableStore) -> None:
     before = store_copy.releases()
     manifest, new = publish(store_copy, "toy-sdxl")
