@@ -114,7 +114,7 @@ class Settings(StrictModel):
     store: str = ""
     release: str = ""
     runtime: RuntimeChoice = "aot_inductor"
-    precision: Literal["fp16", "bf16", "fp32", "fp8"] | None = None
+    precision: Literal["fp16", "bf16", "fp32", "fp8", "int8"] | None = None
     """Of the UNet's engines; None: the first of these that the release has."""
     fp16_steps: Fp16Steps | None = None
     """Of 8-bit UNets: the first and last steps that run in fp16; None: the release's default."""

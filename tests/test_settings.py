@@ -98,7 +98,7 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
             {"runtime": "TensorRT"},
             'runtime: got "TensorRT", expected one of "aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"',
         ),
-        ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8"'),
+        ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8", "int8"'),
         ({"compare_every": 0}, "compare_every: got 0"),
         ({"compare_every": "ten"}, 'compare_every: got "ten"'),
         ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),

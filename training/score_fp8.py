@@ -1,4 +1,4 @@
-"""Score the trained model's images in FP8 and without it, on the captions of the evaluation set.
+"""Score the trained model's images in FP8 or INT8 and without it, on the captions of the evaluation set.
 
 `python -m training.score_fp8 MODEL_DIR --store STORE` needs a calibration (`preheat calibrate`). It prints the report
 of `preheat check-fp8` with the share of prompt-true pictures, and one JSON line. Like that command it stores the
@@ -20,8 +20,8 @@ from rich.console import Console
 from engine_builder.backends.aot_inductor.compile import build_target
 from engine_builder.checkpoints.find import find_checkpoints
 from engine_builder.checkpoints.release_settings import read_model_facts
-from engine_builder.quantization.check import check_fp8_target, check_quantization
-from engine_builder.quantization.policy import DEFAULT, Policy
+from engine_builder.quantization.check import check_quantization, check_target
+from engine_builder.quantization.policy import DEFAULTS, Policy
 from engine_builder.quantization.validation.compare import validation_requests
 from engine_builder.quantization.validation.contact_sheet import contact_sheet
 from engine_builder.quantization.validation.report import describe
@@ -30,7 +30,7 @@ from engine_builder.quantization.validation.thresholds import Thresholds, violat
 from engine_builder.stores.store import open_writable_store
 from model.images.encode import Pixels
 from model.pipeline.params import GenerationParams
-from model.store.precision import FP16, FP32
+from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from training.evaluation_set import EvaluationCaption, evaluation_set
 from training.score import score_image
 
@@ -42,6 +42,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, help="a folder in diffusers' layout")
     parser.add_argument("--store", required=True, help="the store that has the calibration")
     parser.add_argument("--policy", type=Path, help="a policy file; default: the default policy")
+    parser.add_argument("--quantized", choices=(FP8.name, INT8.name), default=FP8.name, help="the quantized numbers")
     parser.add_argument("--refiner", action="store_true", help="finish each image with the model's refiner")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, help="guidance scale; default: guidance_scale of defaults.json")
@@ -53,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command, and return its exit status. arguments: those of the command line by default."""
     options = _parse_arguments(arguments)
     target = build_target()
-    check_fp8_target(target)
+    quantized = Precision.named(options.quantized)
+    check_target(target, quantized)
     base, refiner = find_checkpoints(str(options.model), None)
     if not options.refiner:
         refiner = None
@@ -83,10 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     store = open_writable_store(options.store)
     precision = FP16 if target.device == "cuda" else FP32
-    policy = Policy.read(options.policy) if options.policy else DEFAULT
+    policy = Policy.read(options.policy) if options.policy else DEFAULTS[quantized]
     check = check_quantization(
-        base, refiner, precision, target.device, policy, requests, store, report=print_progress, score=score
-    )
+        base, refiner, precision, target.device, policy, requests, store, report=print_progress, score=score,
+        quantized_precision=quantized,
+    )  # fmt: skip
     report = check.comparison.report
     write_validation(store, report, contact_sheet(report, check.comparison.pairs))
     Console(highlight=False).print(describe(report))
@@ -100,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "device": report.device,
                 "torch": report.torch,
                 "reference": report.reference,
+                "quantized": report.quantized,
                 "steps": options.steps,
                 "guidance": guidance,
                 "refiner": refiner is not None,

@@ -33,6 +33,7 @@ from engine_builder.checkpoints.release_settings import (
 )
 from engine_builder.networks.check import check_model
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
+from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import (
     NETWORK_VERSION,
     SIGNATURES_VERSION,
@@ -47,6 +48,7 @@ from model.errors import CorruptBlob
 from model.loading.target import Target
 from model.pipeline.spec import UNET
 from model.store.manifest import Manifest
+from model.store.precision import INT8
 
 _DRAFT_VERSION = "draft"
 _SOURCE_SUFFIXES = (".json", ".txt", ".safetensors")
@@ -244,7 +246,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.sizes and plan.text_chunks != 1:
         options["text_chunks"] = str(plan.text_chunks)
     if plan.quantization:
-        options |= {"quantization": plan.quantization.digest, "fp8": str(LINEAR_VERSION)}
+        version = INT8_LINEAR_VERSION if plan.quantization.precision == INT8 else LINEAR_VERSION
+        options |= {"quantization": plan.quantization.digest, plan.quantization.precision.name: str(version)}
     if preset := plan.base.preset:
         options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)
     if plan.base.ip_adapters:

@@ -17,7 +17,7 @@ from model.store.manifest import Accuracy, Bucket
 
 # Largest relative error (norm of the difference over norm of the reference), by the dtype of matrix products.
 # In FP8 an input that differs in its last bit may be rounded to another number, an eighth away.
-_MAX_RELATIVE_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2, "float8_e4m3fn": 5e-2}
+_MAX_RELATIVE_ERROR = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 3e-2, "float8_e4m3fn": 5e-2, "int8": 5e-2}
 
 
 class InaccurateEngine(PreheatError):

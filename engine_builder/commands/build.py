@@ -31,7 +31,7 @@ from model.engines.tensorrt.libraries import LIBRARIES
 from model.loading.target import Target
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
-from model.store.precision import BF16, FP8, FP16, FP32, Precision
+from model.store.precision import BF16, FP8, FP16, FP32, INT8, Precision
 from model.validation import MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 TUNING = ROOT / ".preheat" / "tuning"  # a folder for each target, see engine_builder.backends.aot_inductor.tuning
 _RUNTIMES = ("aot_inductor", *LIBRARIES)
-_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16, FP8), "onnx": (FP32, FP16, FP8)} | dict.fromkeys(
+_PRECISIONS = {"aot_inductor": (FP32, FP16, BF16, FP8, INT8), "onnx": (FP32, FP16, FP8)} | dict.fromkeys(
     LIBRARIES, (FP32, FP16)
 )
 
@@ -88,14 +88,17 @@ def build(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp32, fp16, bf16, or fp8: the UNet's linears in FP8, all else in fp16, after `preheat calibrate`; "
-            "default: fp32 on a CPU, else fp16."
+            help="fp32, fp16, bf16, fp8 or int8; in the last two only the UNet's linears, all else in fp16, after "
+            "`preheat calibrate`; default: fp32 on a CPU, else fp16."
         ),
     ] = None,
     policy: Annotated[
-        Path | None, typer.Option(help="fp8: TOML file of the layers that stay in fp16; default: proj_in and proj_out.")
+        Path | None,
+        typer.Option(help="fp8, int8: TOML file of the layers that stay in fp16; default: proj_in and proj_out."),
     ] = None,
-    report: Annotated[bool, typer.Option("--report", help="fp8: print the error and the gain of each layer.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="fp8, int8: print the error and the gain of each layer.")
+    ] = False,
     vae_precision: Annotated[
         str | None,
         typer.Option(
@@ -180,7 +183,7 @@ def build(
         text_chunks=text_chunks, safety_checker=safety_checker,
     )  # fmt: skip
     if report and plan.quantization is None:
-        raise typer.BadParameter("is an option of --precision fp8", param_hint="--report")
+        raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
     draft = run_build(destination, plan, jobs)
     if report:
         _print_gains(plan)
@@ -243,9 +246,9 @@ def parse_plan(
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
     `controlnets`, `ip_adapters`: NAME=PATH of each. `image_encoders`: folders, see `parse_ip_adapters`.
-    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for fp8. Downloads
-    the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for fp8
-    Fp8Unsupported, CalibrationError and BadPolicy.
+    `with_refiner` False leaves out the model's own refiner. `calibrations`: the store that has them, for 8 bits.
+    Downloads the model if it is a Hub id. Raises typer.BadParameter for an invalid argument, CheckpointError, and for 8
+    bits Fp8Unsupported, Int8Unsupported, CalibrationError and BadPolicy.
     """
     if runtime not in _RUNTIMES:
         raise typer.BadParameter(f"{runtime!r} is not one of {', '.join(_RUNTIMES)}", param_hint="--runtime")
@@ -275,9 +278,9 @@ def parse_plan(
         raise typer.BadParameter("is an option of --runtime tensorrt-rtx", param_hint="--gpu")
     if loras and name is None:
         raise typer.BadParameter("needs --name, because the merged model is another one", param_hint="--lora")
-    if loras and precision == FP8.name:
+    if loras and precision in (FP8.name, INT8.name):
         raise typer.BadParameter(
-            "is not supported with --precision fp8: calibrations are of other weights", param_hint="--lora"
+            f"is not supported with --precision {precision}: calibrations are of other weights", param_hint="--lora"
         )
     try:
         adapters = parse_adapters(loras)
@@ -296,11 +299,13 @@ def parse_plan(
     unet_precision = _parse_precision(precision, runtime, "--precision") if precision is not None else default_precision
     decoder = _parse_precision(vae_precision, runtime, "--vae-precision") if vae_precision is not None else None
     if decoder is not None and decoder.is_quantized:
-        raise typer.BadParameter("fp8 is not supported for the VAE", param_hint="--vae-precision")
-    if unet_precision == FP8 and target.device == "cpu":
-        raise typer.BadParameter("fp8 needs an NVIDIA GPU, and this machine has none", param_hint="--precision")
-    if policy is not None and unet_precision != FP8:
-        raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
+        raise typer.BadParameter(f"{decoder} is not supported for the VAE", param_hint="--vae-precision")
+    if unet_precision.is_quantized and target.device == "cpu":
+        raise typer.BadParameter(
+            f"{unet_precision} needs an NVIDIA GPU, and this machine has none", param_hint="--precision"
+        )
+    if policy is not None and not unet_precision.is_quantized:
+        raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--policy")
     explicit_sizes = tuple(dict.fromkeys(Size(*parse_bucket(text)) for text in sizes))
     if text_chunks != 1 and not explicit_sizes and target.device != "cuda":
         raise typer.BadParameter(
@@ -318,12 +323,12 @@ def parse_plan(
     refiner_checkpoint = replace(found_refiner, embedding_rows=embedding_rows) if found_refiner else None
     refiner_checkpoint = refiner_checkpoint if with_refiner else None
     quantization = None
-    if unet_precision == FP8:
-        from engine_builder.quantization.check import check_fp8_target
+    if unet_precision.is_quantized:
+        from engine_builder.quantization.check import check_target
 
         assert calibrations is not None
-        check_fp8_target(target)
-        quantization = _plan_fp8(base, refiner_checkpoint, policy, calibrations)
+        check_target(target, unet_precision)
+        quantization = _plan_quantization(base, refiner_checkpoint, policy, calibrations, unet_precision)
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
@@ -341,15 +346,15 @@ def parse_plan(
     )
 
 
-def _plan_fp8(
-    base: "Checkpoint", refiner: "Checkpoint | None", policy: Path | None, store: WritableStore
+def _plan_quantization(
+    base: "Checkpoint", refiner: "Checkpoint | None", policy: Path | None, store: WritableStore, precision: Precision
 ) -> "Quantization":
     """Return how the UNets are quantized. Raises CalibrationError and BadPolicy."""
     from engine_builder.quantization.plan import plan_quantization
-    from engine_builder.quantization.policy import DEFAULT, Policy
+    from engine_builder.quantization.policy import DEFAULTS, Policy
 
-    chosen = Policy.read(policy) if policy else DEFAULT
-    return plan_quantization(base, refiner, chosen, store)
+    chosen = Policy.read(policy) if policy else DEFAULTS[precision]
+    return plan_quantization(base, refiner, chosen, store, precision=precision)
 
 
 def _print_gains(plan: "BuildPlan") -> None:
@@ -470,7 +475,7 @@ def export_onnx(
         raise typer.BadParameter("is an option of --precision fp8", param_hint="--policy")
     opened_store = open_cli_store(store, cache_dir)
     checkpoints = find_checkpoints(model, refiner)
-    quantization = _plan_fp8(*checkpoints, policy, opened_store) if chosen == FP8 else None
+    quantization = _plan_quantization(*checkpoints, policy, opened_store, chosen) if chosen == FP8 else None
     with _progress() as report:
         exported = export_model(*checkpoints, chosen, opened_store, report, opset, quantization)
     table = Table("component", "graph", "KiB", "exported in", "weights MiB", "error against eager PyTorch")

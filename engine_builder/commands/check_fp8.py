@@ -1,4 +1,4 @@
-"""The command `preheat check-fp8`: compare pictures in FP8 with the model's own, before anything is built."""
+"""The command `preheat check-fp8`: compare pictures in FP8 or INT8 with the model's own, before anything is built."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ from engine_builder.commands.console import (
     plain,
 )
 from engine_builder.files import check_writable, write_file
-from model.store.precision import FP32
+from model.store.precision import FP8, FP32, INT8, Precision
 from model.validation import MAX_GUIDANCE, MAX_STEPS
 
 
@@ -41,16 +41,17 @@ def check_fp8(
     out: Annotated[
         Path | None, typer.Option(help="Folder for report.json and pairs.png, the pictures side by side.")
     ] = None,
+    quantized: Annotated[str, typer.Option(help="fp8 or int8: the numbers of the UNet's linears.")] = "fp8",
     precision: Annotated[
         str | None,
-        typer.Option(help="What FP8 is compared with: fp16 or bf16 on a GPU; default: fp32 on a CPU, else fp16."),
+        typer.Option(help="What 8 bits are compared with: fp16 or bf16 on a GPU; default: fp32 on a CPU, else fp16."),
     ] = None,
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Compute the UNet's linears in FP8 in eager PyTorch, and measure how far the pictures are from the model's own.
+    """Compute the UNet's linears in FP8 or INT8 in eager PyTorch, and measure the distance to the model's own pictures.
 
     Needs a calibration (`preheat calibrate`). The report and the pictures are stored for `preheat publish`, in place of
     an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept. Without --thresholds
@@ -58,8 +59,8 @@ def check_fp8(
     """
     with console.status("Loading PyTorch and the model libraries"):
         from engine_builder.backends.aot_inductor.compile import build_target
-        from engine_builder.quantization.check import check_fp8_target, check_quantization
-        from engine_builder.quantization.policy import DEFAULT, Policy
+        from engine_builder.quantization.check import check_quantization, check_target
+        from engine_builder.quantization.policy import DEFAULTS, Policy
         from engine_builder.quantization.validation.compare import validation_requests
         from engine_builder.quantization.validation.contact_sheet import contact_sheet
         from engine_builder.quantization.validation.report import describe
@@ -67,11 +68,17 @@ def check_fp8(
         from engine_builder.quantization.validation.thresholds import Thresholds, violations
 
     target = build_target()
-    check_fp8_target(target)
+    if quantized not in (FP8.name, INT8.name):
+        raise typer.BadParameter(f"{quantized!r} is not fp8 or int8", param_hint="--quantized")
+    number_type = Precision.named(quantized)
+    check_target(target, number_type)
     compared = choose_precision(precision, target.device)
     if target.device == "cuda" and compared == FP32:
-        raise typer.BadParameter("a GPU's FP8 products are fp16 or bf16; choose one of them", param_hint="--precision")
-    chosen_policy = Policy.read(policy) if policy else DEFAULT
+        raise typer.BadParameter(
+            "a GPU's 8-bit products are fp16 or bf16; choose one of them", param_hint="--precision"
+        )
+    chosen_policy = Policy.read(policy) if policy else DEFAULTS[number_type]
+    chosen_policy.check_precision(number_type)
     listed = read_prompt_file(prompts)[:count]
     limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
     if out is not None:
@@ -94,14 +101,15 @@ def check_fp8(
     started = time.perf_counter()
     with prompt_progress("Comparing") as progress:
         check = check_quantization(
-            base, refiner_checkpoint, compared, target.device, chosen_policy, requests, opened, report=progress
-        )
+            base, refiner_checkpoint, compared, target.device, chosen_policy, requests, opened, report=progress,
+            quantized_precision=number_type,
+        )  # fmt: skip
     report = check.comparison.report
     pictures = contact_sheet(report, check.comparison.pairs)
     write_validation(opened, report, pictures)
     console.print(describe(report))
     for component, layers in check.layers.items():
-        console.print(f"{component}: {len(layers)} layers in FP8")
+        console.print(f"{component}: {len(layers)} layers in {quantized.upper()}")
     if out is not None:
         write_file(out / "report.json", report.model_dump_json(indent=1).encode())
         write_file(out / "pairs.png", pictures)

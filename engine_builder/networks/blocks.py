@@ -36,19 +36,19 @@ def plain_operations() -> Iterator[None]:
         _PLAIN.reset(before)
 
 
-def _has_kernels(tensor: Tensor) -> bool:
+def has_kernels(tensor: Tensor) -> bool:
     """True if the forms for GPUs are used for `tensor`."""
     return tensor.is_cuda and not _PLAIN.get()
 
 
 def _has_half_kernels(tensor: Tensor) -> bool:
     """True if the Triton kernels, which compute in half precision only, may be used for `tensor`."""
-    return _has_kernels(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
+    return has_kernels(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
     """Return `norm(hidden)` of [batch, channels, height, width], in the form that is fast on `hidden`'s device."""
-    out: Tensor = channels_last_group_norm(norm, hidden) if _has_kernels(hidden) else norm(hidden)
+    out: Tensor = channels_last_group_norm(norm, hidden) if has_kernels(hidden) else norm(hidden)
     return out
 
 

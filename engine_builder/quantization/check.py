@@ -1,8 +1,9 @@
-"""Compute a model's UNets in FP8 in eager PyTorch, and compare its pictures with those of the model itself.
+"""Compute a model's UNets in FP8 or INT8 in eager PyTorch, and compare its pictures with those of the model itself.
 
 No engine is built. So a policy can be tried in minutes, on a GPU or, for small models, on a CPU.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,15 +19,22 @@ from model.engines.engine import EngineSet
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.params import GenerationParams
-from model.store.precision import Precision
+from model.store.precision import FP8, INT8, Precision
 
-_MIN_CAPABILITY = 89  # of a GPU: torch._scaled_mm multiplies E4M3 from compute capability 8.9 on
+# Of a GPU: torch._scaled_mm multiplies E4M3 from compute capability 8.9 on, and torch._int_mm int8 from 8.0 on.
+_MIN_CAPABILITIES = {FP8: 89, INT8: 80}
 
 
 class Fp8Unsupported(PreheatError):
     """This machine's GPU does not multiply FP8 numbers."""
 
     remedy = "Use a GPU of compute capability 8.9 or newer, such as an L4, an H100 or an H200."
+
+
+class Int8Unsupported(PreheatError):
+    """This machine's GPU does not multiply INT8 numbers with torch._int_mm."""
+
+    remedy = "Use a GPU of compute capability 8.0 or newer, such as an A100, an A10G or an L4."
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,13 @@ class QuantizationCheck:
     comparison: Comparison
 
 
-def check_fp8_target(target: Target) -> None:
-    """Raise Fp8Unsupported for a GPU that does not multiply FP8 numbers. A CPU emulates the product."""
-    if target.device == "cuda" and int(target.capability.removeprefix("sm")) < _MIN_CAPABILITY:
+def check_target(target: Target, precision: Precision) -> None:
+    """Raise Fp8Unsupported or Int8Unsupported for a GPU that does not multiply these numbers. A CPU emulates it."""
+    if target.device != "cuda" or int(target.capability.removeprefix("sm")) >= _MIN_CAPABILITIES[precision]:
+        return
+    if precision == FP8:
         raise Fp8Unsupported(f"The GPU {target.product} ({target.capability}) does not multiply FP8 numbers.")
+    raise Int8Unsupported(f"The GPU {target.product} ({target.capability}) does not multiply INT8 numbers.")
 
 
 def check_quantization(
@@ -54,14 +65,15 @@ def check_quantization(
     calibrated: Callable[[str, str], None] = lambda *_: None,
     report: Callable[[int, int], None] = lambda *_: None,
     score: Score | None = None,
+    quantized_precision: Precision = FP8,
 ) -> QuantizationCheck:
-    """Generate the images of `requests` in `precision` and in FP8, and compare them.
+    """Generate the images of `requests` in `precision` and in `quantized_precision`, and compare them.
 
     The ranges are those of the store's calibration of these weights with the most prompts. `calibrated` is called with
     each UNet and the key. `report`, `score`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
     NotComparable or BrokenImage.
     """
-    quantization = plan_quantization(base, refiner, policy, store, calibrated)
+    quantization = plan_quantization(base, refiner, policy, store, calibrated, quantized_precision)
     networks, reference = load_eager_model(base, refiner, precision, device, store)
     quantized = dict(networks)
     layers = {}
@@ -77,12 +89,12 @@ def check_quantization(
         reference,
         other,
         requests,
-        names=(precision.name, "fp8"),
+        names=(precision.name, quantized_precision.name),
         layers=pairs,
         identity={
             **quantization.calibrations,
             QUANTIZATION: quantization.digest,
-            "policy": policy.model_dump_json(),
+            "policy": json.dumps(policy.entries),
         },
         report=report,
         score=score,

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from engine_builder.networks.blocks import plain_operations
 from engine_builder.networks.fp8_linear import QuantizedLinear
+from engine_builder.networks.int8_linear import Int8Linear
 from engine_builder.networks.network import Network, public_name
 from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.quantize import QuantizedLayer
 
 _WARM_UPS, _RUNS = 3, 20
+_QUANTIZED = (QuantizedLinear, Int8Linear)
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class LayerGain:
     quantized_milliseconds: float
 
 
-def time_products(linear: QuantizedLinear, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the milliseconds of the product in half precision and in FP8, on random inputs that are E4M3 already.
+def time_products(linear: QuantizedLinear | Int8Linear, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return the milliseconds of the product in half precision and in 8 bits, on random inputs that are 8-bit already.
 
     shape: of the inputs.
     """
@@ -51,7 +53,7 @@ def measure_gains(
     network: Network,
     quantization: Quantization,
     inputs: Mapping[str, Tensor],
-    time_layer: Callable[[QuantizedLinear, tuple[int, ...]], tuple[float, float]] = time_products,
+    time_layer: Callable[[QuantizedLinear | Int8Linear, tuple[int, ...]], tuple[float, float]] = time_products,
 ) -> list[LayerGain]:
     """Quantize a UNet in half precision, and time each quantized layer at the shape that it gets from `inputs`.
 
@@ -77,16 +79,20 @@ def gains_table(component: str, gains: list[LayerGain]) -> Table:
     """Return the gains as a table for a console."""
     table = Table(box=SIMPLE_HEAD, title=f"{component}: quantized layers, those that save the least time first")
     table.add_column("layer", overflow="fold")
-    for heading in ("input", "inputs,\nSQNR", "weights,\nSQNR", "fp16", "fp8", "gain"):
+    for heading in ("input", "inputs,\nSQNR", "weights,\nSQNR", "fp16", "8 bits", "gain"):
         table.add_column(heading, justify="right", no_wrap=True)
     for gain in gains:
         before, after = gain.exact_milliseconds, gain.quantized_milliseconds
         table.add_row(
-            gain.layer.name, "x".join(map(str, gain.shape)), f"{gain.layer.input_decibels:.1f} dB",
-            f"{gain.layer.weight_decibels:.1f} dB", f"{1000 * before:.0f} us", f"{1000 * after:.0f} us",
+            gain.layer.name, "x".join(map(str, gain.shape)), _decibels(gain.layer.input_decibels),
+            _decibels(gain.layer.weight_decibels), f"{1000 * before:.0f} us", f"{1000 * after:.0f} us",
             f"{before / after:.2f}x",
         )  # fmt: skip
     return table
+
+
+def _decibels(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.1f} dB"
 
 
 def _input_shapes(network: Network, inputs: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -99,7 +105,7 @@ def _input_shapes(network: Network, inputs: Mapping[str, Tensor]) -> dict[str, t
     handles = [
         module.register_forward_pre_hook(observer(public_name(name)))
         for name, module in network.module.named_modules()
-        if isinstance(module, QuantizedLinear)
+        if isinstance(module, _QUANTIZED)
     ]
     try:
         with torch.inference_mode(), plain_operations():
@@ -110,9 +116,9 @@ def _input_shapes(network: Network, inputs: Mapping[str, Tensor]) -> dict[str, t
     return shapes
 
 
-def _find(module: nn.Module, layer: str) -> QuantizedLinear:
+def _find(module: nn.Module, layer: str) -> QuantizedLinear | Int8Linear:
     found = next(child for name, child in module.named_modules() if public_name(name) == layer)
-    assert isinstance(found, QuantizedLinear)
+    assert isinstance(found, _QUANTIZED)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What decides the weights and layers of a model in FP8: a policy, and the calibration of each of its UNets."""
+"""What decides the weights and layers of a model in FP8 or INT8: a policy, and the calibration of each of its UNets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
 from model.pipeline.spec import COMPONENTS, find_component, unets
 from model.store.manifest import Fp16Steps
+from model.store.precision import FP8, Precision
 
 QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy and calibration give other weights
 
@@ -24,17 +25,18 @@ class Quantization:
     policy: Policy
     calibrations: dict[str, str]
     ranges: dict[str, dict[str, InputRange]]
+    precision: Precision = FP8
 
     @property
     def digest(self) -> str:
         """The SHA-256 of everything that decides the quantized weights. The keys stand for weights and prompts."""
-        return digest_json(
-            {
-                "version": QUANTIZATION_VERSION,
-                "policy": self.policy.model_dump(mode="json"),
-                "calibrations": self.calibrations,
-            }
-        )
+        entries = {
+            "version": QUANTIZATION_VERSION,
+            "policy": self.policy.entries,
+            "calibrations": self.calibrations,
+        }
+        # Only of others than FP8, so that the digests of FP8 stay what they were.
+        return digest_json(entries if self.precision == FP8 else entries | {"precision": self.precision.name})
 
     @property
     def fp16_steps(self) -> Fp16Steps | None:
@@ -43,13 +45,13 @@ class Quantization:
         return steps if steps.exist else None
 
     def apply(self, network: Network) -> tuple[Network, list[QuantizedLayer]]:
-        """Return a UNet, or a variant of one, in FP8, and its quantized layers. The given network is not changed.
+        """Return a UNet, or a variant of one, in 8 bits, and its quantized layers. The given network is not changed.
 
         Raises CalibrationError if a layer has no range.
         """
         spec, _ = find_component(network.component)
         unet = spec.replaces or spec.name
-        return quantize_network(network, self.ranges[unet], self.policy)
+        return quantize_network(network, self.ranges[unet], self.policy, self.precision)
 
 
 def plan_quantization(
@@ -58,12 +60,14 @@ def plan_quantization(
     policy: Policy,
     store: WritableStore,
     found: Callable[[str, str], None] = lambda *_: None,
+    precision: Precision = FP8,
 ) -> Quantization:
     """Return the quantization of a model by the store's calibrations of its weights with the most prompts.
 
     `found` is called with each UNet and the key of its calibration. Raises CalibrationError if a UNet has none, and
-    BadPolicy if a pattern matches no calibrated layer.
+    BadPolicy if a pattern matches no calibrated layer, or if the policy is not of this 8-bit precision.
     """
+    policy.check_precision(precision)
     calibrations, ranges = {}, {}
     for spec in unets():
         checkpoint = base if spec.part == "base" else refiner
@@ -73,4 +77,4 @@ def plan_quantization(
         calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
         found(spec.name, calibrations[spec.name])
     policy.check_patterns([layer for of_unet in ranges.values() for layer in of_unet])
-    return Quantization(policy, calibrations, ranges)
+    return Quantization(policy, calibrations, ranges, precision)

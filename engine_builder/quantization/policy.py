@@ -3,6 +3,7 @@
 keep_fp16 = ["*.proj_out", "mid_block.*"]    # of layers that stay in fp16, as the shell matches names
 clip = "squared_error"                       # absolute_maximum, percentile or squared_error
 percentile = 0.9999                          # of clip = "percentile"
+smoothing = 0.8                              # of INT8
 fp16_steps = { first = 2, last = 1 }         # of each image, on each UNet
 """
 
@@ -18,6 +19,7 @@ from engine_builder.files import read_file
 from engine_builder.quantization.ranges import ScaleRule
 from model.errors import PreheatError
 from model.store.manifest import Fp16Steps
+from model.store.precision import FP8, INT8, Precision
 from model.validation import StrictModel, explain
 
 
@@ -36,6 +38,8 @@ class Policy(StrictModel):
     """How the clip of an input follows from its range."""
     percentile: Annotated[float, Field(gt=0.5, le=1.0)] = 0.9999
     """The share of values that are not clipped."""
+    smoothing: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Of INT8: how much of the inputs' outliers moves to the weights (`networks.int8_linear`). None: not INT8."""
     fp16_steps: Fp16Steps = Fp16Steps()
     """The first and last steps of an image that run on the UNet in fp16. A deployment may set others."""
 
@@ -54,6 +58,21 @@ class Policy(StrictModel):
         """Return the layers that are quantized."""
         return [name for name in layers if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
 
+    def check_precision(self, precision: Precision) -> None:
+        """Raise BadPolicy for entries that are of another precision than FP8 or INT8."""
+        if precision == INT8 and (self.smoothing is None or self.clip != "absolute_maximum"):
+            raise BadPolicy(
+                f'A policy of int8 needs smoothing, and clip = "absolute_maximum"; this one has smoothing = '
+                f'{self.smoothing} and clip = "{self.clip}".'
+            )
+        if precision == FP8 and self.smoothing is not None:
+            raise BadPolicy(f"A policy of fp8 has no smoothing; this one has smoothing = {self.smoothing}.")
+
+    @property
+    def entries(self) -> dict[str, object]:
+        """The entries as JSON. `smoothing` only if it is set: digests of FP8 stay what they were."""
+        return self.model_dump(mode="json", exclude={"smoothing"} if self.smoothing is None else None)
+
     def check_patterns(self, layers: Collection[str]) -> None:
         """Raise BadPolicy for a pattern that matches none of `layers`, those of all UNets."""
         for pattern in self.keep_fp16:
@@ -62,4 +81,8 @@ class Policy(StrictModel):
 
 
 # The two small linears around each transformer cost most of the error (docs/log/builds.md). NVIDIA keeps them, too.
-DEFAULT = Policy(keep_fp16=["*.proj_in", "*.proj_out"], clip="squared_error")
+_DEFAULT_KEPT = ["*.proj_in", "*.proj_out"]
+DEFAULTS = {
+    FP8: Policy(keep_fp16=_DEFAULT_KEPT, clip="squared_error"),
+    INT8: Policy(keep_fp16=_DEFAULT_KEPT, smoothing=0.8),
+}

@@ -1,4 +1,4 @@
-"""Turn a network in fp16 into one whose linears compute in FP8, by a policy and a calibration."""
+"""Turn a network in fp16 into one whose linears compute in FP8 or INT8, by a policy and a calibration."""
 
 import copy
 from collections.abc import Mapping
@@ -8,35 +8,39 @@ import torch
 from torch import nn
 
 from engine_builder.networks.fp8_linear import can_quantize, quantize_linear
+from engine_builder.networks.int8_linear import quantize_linear as quantize_linear_to_int8
+from engine_builder.networks.int8_linear import smoothing_scales
 from engine_builder.networks.network import Network, public_name
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.ranges import InputRange, bin_centers, to_e4m3
 from engine_builder.quantization.record import CalibrationError
-from model.store.precision import FP8
+from model.store.precision import FP8, INT8, Precision
+from model.weights.int8 import INT8_MAX
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
     """One layer of a quantized network.
 
-    clip: the absolute input that is mapped to E4M3's largest number. input_decibels, weight_decibels: the ratio of the
-    signal to the error of the quantization, of the counted inputs and of the weights.
+    clip: the absolute input that is mapped to the largest number of 8 bits, in INT8 the input after smoothing.
+    input_decibels, weight_decibels: the ratio of the signal to the error of the quantization, of the counted inputs and
+    of the weights. Inputs in INT8 have none: a calibration counts them before smoothing.
     """
 
     name: str
     clip: float
-    input_decibels: float
+    input_decibels: float | None
     weight_decibels: float
 
 
 def quantize_network(
-    network: Network, ranges: Mapping[str, InputRange], policy: Policy
+    network: Network, ranges: Mapping[str, InputRange], policy: Policy, precision: Precision = FP8
 ) -> tuple[Network, list[QuantizedLayer]]:
-    """Return the network in FP8, and its quantized layers in order. The given network is not changed.
+    """Return the network in FP8 or INT8, and its quantized layers in order. The given network is not changed.
 
     ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range.
     """
-    clips = {}
+    clips, smoothing = {}, {}
     linears = _linears(network)
     for layer in policy.select(linears):
         if not can_quantize(linears[layer]):
@@ -44,29 +48,49 @@ def quantize_network(
         observed = ranges.get(layer)
         if observed is None or len(observed.channel_maxima) != linears[layer].in_features:
             raise CalibrationError(f"The calibration of {network.component} does not fit its layer {layer}.")
-        clips[layer] = observed.clip(policy.clip, policy.percentile)
-    quantized = quantize_layers(network, clips)
+        if policy.smoothing is None:
+            clips[layer] = observed.clip(policy.clip, policy.percentile)
+        else:
+            maxima = observed.channel_maxima.to(linears[layer].weight.device)
+            smoothing[layer] = smoothing_scales(linears[layer].weight.detach(), maxima, policy.smoothing)
+            clips[layer] = float((maxima / smoothing[layer]).max())
+    quantized = quantize_layers(network, clips, precision, smoothing)
     tensors = quantized.tensors()
     layers = []
     for layer, clip in clips.items():
-        rounded = tensors[f"{layer}.weight"].double() * tensors[f"{layer}.weight_scale"].double()
-        weight_decibels = _decibels(linears[layer].weight.detach().double(), rounded)
-        layers.append(QuantizedLayer(layer, clip, _input_decibels(ranges[layer], clip), weight_decibels))
+        weight, scale = (tensors[f"{layer}.{name}"].double() for name in ("weight", "weight_scale"))
+        exact = linears[layer].weight.detach().double()
+        if precision == INT8:
+            exact, scale = exact * tensors[f"{layer}.input_scale"].double(), scale[:, None]
+        input_decibels = None if precision == INT8 else _input_decibels(ranges[layer], clip)
+        layers.append(QuantizedLayer(layer, clip, input_decibels, _decibels(exact, weight * scale)))
     return quantized, layers
 
 
-def quantize_layers(network: Network, clips: Mapping[str, float]) -> Network:
-    """Return the network with the linears of `clips` in FP8. The given network is not changed.
+def quantize_layers(
+    network: Network,
+    clips: Mapping[str, float],
+    precision: Precision = FP8,
+    smoothing: Mapping[str, torch.Tensor] | None = None,
+) -> Network:
+    """Return the network with the linears of `clips` in FP8 or INT8. The given network is not changed.
 
-    clips: by layer, the absolute input that is mapped to E4M3's largest number.
+    clips: by layer, the absolute input that is mapped to the largest number of 8 bits. smoothing: of INT8, by layer,
+    what each input channel is divided by before that, float32 [in]; default: 1.
     """
     module = copy.deepcopy(network.module, {id(tensor): tensor for tensor in network.module.parameters()})
     for name, linear in list(module.named_modules()):
         if (clip := clips.get(public_name(name))) is not None:
             assert isinstance(linear, nn.Linear)
             parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, quantize_linear(linear, clip))
-    return replace(network, module=module, precision=FP8, clips=dict(clips))
+            replacement: nn.Module
+            if precision == INT8:
+                channels = (smoothing or {}).get(public_name(name), torch.ones(linear.in_features))
+                replacement = quantize_linear_to_int8(linear, channels * (clip / INT8_MAX))
+            else:
+                replacement = quantize_linear(linear, clip)
+            setattr(module.get_submodule(parent), leaf, replacement)
+    return replace(network, module=module, precision=precision, clips=dict(clips))
 
 
 def _linears(network: Network) -> dict[str, nn.Linear]:

@@ -150,7 +150,9 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
-    builder = {name: value for name, value in newest.builder.items() if name not in ("tensorrt", "fp8", "lora_rank")}
+    builder = {
+        name: value for name, value in newest.builder.items() if name not in ("tensorrt", "fp8", "int8", "lora_rank")
+    }
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={

@@ -15,6 +15,7 @@ from model.loading.select import Selection
 from model.pipeline.spec import UNET
 from model.store.adapter_record import AdapterRecord
 from model.store.manifest import WeightsRecord
+from model.store.precision import INT8
 from model.store.signature import PublicKey, check_signature
 from model.store.store import Store
 
@@ -43,6 +44,11 @@ def read_adapters(
         raise AdapterError(
             "Plans of TensorRT have their own copies of the weights, so adapters cannot be merged.",
             "Set `runtime: aot_inductor`, or remove `loras` from the config.",
+        )
+    if names and selection.engines[UNET][0].precision == INT8:
+        raise AdapterError(
+            "Adapters are not merged into weights in int8.",
+            "Set another `precision`, or remove `loras` from the config.",
         )
     records = [store.read_adapter(name) for name in dict.fromkeys(names)]
     for record in records:

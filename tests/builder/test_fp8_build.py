@@ -36,7 +36,7 @@ from model.scheduling.comparison import ImageComparison
 from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
-from model.store.precision import FP8, FP16, FP32, Precision
+from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from tests.builder.helpers import folder_of
 
 
@@ -276,6 +276,31 @@ def test_building_again_does_nothing_unless_the_policy_changed(
     every = plan_quantization(fp8_plan.base, None, Policy(), store)
     with pytest.raises(BuildStarted):
         build(replace(fp8_plan, quantization=every), store, stop_build)
+
+
+def test_unet_is_built_and_served_in_int8(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """With the same calibration. Weights and scales are not in the engine."""
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
+    policy = Policy(keep_fp16=["*.proj_in", "*.proj_out"], smoothing=0.8)
+    plan = replace(fp8_plan, precision=INT8)
+    result = build(replace(plan, quantization=plan_quantization(plan.base, None, policy, store, precision=INT8)), store)
+    assert result.compiled == ("unet",)
+    store.write_release(merge_drafts([result.draft]).model_copy(update={"version": "mixed-2"}))
+    served = ServedPrecision(INT8, None)
+    loaded = load_release(store, "toy-sdxl/mixed-2", detect_targets(), [], ColdStart(), precision=served)
+    assert loaded.precision == INT8
+    [unet] = [engine for engine in result.draft.engines if engine.component == "unet"]
+    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
+    quantized = {constant.tensor for constant in constants.values() if constant.dtype == "int8"}
+    scales = {constant.tensor for constant in constants.values() if constant.tensor.endswith("_scale")}
+    assert len(quantized) > 5 and len(scales) == 2 * len(quantized)
+    difference = np.abs(picture(load(store, None)).astype(int) - picture(loaded).astype(int))
+    assert 0 < difference.mean() < 12, "the same picture, or another one"
+    other = policy.model_copy(update={"smoothing": 0.5})
+    again = plan_quantization(plan.base, None, other, store, precision=INT8)
+    assert build(replace(plan, quantization=again), store).compiled == ()
 
 
 def test_another_clip_reuses_the_engine_with_other_weights(

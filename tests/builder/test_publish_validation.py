@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.commands.main import app
-from engine_builder.quantization.check import Fp8Unsupported, check_fp8_target
+from engine_builder.quantization.check import Fp8Unsupported, check_target
 from engine_builder.quantization.validation.report import (
     LayerResult,
     PromptResult,
@@ -567,11 +567,11 @@ def test_later_check_replaces_the_stored_one(calibrated: list[str], tmp_path: Pa
 def test_fp8_needs_compute_capability_8_9(capability: str, suits: bool) -> None:
     target = Target("cuda", "gpu", capability, "torch2.11-cu130")
     if suits:
-        check_fp8_target(target)
+        check_target(target, FP8)
     else:
         with pytest.raises(Fp8Unsupported, match=rf"The GPU gpu \({capability}\) does not multiply FP8 numbers"):
-            check_fp8_target(target)
-    check_fp8_target(releases.cpu_target())
+            check_target(target, FP8)
+    check_target(releases.cpu_target(), FP8)
 
 
 @pytest.fixture

@@ -18,12 +18,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.backends.built import CompileError
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
+from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
 from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
 from model.store.manifest import Bucket, Signature, Span
+from model.store.precision import INT8
 
 # Part of every engine key. Raise it when the export or the compiler settings change the result for a network.
 COMPILER_VERSION = 8
@@ -79,7 +81,8 @@ def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) ->
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
     # Entries of quantized networks only, so that the keys of other engines stay what they were.
-    quantized = {"quantized": [LINEAR_VERSION, *sorted(network.clips)]} if network.clips else {}
+    linear_version = INT8_LINEAR_VERSION if network.precision == INT8 else LINEAR_VERSION
+    quantized = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
     return digest_json(
         {
             "recipe": COMPILER_VERSION,

@@ -30,7 +30,7 @@ from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import find_component
 from model.store.manifest import Bucket
-from model.store.precision import Precision
+from model.store.precision import FP8, Precision
 
 _MAX_DEFAULT_PROCESSES = 4
 
@@ -39,9 +39,8 @@ _MAX_DEFAULT_PROCESSES = 4
 class CompileJob:
     """One engine to compile into the file `package`.
 
-    key: the engine key. precision: of the network as it is loaded. clips: of the layers that are then quantized.
-    lora_rank: see `load_network`.
-    text_chunks: see `load_network`.
+    key: the engine key. precision: of the network as it is loaded. clips: of the layers that are then quantized,
+    to the precision `quantized`. lora_rank, text_chunks: see `load_network`.
     """
 
     key: str
@@ -52,6 +51,7 @@ class CompileJob:
     bucket: Bucket
     package: Path
     clips: Mapping[str, float] = field(default_factory=dict)
+    quantized: Precision = FP8
     lora_rank: int = 0
     text_chunks: int | None = 1
 
@@ -173,7 +173,7 @@ def _run_worker(builder: Connection, threads: int) -> None:
                 text_chunks=job.text_chunks,
             )
             if job.clips:
-                network = quantize_layers(network, job.clips)
+                network = quantize_layers(network, job.clips, job.quantized)
             result = _compile(job, network)
         except PreheatError as error:
             result = error

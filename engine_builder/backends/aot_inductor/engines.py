@@ -120,7 +120,7 @@ def build_engines(
             CompileJob(
                 key, plan.checkpoint_of(engine.component), engine.component, engine.network.precision.unquantized,
                 plan.target, engine.bucket, Path(folder) / f"{top_folder(engine.component, key)}.pt2",
-                engine.network.clips, plan.lora_rank, plan.unet_chunks,
+                engine.network.clips, engine.network.precision, plan.lora_rank, plan.unet_chunks,
             )
             for key, engine in missing.items()
         ]  # fmt: skip

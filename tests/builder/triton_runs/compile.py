@@ -1,6 +1,7 @@
 """Compiles every kernel for a GPU with tensor memory accelerators, in SDXL's shapes. Needs no GPU.
 
-The kernels that run on other GPUs with FP8, too, are also compiled for compute capability 8.9. Prints JSON: the most
+The kernels that run on other GPUs with FP8, too, are also compiled for compute capability 8.9, and the kernel
+of INT8 for 8.0 and 8.6. Prints JSON: the most
 bytes of shared memory that each kernel takes.
 """
 
@@ -12,10 +13,10 @@ import triton
 from torch import Tensor, library
 from triton.backends.compiler import GPUTarget
 
-from engine_builder.networks import kernels, winograd_kernels
+from engine_builder.networks import int8_kernels, kernels, winograd_kernels
 from tests.builder.triton_runs.launches import Launch, intercept
 
-TYPES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
+TYPES = {torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 FP8 = torch.float8_e4m3fn
 scale = torch.ones(())
 shared_bytes: dict[str, int] = {}
@@ -31,6 +32,9 @@ def compile_kernel(launch: Launch) -> None:
     source = triton.compiler.ASTSource(launch.kernel, types, constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
     assert compiled.asm["cubin"]
+    if launch.name == "_int8_linear_kernel":  # for GPUs without FP8
+        for capability in (80, 86):
+            assert triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options).asm["cubin"]
     if launch.name != "_geglu_kernel":  # blocks.geglu uses it where the GPU has tensor memory accelerators
         assert triton.compile(source, target=GPUTarget("cuda", 89, 32), options=launch.options).asm["cubin"]
     shared_bytes[launch.name] = max(compiled.metadata.shared, shared_bytes.get(launch.name, 0))
@@ -56,4 +60,7 @@ if __name__ == "__main__":
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
     for out_scale in (None, scale):
         kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20, out_scale)
+    for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):
+        numbers = torch.zeros(4096, depth, dtype=torch.int8), torch.zeros(width, depth, dtype=torch.int8)
+        int8_kernels.int8_linear(*numbers, torch.ones(width), bias, torch.float16)
     print(json.dumps(shared_bytes))

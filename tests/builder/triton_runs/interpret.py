@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
-from engine_builder.networks import blocks, kernels, winograd
+from engine_builder.networks import blocks, int8_kernels, kernels, winograd
 from model.weights.fp8 import quantize
 from tests.builder.triton_runs.launches import Launch, intercept
 
@@ -88,6 +88,17 @@ def run_geglu() -> None:
         compare(f"scaled, {case}", actual, quantize(expected, OUT_SCALE))
 
 
+def run_int8() -> None:
+    """Complete tiles and partial ones, sums beyond fp16's exact integers, with and without a bias."""
+    for rows, depth, width in ((128, 64, 128), (300, 192, 272), (17, 1280, 48)):
+        numbers = [torch.randint(-127, 128, shape, dtype=torch.int8) for shape in ((rows, depth), (width, depth))]
+        scale, bias = torch.rand(width) / 1000, torch.randn(width)
+        sums = numbers[0].long() @ numbers[1].long().t()
+        for added in (None, bias):
+            actual = int8_kernels.int8_linear(*numbers, scale, added, torch.float32)
+            compare(f"int8, {rows} {added is not None}", actual, sums * scale + (0 if added is None else added))
+
+
 def run_nan() -> None:
     """NaN must reach the result in E4M3: clipping it would hide a broken image."""
     tokens, projection = torch.randn(1, 128, 128), nn.Linear(128, 256)
@@ -135,6 +146,7 @@ if __name__ == "__main__":
         run_cross_attention()
         run_self_attention()
         run_geglu()
+        run_int8()
         run_nan()
         run_winograd()
     print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))
