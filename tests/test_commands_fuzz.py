@@ -86,7 +86,7 @@ def every_command(files: OddFiles) -> list[Command]:
                 {}, (models,), ("--no-refiner",)),
         Command("check-fp8", {"--refiner": models, "--precision": TEXTS, **store, "--prompts": paths, "--size": SIZES,
                               "--steps": NUMBERS, "--guidance": NUMBERS, "--count": NUMBERS, "--policy": paths,
-                              "--thresholds": paths, "--out": paths},
+                              "--thresholds": paths, "--out": paths, "--quantized": [*TEXTS, "int8"]},
                 {}, (models,), ("--no-refiner",)),
         Command("export-onnx", {**build, "--out": paths, "--policy": paths}, {}, (models,)),
         Command("check-config", {"--store": stores}, {}, ([*paths, *files.configs],)),
