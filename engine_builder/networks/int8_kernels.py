@@ -5,10 +5,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, library
 
-from engine_builder.networks.int8_linear import DEPTH_MULTIPLE
-
 # Not tuned on a GPU. The shared memory of these tiles fits compute capability 8.6, which has 99 KiB for a program.
-_TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH, _GROUP, _WARPS, _STAGES = 128, 128, DEPTH_MULTIPLE, 8, 8, 4
+_TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH, _GROUP, _WARPS, _STAGES = 128, 128, 64, 8, 8, 4
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -46,10 +44,11 @@ def _int8_linear_kernel(  # type: ignore[no-untyped-def]
 def int8_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x weight^T * weight_scale + bias, [rows, out] in `dtype`. Products are summed in int32.
 
-    x: int8 [rows, in], contiguous. weight: int8 [out, in], contiguous; `in` is a multiple of DEPTH_MULTIPLE.
+    x: int8 [rows, in], contiguous. weight: int8 [out, in], contiguous; `in` is a multiple of 64.
     weight_scale: float32 [out]. bias: [out], or None.
     """
     rows, (width, depth) = x.shape[0], weight.shape
+    assert depth % _TILE_DEPTH == 0
     out = torch.empty(rows, width, dtype=dtype, device=x.device)
     tiles = -(-rows // _TILE_ROWS) * -(-width // _TILE_WIDTH)
     library.wrap_triton(_int8_linear_kernel)[(tiles,)](
