@@ -21,7 +21,7 @@ from PIL import Image
 from engine_builder.local_server.server import Server
 from tests.conftest import REPOSITORY
 from tests.support.images import Pixels, file_of, largest_difference, open_image, pixels
-from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, post, predict
+from tests.support.predictions import PREDICT_PATH, PROMPT, SMALL, TIMEOUT_SECONDS, http_client, post, predict
 
 SIZE = 64
 EDIT = SMALL | {"num_inference_steps": 4, "strength": 0.9, "seed": 5}
@@ -109,6 +109,14 @@ def reference_examples() -> list[tuple[str, str]]:
     return re.findall(r"^```(\w+)\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 
 
+def command_of(language: str, code: str, url: str) -> list[str]:
+    """Return the command that runs an example. JSON is the body of a request."""
+    if language == "json":
+        return ["curl", "--fail", "-s", "-o", "answer.json", "-H", "Content-Type: application/json", "-d", code,
+                url + PREDICT_PATH]  # fmt: skip
+    return [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
+
+
 @pytest.mark.parametrize(("language", "code"), reference_examples())
 def test_example_of_the_reference_works(language: str, code: str, server: Server, tmp_path: Path) -> None:
     for name, levels in (("photo", photo()), ("left", square(0, 20)), ("right", square(40, 60))):
@@ -116,10 +124,9 @@ def test_example_of_the_reference_works(language: str, code: str, server: Server
     code = code.replace("http://127.0.0.1:8080", server.url)
     code = code.replace(".venv/bin/preheat generate", f"{sys.executable} -m engine_builder.commands.main generate "
                         f"--url {server.url}")  # fmt: skip
-    command = [sys.executable, "-c", code] if language == "python" else ["bash", "-ec", code]
     ran = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
-        timeout=TIMEOUT_SECONDS,
+        command_of(language, code, server.url), cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True, timeout=TIMEOUT_SECONDS,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     made = [path for path in tmp_path.iterdir() if path.stem not in ("photo", "left", "right")]

@@ -33,7 +33,7 @@ from model.pipeline.text_to_image import generate
 from model.store.precision import FP32
 from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
 from tests.support import toy_safety_checker
-from tests.support.images import pixels
+from tests.support.images import largest_difference, pixels
 from tests.support.predictions import http_client, post, predict
 
 IMAGES = 6
@@ -176,7 +176,8 @@ def test_blanks_flagged_images_and_says_so(client: httpx.Client, checker: Any, p
     assert [image["flagged"] for image in body["images"]] == expected
     for image, unchecked in zip(body["images"], plain, strict=True):
         wanted = np.zeros_like(unchecked) if image["flagged"] else unchecked
-        np.testing.assert_array_equal(pixels(image["data"]), wanted)
+        # In a batch the others may be 1/255 apart.
+        assert largest_difference(pixels(image["data"]), wanted) <= (0 if image["flagged"] else 1)
     assert body["warnings"] == [
         f"images.{index}: the safety checker flagged this image, and it was replaced by a black one."
         for index in range(IMAGES)

@@ -413,7 +413,8 @@ def test_capture_needs_a_shape_that_has_run(fake: Fake) -> None:
     execution = Execution(open_plan().plan, 1, 7, lambda: None)
     y = torch.empty(4, 4)
     for rows in (2, 3):
-        execution.set_tensors({"x": raw(torch.zeros(rows, 4))}, {"y": raw(y)})
+        x = torch.zeros(rows, 4)
+        execution.set_tensors({"x": raw(x)}, {"y": raw(y)})
         with pytest.raises(EngineError, match="unet: a CUDA graph captures a shape that has not run before"):
             execution.enqueue(7, is_capturing=True)
         execution.enqueue(7)

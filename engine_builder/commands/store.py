@@ -303,10 +303,11 @@ def copy(
     if is_new:
         seconds = time.perf_counter() - began
         console.print(
-            f"Copied [bold]{plain(name)}[/] to {plain(stores[1].url)}: {size / 2**20:.0f} MiB in {seconds:.1f} s"
+            f"Copied [bold]{plain(name)}[/] to {plain(stores[1].url)}: {size / 2**20:.0f} MiB in {seconds:.1f} s",
+            soft_wrap=True,
         )
     else:
-        console.print(f"[bold]{plain(name)}[/] already exists in {plain(stores[1].url)}.")
+        console.print(f"[bold]{plain(name)}[/] already exists in {plain(stores[1].url)}.", soft_wrap=True)
 
 
 def _is_release(name: str) -> bool:

@@ -96,7 +96,7 @@ def _refuse_ascending(values: list[Any]) -> list[Any]:
 SizeCondition = Annotated[list[Annotated[int, Field(ge=1, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
 CropCondition = Annotated[list[Annotated[int, Field(ge=0, le=MAX_SIZE_CONDITION)]], Field(min_length=2, max_length=2)]
 Timesteps = Annotated[
-    list[Annotated[int, Field(ge=0, lt=MAX_TRAIN_TIMESTEPS)]],
+    list[Annotated[int, Field(ge=0, le=MAX_TRAIN_TIMESTEPS - 1)]],
     Field(min_length=1, max_length=MAX_STEPS),
     AfterValidator(_refuse_ascending),
 ]

@@ -150,7 +150,12 @@ def test_target_has_tensorrts_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def network(precision: Precision = FP16, **architecture: Any) -> Network:
     fake_network: Any = SimpleNamespace(
-        component="unet", module=torch.nn.Identity(), signature=UNET, architecture=architecture, precision=precision
+        component="unet",
+        module=torch.nn.Identity(),
+        signature=UNET,
+        architecture=architecture,
+        precision=precision,
+        clips=(),
     )
     return fake_network
 

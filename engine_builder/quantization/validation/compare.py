@@ -21,6 +21,7 @@ from engine_builder.quantization.validation.metrics import NotComparable, percep
 from engine_builder.quantization.validation.report import CPU_SUFFIX, LayerResult, PromptResult, ValidationReport
 from model.engines.engine import EngineSet
 from model.engines.shapes import DTYPES
+from model.engines.signatures import TOKENS
 from model.errors import BrokenImage
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoadedModel, make_loop
@@ -245,16 +246,30 @@ def _check(reference: LoadedModel, quantized: LoadedModel, requests: Sequence[Ge
         raise NotComparable(f"The models are on {reference.device} and {quantized.device}, not on one device.")
     for spec in unets():
         sides = [_tensor_shapes(model, spec.name) for model in (reference, quantized)]
-        if sides[0] != sides[1]:
+        if not _shapes_agree(*sides):
             raise NotComparable(f"The models differ in the inputs or outputs of {spec.name}.")
 
 
-def _tensor_shapes(model: LoadedModel, component: str) -> dict[str, tuple[int | str, ...]] | None:
+_Shapes = Mapping[str, tuple[int | str, ...]]
+
+
+def _tensor_shapes(model: LoadedModel, component: str) -> _Shapes | None:
     """Return the shapes of a component's inputs and outputs by name, or None if the model lacks it."""
     if component not in model.engines:
         return None
     signature = model.engines[component].signature
     return {spec.name: tuple(spec.shape) for spec in (*signature.inputs, *signature.outputs)}
+
+
+def _shapes_agree(one: _Shapes | None, other: _Shapes | None) -> bool:
+    """True if the tensors of two engines agree. An engine for any number of tokens agrees with a fixed number."""
+    if one is None or other is None or one.keys() != other.keys():
+        return one is other
+    return all(
+        len(shape) == len(other[name])
+        and all(size == size_2 or TOKENS in (size, size_2) for size, size_2 in zip(shape, other[name], strict=True))
+        for name, shape in one.items()
+    )
 
 
 def _badness(result: PromptResult) -> tuple[float, float, int]:
