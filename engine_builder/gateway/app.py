@@ -14,9 +14,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
+from python_multipart.exceptions import FormParserError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -290,7 +290,7 @@ class LocalOnly:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             host, origin = headers.get("host", ""), headers.get("origin")
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
-            if name not in _LOCAL_HOSTS or (origin is not None and urlsplit(origin).netloc != host):
+            if name not in _LOCAL_HOSTS or origin not in (None, f"http://{host}", f"https://{host}"):
                 error = ApiError(403, "Without a key file, requests of other sites are refused.", None, "forbidden")
                 await error.response()(scope, receive, send)
                 return
@@ -336,8 +336,8 @@ async def _form(http: Request) -> tuple[dict[str, str], Files]:
     mask: bytes | None = None
     try:
         form = await http.form(max_files=MAX_IMAGE_FILES + 1)
-    except HTTPException as error:
-        raise refused(None, f"The form cannot be read: {error.detail}", "invalid_form") from error
+    except (HTTPException, FormParserError) as error:
+        raise refused(None, "The form is not valid multipart/form-data.", "invalid_form") from error
     try:
         for name, value in form.multi_items():
             if isinstance(value, str):

@@ -55,6 +55,7 @@ class Backend:
     def mark_down(self) -> None:
         """Choose it last for a while."""
         self.down_until = time.monotonic() + _DOWN_SECONDS
+        self.described_at = -_DESCRIPTION_SECONDS  # it may come back with another release
 
 
 def parse_backend(url: str, variables: Mapping[str, str] = os.environ) -> Backend:
@@ -142,11 +143,21 @@ class Backends:
 
     async def _describe(self, backend: Backend) -> None:
         now = time.monotonic()
-        if now - backend.described_at < _DESCRIPTION_SECONDS or (backend.description and not backend.is_up()):
+        if now - backend.described_at < _DESCRIPTION_SECONDS or not backend.is_up():
             return
-        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+        if backend.description is not None and backend.health_url is None:
+            return  # a question would keep a deployed model from scaling to zero
+        # A replica of a deployed model may have to start for its first answer.
+        seconds = _CONNECT_SECONDS if backend.health_url else _ACCEPT_SECONDS
+        with suppress(ValueError, KeyError, TypeError):
             client = self._clients[backend.is_loopback]
-            answer = await client.post(backend.predict_url, json=_DESCRIBE, headers=backend.headers)
+            try:
+                answer = await client.post(
+                    backend.predict_url, json=_DESCRIBE, headers=backend.headers, timeout=seconds
+                )
+            except httpx.HTTPError:
+                backend.mark_down()
+                return
             if answer.status_code == 200 and isinstance((found := answer.json())["release"], str):
                 backend.description, backend.described_at = found, now
 
@@ -187,8 +198,9 @@ class Backends:
                 async with self._clients[backend.is_loopback].stream(
                     "POST",
                     backend.predict_url,
-                    json=request | {"stream": True},
-                    headers={**backend.headers, "X-Request-Id": request_id},
+                    # Escaped, because a text may hold half of a surrogate pair, which UTF-8 cannot encode.
+                    content=json.dumps(request | {"stream": True}),
+                    headers={**backend.headers, "Content-Type": "application/json", "X-Request-Id": request_id},
                 ) as answer:
                     if answer.status_code == 429:
                         waits.append(_retry_after(answer))

@@ -40,7 +40,7 @@ class ApiError(PreheatError):
             "error": {
                 "message": str(self),
                 "type": kind or "invalid_request_error",
-                "param": param,
+                "param": None if param is None else param.encode("ascii", "backslashreplace").decode(),
                 "code": self.code,
             }
         }

@@ -12,6 +12,7 @@ from typing import Any
 from engine_builder.gateway.backends import Accepted, Event
 from engine_builder.gateway.errors import ApiError
 from engine_builder.gateway.openai_requests import ImageCall
+from model.api.request import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 
 _NO_USAGE = {
     "input_tokens": 0,
@@ -24,10 +25,11 @@ _ALL_STEPS = 100  # no request has more
 
 def preview_every(call: ImageCall, description: Event) -> int:
     """Return `preview_every` for a call's number of partial images: the steps between them, 0 for none."""
-    if not call.partial_images:
+    if not call.partial_images or description.get("safety") == "blank":  # which refuses previews
         return 0
     steps = call.native.get("num_inference_steps", description["defaults"]["num_inference_steps"])
-    strength = call.native.get("strength", 1.0)
+    default = DEFAULT_INPAINT_STRENGTH if "masks" in call.native else DEFAULT_STRENGTH
+    strength = call.native.get("strength", default if "image" in call.native else 1.0)
     return min(_ALL_STEPS, max(1, int(steps * strength) // (call.partial_images + 1)))
 
 
@@ -84,7 +86,8 @@ def model(name: str) -> Event:
 
 def _details(images: list[Event], done: Event) -> Event:
     details = {key: done.get(key) for key in ("warnings", "timings", "engine")}
-    return {"seeds": [image["seed"] for image in images], **details}
+    flagged = {"flagged": [image["flagged"] for image in images]} if "flagged" in images[0] else {}
+    return {"seeds": [image["seed"] for image in images], **flagged, **details}
 
 
 def _identifier(call: ImageCall) -> dict[str, Any]:

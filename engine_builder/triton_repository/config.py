@@ -76,7 +76,7 @@ def config_text(model: TritonModel, versions: Sequence[int]) -> str:
     lines.append(f"version_policy {{ specific {{ versions: [{', '.join(map(str, versions))}] }} }}")
     if model.steps:
         return "\n".join([*lines, "ensemble_scheduling {", *map(_step_text, model.steps), "}", ""])
-    # The engines decide by themselves between GPU and CPU, as our server does. One instance has one copy of weights.
+    # The engines choose GPU or CPU by themselves, as on the Truss server. One instance has one copy of weights.
     lines.append("instance_group [{ kind: KIND_AUTO count: 1 }]")
     if model.preferred:
         sizes = ", ".join(map(str, model.preferred))

@@ -1,4 +1,4 @@
-"""The model `generate_loop` as data: a whole request in one model, with in-flight batching by our own scheduler."""
+"""The model `generate_loop` as data: a whole request in one model, with in-flight batching by Preheat's scheduler."""
 
 from engine_builder.triton_repository.config import ANY, Tensor, TritonModel
 

@@ -18,6 +18,7 @@ from model.validation import (
     MAX_STEPS,
     MAX_STEPS_HEUN,
     MAX_STEPS_LCM,
+    Safety,
 )
 
 
@@ -35,6 +36,7 @@ class Description(TypedDict):
     requires_masks: bool  # true: the model was trained for inpainting only
     has_refiner: bool  # true: `use_refiner` is accepted
     samplers: list[str]  # accepted values of `scheduler`
+    safety: Safety  # what happens with images that the safety checker flags; with "blank" there are no previews
     loras: list[str]  # names of the adapters that this deployment offers
     controlnets: dict[str, int]  # by ControlNet the number of types of control images, 0 unless it is a Union network
     ip_adapters: dict[str, int]  # by IP-Adapter the largest number of reference images
@@ -58,6 +60,7 @@ def describe(loaded: Loaded) -> Description:
         "requires_masks": served.requires_masks,
         "has_refiner": served.has_refiner,
         "samplers": list(EDM_SAMPLERS if is_edm else SAMPLERS),
+        "safety": served.safety,
         "loras": list(served.loras),
         "controlnets": dict(served.controlnets),
         "ip_adapters": {name: adapter.images for name, adapter in served.ip_adapters.items()},

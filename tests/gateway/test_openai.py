@@ -172,6 +172,9 @@ def test_refuses_files_in_the_shape_of_openai(files: dict[str, bytes], param: st
     assert answer.json()["error"]["param"] == param, answer.text
 
 
+FORM, JSON = {"Content-Type": "multipart/form-data; boundary=x"}, {"Content-Type": "application/json"}
+
+
 @pytest.mark.parametrize(
     ("method", "path", "options", "status"),
     [
@@ -183,6 +186,11 @@ def test_refuses_files_in_the_shape_of_openai(files: dict[str, bytes], param: st
         ("GET", "/v1/chat/completions", {}, 404),
         ("POST", "/v1/images/generations", {"json": {}, "headers": {"Origin": "https://example.com"}}, 403),
         ("GET", "/v1/models", {"headers": {"Host": "example.com"}}, 403),
+        ("GET", "/v1/models", {"headers": {"Origin": "http://["}}, 403),
+        ("POST", "/v1/images/edits", {"content": b"garbage", "headers": FORM}, 400),
+        ("POST", "/v1/images/edits", {"content": b"--x\r\nbad header\r\n\r\n--x--", "headers": FORM}, 400),
+        ("POST", "/v1/images/generations", {"content": b'{"\\ud800": 1, "prompt": "a"}', "headers": JSON}, 400),
+        ("POST", "/v1/images/generations", {"content": b'{"prompt": "\\ud800"}', "headers": JSON}, 400),
     ],
 )
 def test_refuses_wrong_calls(method: str, path: str, options: dict[str, Any], status: int, url: str) -> None:

@@ -57,7 +57,8 @@ export function offer(model, settings) {
   find("size").value = sizes.includes(settings.size) ? settings.size : native;
   find("num_inference_steps").value = settings.num_inference_steps || model.defaults.num_inference_steps;
   find("num_inference_steps").max = model.limits.steps;
-  find("guidance_scale").value = settings.guidance_scale || model.defaults.guidance_scale;
+  const guidance = settings.guidance_scale ?? "";
+  find("guidance_scale").value = guidance === "" ? model.defaults.guidance_scale : guidance; // 0 is a value
   find("scheduler").value = model.samplers.includes(settings.scheduler) ? settings.scheduler : model.defaults.scheduler;
   find("num_images").max = model.limits.images;
   for (const id of ["prompt", "negative_prompt", "seed", "output_format", "num_images", "strength", "resize"]) {
@@ -110,6 +111,16 @@ function offerNetworks(kind, names, {types = {}, multiple = false}) {
       return entry;
     }),
   );
+}
+
+// Choose these LoRA adapters, each with its scale, and no others.
+export function useLoras(loras) {
+  const scales = Object.fromEntries(loras.map(({name, scale}) => [name, scale]));
+  for (const entry of find("loras").children) {
+    entry.querySelector(".used").checked = entry.dataset.name in scales;
+    entry.querySelector(".scale").value = scales[entry.dataset.name] ?? 1;
+  }
+  find("lora-section").open ||= loras.length > 0;
 }
 
 export async function base64Of(file) {

@@ -37,6 +37,7 @@ export function show(result) {
     ["Steps", settings.num_inference_steps],
     ["Guidance", settings.guidance_scale],
     ["LoRA", settings.loras?.map((lora) => `${lora.name} ${lora.scale}`).join(", ")],
+    ["Flagged", result.flagged === undefined ? undefined : result.flagged ? "yes" : "no"],
     ["Warnings", done.warnings.join(" ")],
     ["Release", done.engine.release],
     ["Device", `${result.device}, ${done.engine.runtime}`],

@@ -38,6 +38,7 @@ function choose(settings) {
   const {release, device, runtime} = model();
   find("served").textContent = `${release} on ${device}, ${runtime}`;
   form.offer(model(), settings);
+  if (model().image_sizes === null) removeInput();
 }
 
 function setInput(url) {
@@ -91,7 +92,7 @@ async function run(served, signal) {
   const request = await form.request(served, inputImage, painter.result());
   const {image, masks, controls, ip_adapters, ...settings} = request;
   const steps = request.num_inference_steps ?? served.defaults.num_inference_steps;
-  const preview_every = Math.max(1, Math.round(steps / 10));
+  const preview_every = served.safety === "blank" ? 0 : Math.max(1, Math.round(steps / 10));
   const images = [];
   let doneSteps = 0;
   for await (const event of generate({...request, preview_every}, served.release, find("key").value, signal)) {
@@ -127,6 +128,7 @@ find("form").addEventListener("submit", (event) => {
 find("form").addEventListener("change", form.save);
 find("form").addEventListener("input", form.save);
 document.addEventListener("keydown", (event) => {
+  if (find("details").open) return; // Escape closes the dialog
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
   if (event.key === "Escape") running?.abort();
 });
@@ -154,7 +156,10 @@ find("use-image").addEventListener("click", () => {
 });
 find("use-settings").addEventListener("click", () => {
   const {settings} = shown;
+  find("model").value = shown.done.engine.release;
+  choose({}); // its release may be another one
   form.offer(model(), {...settings, size: `${settings.width} x ${settings.height}`, seed: String(settings.seed)});
+  form.useLoras(settings.loras ?? []);
   find("negative_prompt").value = settings.negative_prompt ?? "";
   form.save();
   find("details").close();

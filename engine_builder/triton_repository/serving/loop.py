@@ -68,6 +68,7 @@ class GenerateLoop:
                 settings.public_key,
                 runtime_cache_folder(settings.store_options().cache_folder, targets),
                 settings.served_precision,
+                safety=settings.safety,
             )
             self._scheduler = Scheduler(
                 Runner(self._loaded.model), settings.limits, lambda: os._exit(_DEVICE_FAILED_EXIT_CODE)
@@ -138,6 +139,9 @@ class GenerateLoop:
             {"event": "image", "index": index, "seed": seed, "format": params.output_format}
             for index, seed in enumerate(params.seeds)
         ]
+        for event, flagged in zip(events, done.flagged, strict=True):
+            if flagged is not None:
+                event["flagged"] = flagged
         events[-1] |= {"timings": done.timings, "warnings": done.warnings, "release": self._loaded.release}
         *others, last = (_event(data, event) for data, event in zip(done.images, events, strict=True))
         for one in others:

@@ -66,6 +66,11 @@ class PipelineModel:
 
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         settings = read_settings()
+        if settings.safety != "off":
+            raise TritonConfigError(
+                f"PREHEAT_SAFETY is {settings.safety}, and the unrolled pipeline has no safety checker.",
+                "Use the loop (`preheat export-triton --loop`), or set PREHEAT_SAFETY=off.",
+            )
         store, release = open_release(args)
         self.manifest = store.read_release(release)
         try:
