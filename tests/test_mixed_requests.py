@@ -70,7 +70,7 @@ def test_images_are_the_same_alone_and_together(client: httpx.Client) -> None:
     [
         (WEIGHTED | {"prompt": "(a:99)"}, 'prompt: "a" has the weight 99. Weights are -10 to 10'),
         (WEIGHTED | {"negative_prompt": "(a:1.2.3)"}, 'negative_prompt: the weight "1.2.3" is not a number'),
-        (WEIGHTED | {"prompt": "(" * 1000 + "a"}, 'prompt: "a" has the weight 2.47e+41'),
+        (WEIGHTED | {"prompt": "(" * 1000 + "a"}, "prompt: more than 50 ( are open at once"),
         ({"timesteps": [1000, 3], "num_inference_steps": None}, "timesteps: 1000 is not 0 to 999"),
         ({"sigmas": [5.0, 0.0], "scheduler": "DDIM", "num_inference_steps": None}, "sigmas: DDIM takes none"),
         ({"clip_skip": 31}, "clip_skip: 31 is more than the layers of this release's text encoders"),

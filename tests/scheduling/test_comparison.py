@@ -121,8 +121,8 @@ def test_request_ends_the_comparison(
     model: LoadedModel, scheduler: Scheduler, outcomes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that arrives during a step of the comparison begins after that step."""
-    first = scheduler.submit(params(1, num_inference_steps=40))
-    results(first)
+    finished = params(1, num_inference_steps=40)
+    pixels = generate(model, [finished])[0][0]  # while the scheduler's thread has nothing to do
     arrived = []
     comparison = ImageComparison(model, every=2)  # so not the image of the request that arrives
     engine = model.fp16_unets[spec.UNET].engines[0]
@@ -135,8 +135,7 @@ def test_request_ends_the_comparison(
         return outputs(inputs)
 
     monkeypatch.setattr(engine, "outputs", submit_once)
-    pixels = generate(model, [first.params])[0][0]
-    assert [comparison.offer(first.params, 0, pixels) for _ in range(2)] == [False, True]
+    assert [comparison.offer(finished, 0, pixels) for _ in range(2)] == [False, True]
     scheduler.comparison = comparison
     settle(scheduler)  # wakes the thread
     eventually(lambda: bool(arrived), "the comparison begins")
