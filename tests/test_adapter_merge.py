@@ -1,5 +1,6 @@
 """Merged weights are those of a checkpoint with merged layers, in every layout, and are restored exactly."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
+from engine_builder.networks.fp8_conv import can_quantize_conv, quantize_conv
 from engine_builder.networks.fp8_linear import quantize_linear
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import UnetNetwork, UnetTextNetwork, UnetTimeNetwork
 from model.adapters.layers import find_layers
 from model.adapters.merge import AdaptableWeights, Factors
+from model.weights.fp8 import quantize
 from model.weights.layout import from_stored, to_stored
 from tests.support.adapters import Delta
 
@@ -40,8 +43,6 @@ def wide_unet() -> UNet2DConditionModel:
 
 def server_tensors(unet: UNet2DConditionModel, gpu_layout: bool) -> dict[str, Tensors]:
     """Return the tensors of the three networks of a UNet by component, as a server has them after loading."""
-    import copy
-
     tensors = {}
     for component, kind in NETWORKS.items():
         options = {"use_winograd": True} if gpu_layout and component == "unet" else {}
@@ -73,8 +74,6 @@ def factors_of(deltas: Mapping[str, Delta]) -> dict[str, Factors]:
 
 def with_deltas(unet: UNet2DConditionModel, adapters: Sequence[tuple[Mapping[str, Delta], float]]) -> Any:
     """Return a copy of the UNet with merged layers, computed in fp64."""
-    import copy
-
     merged = copy.deepcopy(unet)
     for deltas, scale in adapters:
         for name, (down, up, alpha) in deltas.items():
@@ -151,3 +150,36 @@ def test_quantizes_merged_weights_with_the_same_scale() -> None:
     assert 0.9 < slope < 1.1
     weights.merge([])
     assert torch.equal(quantized.weight.data.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("gpu_layout", [False, True], ids=["plain", "channels_last-winograd"])
+def test_merges_convolutions_in_8_bits(gpu_layout: bool) -> None:
+    """As quantizing the merged weights does, with each output's scale. Engines in fp16 may have Winograd's weights."""
+    unet = wide_unet()
+    layout = "channels_last" if gpu_layout else "plain"
+    originals = server_tensors(unet, gpu_layout)["unet"]
+    module = UnetNetwork(copy.deepcopy(unet), use_winograd=gpu_layout)
+    convolutions = {public_name(name): child for name, child in module.named_modules() if can_quantize_conv(child)}
+    assert any(original.ndim == 3 for original in originals.values()) == gpu_layout
+    assert any(name.endswith(".phases") for name in convolutions) and len(convolutions) > 8
+    served: Tensors = {}
+    for name, conv in convolutions.items():
+        layer = quantize_conv(conv, 1.0)
+        weight = from_stored(to_stored(layer.weight.data, layout).clone(), layout)
+        served |= {f"{name}.weight": weight, f"{name}.weight_scale": layer.weight_scale}
+    before = {name: tensor.clone() for name, tensor in served.items()}
+    layers = find_layers({"unet": {name: tuple(tensor.shape) for name, tensor in served.items()}})
+    weights = AdaptableWeights({"unet": [served]}, layers.values(), {"unet": originals})
+    deltas = {name: delta for name, delta in deltas_of(unet, 2, seed=1).items() if name in layers}
+    assert len(deltas) == len(convolutions)
+    weights.merge([(factors_of(deltas), 0.1)])
+    merged = UnetNetwork(with_deltas(unet, [(deltas, 0.1)]))
+    exact = {public_name(name): tensor for name, tensor in merged.named_parameters()}
+    for name in convolutions:
+        scale = served[f"{name}.weight_scale"][:, None, None, None]
+        expected = quantize(exact[f"{name}.weight"], scale).float()
+        found = served[f"{name}.weight"].float()
+        assert not torch.equal(found, before[f"{name}.weight"].float())
+        assert (found - expected).norm() / expected.norm() < 5e-3, name
+    weights.merge([])
+    assert all(torch.equal(t.view(torch.uint8), before[n].view(torch.uint8)) for n, t in served.items())

@@ -32,6 +32,7 @@ from engine_builder.checkpoints.release_settings import (
     write_tokenizers,
 )
 from engine_builder.networks.check import check_model
+from engine_builder.networks.fp8_conv import CONV_VERSION
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import (
@@ -248,6 +249,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.quantization:
         version = INT8_LINEAR_VERSION if plan.quantization.precision == INT8 else LINEAR_VERSION
         options |= {"quantization": plan.quantization.digest, plan.quantization.precision.name: str(version)}
+        if plan.quantization.policy.convolutions:
+            options["fp8_convolutions"] = str(CONV_VERSION)
     if preset := plan.base.preset:
         options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)
     if plan.base.ip_adapters:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import example_inputs, sizes_of
-from engine_builder.networks.blocks import plain_operations
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import Network
 from model.engines.engine import Engine
 from model.errors import PreheatError

@@ -1,15 +1,15 @@
 """Building blocks of the UNet and the VAE decoder, written so that they compile to fast kernels."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.fp8_conv import QuantizedConv
 from engine_builder.networks.fp8_linear import QuantizedLinear
+from engine_builder.networks.kernel_form import has_kernels, is_plain
 from engine_builder.networks.onnx_form import is_for_onnx
 from engine_builder.networks.winograd import WinogradConv
 from model.weights.transforms import phase_weights
@@ -22,23 +22,6 @@ _SMALL_ELEMENTS = 4_000_000  # up to this size `_affine_via_store` is faster
 # Where the Triton kernels are faster, as measured on an H200.
 _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attention is faster
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
-
-_PLAIN = ContextVar("_PLAIN", default=False)
-
-
-@contextmanager
-def plain_operations() -> Iterator[None]:
-    """Run PyTorch's own operations in place of the Triton kernels, to validate engines against them."""
-    before = _PLAIN.set(True)
-    try:
-        yield
-    finally:
-        _PLAIN.reset(before)
-
-
-def has_kernels(tensor: Tensor) -> bool:
-    """True if the forms for GPUs are used for `tensor`."""
-    return tensor.is_cuda and not _PLAIN.get()
 
 
 def _has_half_kernels(tensor: Tensor) -> bool:
@@ -135,9 +118,13 @@ def _norm_silu_conv(
     norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
-    if isinstance(conv, WinogradConv) and not _PLAIN.get():
+    if isinstance(conv, WinogradConv) and not is_plain():
         return _winograd_conv(norm, conv, hidden, bias, residual)
-    out: Tensor = conv(F.silu(group_norm(norm, hidden)))
+    activated = F.silu(group_norm(norm, hidden))
+    if isinstance(conv, QuantizedConv) and (bias is None or bias.shape[0] == hidden.shape[0]):
+        # The compiler fuses the quantization with the norm, and the kernel adds the rest to its sums.
+        return cast(Tensor, conv(activated, bias, residual))
+    out: Tensor = conv(activated)
     if bias is not None:
         out = repeat_batch(out, bias.shape[0]) + bias[:, :, None, None]
     return out if residual is None else residual + out

@@ -11,7 +11,7 @@ Int8 has no NaN. A broken image is noticed all the same, because NaN stays in th
 import torch
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import has_kernels
+from engine_builder.networks.kernel_form import has_kernels
 from model.weights.int8 import INT8_MAX, quantize
 
 INT8_LINEAR_VERSION = 1  # part of every INT8 engine's key; raise it when the code of a quantized network changes

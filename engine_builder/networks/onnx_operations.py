@@ -4,6 +4,7 @@
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, library
 
 from model.weights.fp8 import quantize
@@ -56,3 +57,26 @@ def quantized_linear(
 @quantized_linear.register_fake
 def _(inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     return inputs.new_empty(*inputs.shape[:-1], weight.shape[0])
+
+
+@library.custom_op(f"{NAMESPACE}::quantized_conv", mutates_args=())
+def quantized_conv(
+    inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, stride: int, padding: int
+) -> Tensor:
+    """Return the result of `engine_builder.networks.fp8_conv.QuantizedConv`: [batch, in, height, width] -> [batch, out,
+    height, width].
+
+    inputs: of the result's type. weight: E4M3 [out, in, kernel, kernel]. input_scale: float32 scalar. weight_scale:
+    float32 [out]. bias: [out]. stride, padding: pixels.
+    """
+    rounded = quantize(inputs, input_scale).float() * input_scale
+    factor = weight.float() * weight_scale[:, None, None, None]
+    return F.conv2d(rounded, factor, bias.float(), stride, padding).to(inputs.dtype)
+
+
+@quantized_conv.register_fake
+def _(
+    inputs: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, stride: int, padding: int
+) -> Tensor:
+    sizes = ((size + 2 * padding - weight.shape[2]) // stride + 1 for size in inputs.shape[2:])
+    return inputs.new_empty(inputs.shape[0], weight.shape[0], *sizes)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +11,17 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor, nn
 
-from engine_builder.networks.blocks import plain_operations
+from engine_builder.networks.fp8_conv import QuantizedConv
 from engine_builder.networks.fp8_linear import QuantizedLinear
 from engine_builder.networks.int8_linear import Int8Linear
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import Network, public_name
 from engine_builder.quantization.plan import Quantization
 from engine_builder.quantization.quantize import QuantizedLayer
 
 _WARM_UPS, _RUNS = 3, 20
-_QUANTIZED = (QuantizedLinear, Int8Linear)
+_QUANTIZED = (QuantizedLinear, Int8Linear, QuantizedConv)
+_QuantizedModule = QuantizedLinear | Int8Linear | QuantizedConv
 
 
 @dataclass(frozen=True)
@@ -34,26 +37,28 @@ class LayerGain:
     quantized_milliseconds: float
 
 
-def time_products(linear: QuantizedLinear | Int8Linear, shape: tuple[int, ...]) -> tuple[float, float]:
+def time_products(layer: _QuantizedModule, shape: tuple[int, ...]) -> tuple[float, float]:
     """Return the milliseconds of the product in half precision and in 8 bits, on random inputs that are 8-bit already.
 
-    shape: of the inputs.
+    shape: of the inputs. A convolution in half precision is that of PyTorch, also where engines in fp16 use Winograd's.
     """
-    weight = linear.weight.to(linear.dtype)
-    inputs = torch.randn(shape, device=weight.device).to(linear.dtype)
-    quantized = linear.quantize_inputs(inputs)
+    weight = layer.weight.to(layer.dtype)
+    inputs = torch.randn(shape, device=weight.device).to(layer.dtype)
+    if isinstance(layer, QuantizedConv):
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+        exact = partial(F.conv2d, inputs, weight, layer.bias, layer.stride, layer.padding)
+    else:
+        exact = partial(F.linear, inputs, weight, layer.bias)
+    quantized = layer.quantize_inputs(inputs)
     with torch.inference_mode():
-        return (
-            _milliseconds(lambda: F.linear(inputs, weight, linear.bias), weight.is_cuda),
-            _milliseconds(lambda: linear(quantized), weight.is_cuda),
-        )
+        return _milliseconds(exact, weight.is_cuda), _milliseconds(lambda: layer(quantized), weight.is_cuda)
 
 
 def measure_gains(
     network: Network,
     quantization: Quantization,
     inputs: Mapping[str, Tensor],
-    time_layer: Callable[[QuantizedLinear | Int8Linear, tuple[int, ...]], tuple[float, float]] = time_products,
+    time_layer: Callable[[_QuantizedModule, tuple[int, ...]], tuple[float, float]] = time_products,
 ) -> list[LayerGain]:
     """Quantize a UNet in half precision, and time each quantized layer at the shape that it gets from `inputs`.
 
@@ -67,10 +72,11 @@ def measure_gains(
     for layer in layers:
         if layer.name not in shapes:  # unconditional networks do not run all layers
             continue
-        linear = _find(quantized.module, layer.name)
-        key = (shapes[layer.name], linear.weight.shape, linear.bias is None)
+        module = _find(quantized.module, layer.name)
+        stride = module.stride if isinstance(module, QuantizedConv) else 1
+        key = (shapes[layer.name], module.weight.shape, module.bias is None, stride)
         if key not in times:
-            times[key] = time_layer(linear, shapes[layer.name])
+            times[key] = time_layer(module, shapes[layer.name])
         gains.append(LayerGain(layer, shapes[layer.name], *times[key]))
     return sorted(gains, key=lambda gain: (gain.exact_milliseconds - gain.quantized_milliseconds, gain.layer.name))
 
@@ -116,7 +122,7 @@ def _input_shapes(network: Network, inputs: Mapping[str, Tensor]) -> dict[str, t
     return shapes
 
 
-def _find(module: nn.Module, layer: str) -> QuantizedLinear | Int8Linear:
+def _find(module: nn.Module, layer: str) -> _QuantizedModule:
     found = next(child for name, child in module.named_modules() if public_name(name) == layer)
     assert isinstance(found, _QUANTIZED)
     return found

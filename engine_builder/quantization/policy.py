@@ -1,6 +1,7 @@
 """Which layers of a network are quantized, and how their inputs are clipped. A policy is a TOML file of name patterns.
 
 keep_fp16 = ["*.proj_out", "mid_block.*"]    # of layers that stay in fp16, as the shell matches names
+convolutions = ["*.resnets.*"]               # of convolutions that are quantized too, in FP8; without it, only linears
 clip = "squared_error"                       # absolute_maximum, percentile or squared_error
 percentile = 0.9999                          # of clip = "percentile"
 smoothing = 0.8                              # of INT8
@@ -34,6 +35,8 @@ class Policy(StrictModel):
 
     keep_fp16: list[str] = []
     """Patterns of layers that stay in fp16."""
+    convolutions: list[str] = []
+    """Of FP8: patterns of the convolutions that are quantized, except those of `keep_fp16`."""
     clip: ScaleRule = "absolute_maximum"
     """How the clip of an input follows from its range."""
     percentile: Annotated[float, Field(gt=0.5, le=1.0)] = 0.9999
@@ -55,8 +58,12 @@ class Policy(StrictModel):
             raise BadPolicy(f"{path}: {': '.join(filter(None, (problem.field, problem.message)))}.") from error
 
     def select(self, layers: Iterable[str]) -> list[str]:
-        """Return the layers that are quantized."""
-        return [name for name in layers if not any(fnmatchcase(name, pattern) for pattern in self.keep_fp16)]
+        """Return the linears that are quantized."""
+        return [name for name in layers if not _matches(name, self.keep_fp16)]
+
+    def select_convolutions(self, layers: Iterable[str]) -> list[str]:
+        """Return the convolutions that are quantized."""
+        return self.select(name for name in layers if _matches(name, self.convolutions))
 
     def check_precision(self, precision: Precision) -> None:
         """Raise BadPolicy for entries that are of another precision than FP8 or INT8."""
@@ -65,19 +72,27 @@ class Policy(StrictModel):
                 f'A policy of int8 needs smoothing, and clip = "absolute_maximum"; this one has smoothing = '
                 f'{self.smoothing} and clip = "{self.clip}".'
             )
+        if precision == INT8 and self.convolutions:
+            raise BadPolicy(f"A policy of int8 has no convolutions, but this one has {self.convolutions}.")
         if precision == FP8 and self.smoothing is not None:
             raise BadPolicy(f"A policy of fp8 has no smoothing; this one has smoothing = {self.smoothing}.")
 
     @property
     def entries(self) -> dict[str, object]:
-        """The entries as JSON. `smoothing` only if it is set: digests of FP8 stay what they were."""
-        return self.model_dump(mode="json", exclude={"smoothing"} if self.smoothing is None else None)
+        """The entries as JSON. Those that are newer only if they are set: other digests stay what they were."""
+        newer: dict[str, object] = {"smoothing": self.smoothing, "convolutions": self.convolutions}
+        return self.model_dump(mode="json", exclude={name for name, value in newer.items() if value in (None, [])})
 
     def check_patterns(self, layers: Collection[str]) -> None:
         """Raise BadPolicy for a pattern that matches none of `layers`, those of all UNets."""
-        for pattern in self.keep_fp16:
-            if not any(fnmatchcase(name, pattern) for name in layers):
-                raise BadPolicy(f"The pattern {pattern!r} of keep_fp16 matches no layer.")
+        for entry, patterns in (("keep_fp16", self.keep_fp16), ("convolutions", self.convolutions)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in layers):
+                    raise BadPolicy(f"The pattern {pattern!r} of {entry} matches no layer.")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 # The two small linears around each transformer cost most of the error (docs/log/builds.md). NVIDIA keeps them, too.

@@ -1,4 +1,4 @@
-"""Turn a network in fp16 into one whose linears compute in FP8 or INT8, by a policy and a calibration."""
+"""Turn a network in fp16 into one whose linears, or also convolutions, have 8 bits, by a policy and a calibration."""
 
 import copy
 from collections.abc import Mapping
@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from engine_builder.networks.fp8_conv import can_quantize_conv, conv_weight, quantize_conv
 from engine_builder.networks.fp8_linear import can_quantize, quantize_linear
 from engine_builder.networks.int8_linear import quantize_linear as quantize_linear_to_int8
 from engine_builder.networks.int8_linear import smoothing_scales
 from engine_builder.networks.network import Network, public_name
+from engine_builder.networks.winograd import WinogradConv
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.ranges import InputRange, bin_centers, to_e4m3
 from engine_builder.quantization.record import CalibrationError
@@ -41,27 +43,27 @@ def quantize_network(
     ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range.
     """
     clips, smoothing = {}, {}
-    linears = _linears(network)
-    for layer in policy.select(linears):
-        if not can_quantize(linears[layer]):
-            continue
+    weights = _selected_weights(network, policy)
+    for layer, weight in weights.items():
         observed = ranges.get(layer)
-        if observed is None or len(observed.channel_maxima) != linears[layer].in_features:
+        if observed is None or len(observed.channel_maxima) != weight.shape[1]:
             raise CalibrationError(f"The calibration of {network.component} does not fit its layer {layer}.")
         if policy.smoothing is None:
             clips[layer] = observed.clip(policy.clip, policy.percentile)
         else:
-            maxima = observed.channel_maxima.to(linears[layer].weight.device)
-            smoothing[layer] = smoothing_scales(linears[layer].weight.detach(), maxima, policy.smoothing)
+            maxima = observed.channel_maxima.to(weight.device)
+            smoothing[layer] = smoothing_scales(weight, maxima, policy.smoothing)
             clips[layer] = float((maxima / smoothing[layer]).max())
     quantized = quantize_layers(network, clips, precision, smoothing)
     tensors = quantized.tensors()
     layers = []
     for layer, clip in clips.items():
         weight, scale = (tensors[f"{layer}.{name}"].double() for name in ("weight", "weight_scale"))
-        exact = linears[layer].weight.detach().double()
+        exact = weights[layer].double()
         if precision == INT8:
-            exact, scale = exact * tensors[f"{layer}.input_scale"].double(), scale[:, None]
+            exact = exact * tensors[f"{layer}.input_scale"].double()
+        if scale.ndim:  # one for each output
+            scale = scale.reshape(-1, *[1] * (exact.ndim - 1))
         input_decibels = None if precision == INT8 else _input_decibels(ranges[layer], clip)
         layers.append(QuantizedLayer(layer, clip, input_decibels, _decibels(exact, weight * scale)))
     return quantized, layers
@@ -73,29 +75,43 @@ def quantize_layers(
     precision: Precision = FP8,
     smoothing: Mapping[str, torch.Tensor] | None = None,
 ) -> Network:
-    """Return the network with the linears of `clips` in FP8 or INT8. The given network is not changed.
+    """Return the network with the layers of `clips` in FP8 or INT8. The given network is not changed.
 
     clips: by layer, the absolute input that is mapped to the largest number of 8 bits. smoothing: of INT8, by layer,
     what each input channel is divided by before that, float32 [in]; default: 1.
     """
     module = copy.deepcopy(network.module, {id(tensor): tensor for tensor in network.module.parameters()})
-    for name, linear in list(module.named_modules()):
+    for name, layer in list(module.named_modules()):
         if (clip := clips.get(public_name(name))) is not None:
-            assert isinstance(linear, nn.Linear)
             parent, _, leaf = name.rpartition(".")
             replacement: nn.Module
-            if precision == INT8:
-                channels = (smoothing or {}).get(public_name(name), torch.ones(linear.in_features))
-                replacement = quantize_linear_to_int8(linear, channels * (clip / INT8_MAX))
+            if isinstance(layer, nn.Conv2d | WinogradConv):
+                assert precision == FP8
+                replacement = quantize_conv(layer, clip)
             else:
-                replacement = quantize_linear(linear, clip)
+                assert isinstance(layer, nn.Linear)
+                if precision == INT8:
+                    channels = (smoothing or {}).get(public_name(name), torch.ones(layer.in_features))
+                    replacement = quantize_linear_to_int8(layer, channels * (clip / INT8_MAX))
+                else:
+                    replacement = quantize_linear(layer, clip)
             setattr(module.get_submodule(parent), leaf, replacement)
     return replace(network, module=module, precision=precision, clips=dict(clips))
 
 
-def _linears(network: Network) -> dict[str, nn.Linear]:
-    modules = network.module.named_modules()
-    return {public_name(name): module for name, module in modules if isinstance(module, nn.Linear)}
+def _selected_weights(network: Network, policy: Policy) -> dict[str, torch.Tensor]:
+    """Return the weights of the layers that a policy quantizes, in the order of the network's modules."""
+    modules = {public_name(name): module for name, module in network.module.named_modules()}
+    linears = policy.select(name for name, module in modules.items() if can_quantize(module))
+    convolutions = policy.select_convolutions(name for name, module in modules.items() if can_quantize_conv(module))
+    selected = {*linears, *convolutions}
+    weights = {}
+    for name, module in modules.items():
+        if name in selected:
+            weights[name] = (
+                conv_weight(module) if isinstance(module, nn.Conv2d | WinogradConv) else module.weight.detach()
+            )
+    return weights
 
 
 def _input_decibels(observed: InputRange, clip: float) -> float:

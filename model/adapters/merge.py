@@ -12,7 +12,7 @@ import torch
 
 from model.adapters.layers import Layer
 from model.weights.fp8 import quantize
-from model.weights.transforms import phase_weights, winograd_weight
+from model.weights.transforms import phase_weights, restore_winograd, winograd_weight
 
 Weights = Mapping[str, Sequence[Mapping[str, torch.Tensor]]]
 """Component -> its tensors by name, once for each set of weights (of a precision, or of an engine)."""
@@ -39,7 +39,8 @@ class _Region:
     """A layer's part of one tensor on the device.
 
     weight: the part that engines read, [out, in] or [parts, out, in]. base: the same part of the copy. original: of an
-    8-bit weight, the part in 16 bits or more that it was quantized from. scale: of an 8-bit weight.
+    8-bit weight, the part in 16 bits or more that it was quantized from. scale: of an 8-bit weight; one number, or of
+    each output.
     """
 
     layer: Layer
@@ -82,8 +83,10 @@ class AdaptableWeights:
                 base = _part(copies[tensor.data_ptr()], layer)
                 if tensor.dtype == torch.float8_e4m3fn:
                     assert originals is not None
-                    original = _part(originals[layer.component][layer.tensor], layer)
+                    original = _part(_like(originals[layer.component][layer.tensor], tensor), layer)
                     scale = tensors[layer.tensor + "_scale"]
+                    if scale.ndim:  # of a convolution
+                        scale = scale.view(*original.shape[:-1], 1)
                     regions.append(_Region(layer, tensor, _part(tensor, layer), base, original, scale))
                 else:
                     regions.append(_Region(layer, tensor, _part(tensor, layer), base))
@@ -168,6 +171,14 @@ def _part(tensor: torch.Tensor, layer: Layer) -> torch.Tensor:
     if tensor.ndim == 3:
         return stored
     return stored[layer.start : layer.start + layer.shape[0]].view(layer.shape[0], -1)
+
+
+def _like(original: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the weight that an 8-bit weight was quantized from, in its form. Engines in fp16 may have Winograd's."""
+    if original.ndim == 3 and tensor.ndim == 4:
+        original = restore_winograd(original)
+        return original.contiguous(memory_format=torch.channels_last) if _is_channels_last(tensor) else original
+    return original
 
 
 def _physical(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,12 +23,14 @@ FOLDERS = os.environ.get("PREHEAT_TRITON", "").split(os.pathsep)
 KERNELS = {
     "_attend_kernel",
     "_attend_self_kernel",
+    "_fp8_conv_kernel",
     "_geglu_kernel",
     "_int8_linear_kernel",
     "_winograd_tiles_kernel",
     "_winograd_pixels_kernel",
 }
 SHARED_BYTES_ON_AN_A10G = 99 * 1024
+SHARED_BYTES_ON_AN_L4 = 99 * 1024
 SHARED_BYTES_OF_A_PROGRAM = 227 * 1024  # on an H100 or H200 (CUDA C++ Programming Guide)
 
 pytestmark = pytest.mark.skipif(
@@ -68,7 +70,10 @@ def interpreted(runs: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
 
 
 # A number whose last bits differ may be rounded to the next E4M3 number, an eighth away. It happens to few of them.
-LIMITS = {"text": 1e-5, "self": 1e-5, "geglu": 1e-5, "winograd": 1e-5, "int8": 1e-6, "scaled": 3e-3, "nan": 0.5}
+LIMITS = {
+    "text": 1e-5, "self": 1e-5, "geglu": 1e-5, "winograd": 1e-5, "int8": 1e-6, "fp8 conv": 1e-5, "scaled": 3e-3,
+    "nan": 0.5,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", LIMITS)
@@ -90,3 +95,4 @@ def test_every_kernel_compiles_for_a_gpu(folder: str, runs: dict[str, Future[dic
     assert shared_bytes.keys() == KERNELS
     assert max(shared_bytes.values()) <= SHARED_BYTES_OF_A_PROGRAM
     assert shared_bytes["_int8_linear_kernel"] <= SHARED_BYTES_ON_AN_A10G
+    assert shared_bytes["_fp8_conv_kernel"] <= SHARED_BYTES_ON_AN_L4

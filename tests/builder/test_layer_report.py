@@ -9,8 +9,8 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.building.build_plan import BuildPlan
-from engine_builder.networks.blocks import plain_operations
 from engine_builder.networks.fp8_linear import QuantizedLinear, quantize_linear
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import load_network
 from engine_builder.quantization.calibrate import observing
 from engine_builder.quantization.layer_report import LayerGain, gains_table, measure_gains, time_products

@@ -23,6 +23,7 @@ from engine_builder.building.validate import validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError, variant_of
 from engine_builder.networks import blocks, winograd
 from engine_builder.networks.blocks import channels_last_group_norm, subpixel_upsample, upsample
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import ModuleReader, load_network
 from engine_builder.networks.winograd import WinogradConv, replace_wide_convs
 from engine_builder.stores.store import WritableStore
@@ -346,7 +347,7 @@ def test_plain_operations_are_used_on_a_gpu_on_request() -> None:
     with torch.no_grad():
         blocks.group_norm(norm, hidden)
         assert calls == 0
-        with blocks.plain_operations():
+        with plain_operations():
             blocks.group_norm(norm, hidden)
             assert calls == 1
         blocks.group_norm(norm, hidden)

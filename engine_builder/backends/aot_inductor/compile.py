@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.backends.built import CompileError
+from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
@@ -82,7 +83,9 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
     # Entries of quantized networks only, so that the keys of other engines stay what they were.
     linear_version = INT8_LINEAR_VERSION if network.precision == INT8 else LINEAR_VERSION
-    quantized = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
+    quantized: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
+    if has_quantized_convs(network.module):
+        quantized["convolutions"] = CONV_VERSION
     return digest_json(
         {
             "recipe": COMPILER_VERSION,

@@ -35,6 +35,7 @@ from engine_builder.backends.built import CompileError
 from engine_builder.backends.onnx.opsets import OPSET, OPSETS
 from engine_builder.backends.onnx.rewrites import fix_reshapes, lower
 from engine_builder.backends.onnx.translations import exporter_opset, translations
+from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions
 from engine_builder.networks.onnx_form import onnx_operations
@@ -81,6 +82,7 @@ def graph_key(network: Network, opset: int = OPSET) -> str:
         }
         # An entry of quantized networks only, so that the keys of other graphs stay what they were.
         | ({"quantized": [LINEAR_VERSION, *sorted(network.clips)]} if network.clips else {})
+        | ({"convolutions": CONV_VERSION} if has_quantized_convs(network.module) else {})
     )
 
 

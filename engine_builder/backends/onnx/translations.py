@@ -35,6 +35,7 @@ def translations(opset: int) -> dict[Any, Callable[..., Any]]:
         own.interleave_phases.default: _interleave_phases,
         own.reshape_like.default: _reshape_like,
         own.quantized_linear.default: _quantized_linear,
+        own.quantized_conv.default: _quantized_conv,
     }
     if opset == OLD_OPSET:
         table |= {aten.group_norm.default: _group_norm, aten.gelu.default: _gelu}
@@ -98,6 +99,18 @@ def _quantized_linear(inputs: Any, weight: Any, input_scale: Any, weight_scale: 
     if bias is not None:
         product = op21.Add(product, op21.Cast(bias, to=ir.DataType.FLOAT))
     return op21.Cast(product, to=inputs.dtype)
+
+
+def _quantized_conv(
+    inputs: Any, weight: Any, input_scale: Any, weight_scale: Any, bias: Any, stride: int, padding: int
+) -> Any:
+    """Quantize and dequantize both factors, and convolve in fp32: [batch, in, height, width]."""
+    e4m3 = ir.DataType.FLOAT8E4M3FN
+    quantized = op21.QuantizeLinear(op21.Cast(inputs, to=ir.DataType.FLOAT), input_scale, output_dtype=e4m3)
+    rounded = op21.DequantizeLinear(quantized, input_scale)
+    factor, added = op21.DequantizeLinear(weight, weight_scale, axis=0), op21.Cast(bias, to=ir.DataType.FLOAT)
+    result = op21.Conv(rounded, factor, added, strides=[stride] * 2, pads=[padding] * 4)
+    return op21.Cast(result, to=inputs.dtype)
 
 
 def _group_norm(

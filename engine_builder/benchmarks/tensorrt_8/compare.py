@@ -30,7 +30,7 @@ from engine_builder.backends.aot_inductor.compile import build_target, compile_n
 from engine_builder.backends.onnx.export import OnnxGraph, write_model
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.checkpoints.folder import Checkpoint
-from engine_builder.networks.blocks import plain_operations
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import Network, load_network
 from model.cuda.graphs import capture
 from model.engines.aot_inductor.engine import AotInductorEngine

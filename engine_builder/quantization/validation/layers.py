@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_builder.networks.blocks import plain_operations
+from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import public_name
 from engine_builder.quantization.validation.metrics import NotComparable, decibels, energies
 

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor, library
 from triton.backends.compiler import GPUTarget
 
-from engine_builder.networks import int8_kernels, kernels, winograd_kernels
+from engine_builder.networks import fp8_conv_kernels, int8_kernels, kernels, winograd_kernels
 from tests.builder.triton_runs.launches import Launch, intercept
 
 TYPES = {torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
@@ -29,12 +29,16 @@ def compile_kernel(launch: Launch) -> None:
         name: "constexpr" if name in constants else TYPES[value.dtype] if torch.is_tensor(value) else "i32"
         for name, value in launch.arguments.items()
     }
-    source = triton.compiler.ASTSource(launch.kernel, types, constants)
+    # Memory begins at multiples of 16 bytes. Otherwise loads are not asynchronous, and stages take no shared memory.
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(types) if types[name].startswith("*")}
+    source = triton.compiler.ASTSource(launch.kernel, types, constants, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
     assert compiled.asm["cubin"]
     if launch.name == "_int8_linear_kernel":  # for GPUs without FP8
         for capability in (80, 86):
             assert triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options).asm["cubin"]
+    if launch.name == "_fp8_conv_kernel":  # products of E4M3 numbers, and loads that do not wait
+        assert "e4m3.e4m3" in compiled.asm["ptx"] and "cp.async.cg" in compiled.asm["ptx"]
     if launch.name != "_geglu_kernel":  # blocks.geglu uses it where the GPU has tensor memory accelerators
         assert triton.compile(source, target=GPUTarget("cuda", 89, 32), options=launch.options).asm["cubin"]
     shared_bytes[launch.name] = max(compiled.metadata.shared, shared_bytes.get(launch.name, 0))
@@ -58,6 +62,16 @@ if __name__ == "__main__":
         winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
+    for size, depth, width, kernel, stride in (
+        (128, 320, 320, 3, 1), (128, 320, 320, 3, 2), (128, 960, 320, 3, 1), (64, 1920, 640, 3, 1),
+        (64, 640, 640, 3, 2), (64, 640, 2560, 2, 1), (32, 2560, 1280, 3, 1),
+    ):  # fmt: skip
+        numbers, weight = fp16(2, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
+        out_size = (size + 2 - kernel) // stride + 1
+        for added in ((None, None), (fp16(2, width), fp16(2, out_size, out_size, width))):
+            fp8_conv_kernels.fp8_conv(
+                numbers, weight, scale, torch.ones(width), fp16(width), *added, stride, 1, torch.float16
+            )
     for out_scale in (None, scale):
         kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20, out_scale)
     for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):

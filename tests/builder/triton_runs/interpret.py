@@ -8,11 +8,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
-from engine_builder.networks import blocks, int8_kernels, kernels, winograd
+from engine_builder.networks import blocks, fp8_conv_kernels, int8_kernels, kernels, winograd
+from engine_builder.networks.fp8_conv import quantize_conv
 from model.weights.fp8 import quantize
 from tests.builder.triton_runs.launches import Launch, intercept
 
@@ -36,7 +38,13 @@ def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
 
 
 def convert_as_pytorch(values: Any, from_type: Any, to_type: Any, rounding: Any) -> Any:
-    """Triton 3.9's own conversion to E4M3 loses the carry when the mantissa overflows: 1.96 becomes 1 instead of 2."""
+    """Triton 3.9's own conversion to E4M3 loses the carry when the mantissa overflows: 1.96 becomes 1 instead of 2.
+
+    From E4M3 it makes a number of NaN.
+    """
+    if from_type == kernels.tl.float8e4nv and to_type == kernels.tl.float16:
+        numbers = torch.from_numpy(np.ascontiguousarray(values)).view(torch.float8_e4m3fn)
+        return numbers.half().numpy().view(np.uint16)
     if to_type != kernels.tl.float8e4nv:
         return convert_float(values, from_type, to_type, rounding)
     return torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -99,13 +107,43 @@ def run_int8() -> None:
             compare(f"int8, {rows} {added is not None}", actual, sums * scale + (0 if added is None else added))
 
 
+def run_fp8_conv() -> None:
+    """Partial tiles of pixels and channels, channels that are no multiple of a tile, strides, borders, a 2x2 kernel."""
+    # batch, in, out, height, width, kernel, stride, padding
+    sizes = (
+        (1, 4, 320, 7, 5, 3, 1, 1), (2, 320, 4, 9, 6, 3, 1, 1), (2, 640, 48, 5, 7, 3, 2, 1),
+        (1, 960, 16, 8, 8, 3, 2, 1), (1, 1280, 144, 4, 5, 2, 1, 1), (1, 1920, 16, 3, 3, 3, 1, 0),
+        (1, 2560, 16, 3, 2, 3, 1, 1), (3, 64, 320, 6, 11, 3, 1, 1),
+    )  # fmt: skip
+    for batch, before, after, height, width, kernel, stride, padding in sizes:
+        conv = nn.Conv2d(before, after, kernel, stride, padding)
+        layer, hidden = quantize_conv(conv, 2.0), torch.randn(batch, before, height, width)
+        layer.weight_scale *= torch.rand(after) + 0.5  # each channel has its own
+        entry_bias = torch.randn(batch, 3 * after).split(after, -1)[1]  # as in the UNet: a slice of all blocks' biases
+        residual = torch.randn_like(conv(hidden)).to(memory_format=torch.channels_last)
+        case = f"fp8 conv, {before} to {after}, {kernel} {stride}"
+        numbers = layer.quantize_inputs(hidden)
+        compare(case, layer._run_kernel(numbers, None, None), layer(hidden))
+        compare(f"{case}, sums", layer._run_kernel(numbers, entry_bias, residual), layer(hidden, entry_bias, residual))
+    tiles = fp8_conv_kernels.Tiles(pixels=64, channels=32, depth=64, group=2)
+    pixels, weight = (tensor.permute(0, 2, 3, 1).contiguous() for tensor in (numbers, layer.weight))
+    actual = fp8_conv_kernels.run_fp8_conv(
+        pixels, weight, layer.input_scale, layer.weight_scale, layer.bias, None, None, 1, 1, torch.float16, tiles
+    )
+    compare("fp8 conv, other tiles", actual.permute(0, 3, 1, 2), layer(hidden).half())
+
+
 def run_nan() -> None:
     """NaN must reach the result in E4M3: clipping it would hide a broken image."""
     tokens, projection = torch.randn(1, 128, 128), nn.Linear(128, 256)
     tokens[0, 3, 5] = torch.nan
     gated = kernels.geglu(tokens, projection.weight, projection.bias, None, OUT_SCALE)
     mixed = kernels.attend_to_itself(torch.full((1, 128, 3 * 64), torch.nan), 1, OUT_SCALE)
-    for case, found in (("geglu", gated[0, 3]), ("self", mixed)):
+    image = torch.zeros(1, 16, 4, 4)
+    image[0, 5, 1, 1] = torch.nan
+    layer = quantize_conv(nn.Conv2d(16, 16, 3, padding=1), 1.0)
+    convolved = layer._run_kernel(layer.quantize_inputs(image), None, None)[:, :, :3, :3]
+    for case, found in (("geglu", gated[0, 3]), ("self", mixed), ("conv", convolved)):
         errors[f"nan, {case}"] = float(not found.float().isnan().all())
 
 
@@ -147,6 +185,7 @@ if __name__ == "__main__":
         run_self_attention()
         run_geglu()
         run_int8()
+        run_fp8_conv()
         run_nan()
         run_winograd()
     print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))

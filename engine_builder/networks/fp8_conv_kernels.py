@@ -1,0 +1,119 @@
+"""A Triton kernel of FP8 convolutions. Imported only once a network is on a GPU; see `engine_builder.networks.kernels`.
+
+The convolution is a product of matrices whose left factor is never written: each row is a pixel of the result, and each
+column a channel of one tap of the kernel (implicit GEMM; Chetlur et al., "cuDNN: efficient primitives for deep
+learning", 2014). Programs read the pixels under a tap directly, and zeros beyond the border.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor, library
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is divided: pixels and channels of a program's result, channels that it reads at once.
+
+    group: tiles of pixels that run one after the other for the same weights.
+    """
+
+    pixels: int = 128
+    channels: int = 128
+    depth: int = 128
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
+# Not tuned on a GPU. The shared memory of these tiles fits compute capability 8.9, which has 99 KiB for a program.
+TILES, _TILES_NARROW = Tiles(), Tiles(depth=64, stages=4)  # the latter if 128 does not divide the channels
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _fp8_conv_kernel(  # type: ignore[no-untyped-def]
+    x, weight, input_scale, weight_scale, bias, entry_bias, residual, out, pixels, entry_bias_stride,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    TILE_PIXELS: tl.constexpr, TILE_CHANNELS: tl.constexpr, TILE_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    # Tiles of a group of pixels run one after the other, so that they find the same weights in the cache.
+    pixel_tiles = tl.cdiv(pixels, TILE_PIXELS)
+    tiles_in_group = GROUP * tl.cdiv(CHANNELS, TILE_CHANNELS)
+    first = tl.program_id(0) // tiles_in_group * GROUP
+    group_size = tl.minimum(pixel_tiles - first, GROUP)
+    pixel_tile = first + tl.program_id(0) % tiles_in_group % group_size
+    channel_tile = tl.program_id(0) % tiles_in_group // group_size
+    pixel = pixel_tile * TILE_PIXELS + tl.arange(0, TILE_PIXELS)
+    channel = channel_tile * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
+    exists, is_channel = pixel < pixels, channel < CHANNELS
+    entry = pixel // (OUT_HEIGHT * OUT_WIDTH)
+    top = pixel // OUT_WIDTH % OUT_HEIGHT * STRIDE - PADDING
+    left = pixel % OUT_WIDTH * STRIDE - PADDING
+    parts: tl.constexpr = (DEPTH + TILE_DEPTH - 1) // TILE_DEPTH  # of the input channels
+    total = tl.zeros((TILE_PIXELS, TILE_CHANNELS), tl.float32)
+    # One loop over taps and parts, so that the loads of the next tap begin during the products of this one.
+    for part in range(0, KERNEL * KERNEL * parts):
+        tap = part // parts
+        k = part % parts * TILE_DEPTH + tl.arange(0, TILE_DEPTH)
+        y, x_position = top + tap // KERNEL, left + tap % KERNEL
+        inside = exists & (y >= 0) & (y < HEIGHT) & (x_position >= 0) & (x_position < WIDTH)
+        x_mask, weight_mask = inside[:, None], is_channel[None, :]
+        if DEPTH % TILE_DEPTH != 0:
+            x_mask, weight_mask = x_mask & (k < DEPTH)[None, :], weight_mask & (k < DEPTH)[:, None]
+        x_offsets = ((entry * HEIGHT + y) * WIDTH + x_position)[:, None] * DEPTH + k[None, :]
+        weight_offsets = (channel * (KERNEL * KERNEL) + tap)[None, :] * DEPTH + k[:, None]
+        a = tl.load(x + x_offsets, mask=x_mask, other=0.0)
+        total = tl.dot(a, tl.load(weight + weight_offsets, mask=weight_mask, other=0.0), total)
+    scale = tl.load(input_scale) * tl.load(weight_scale + channel, mask=is_channel, other=0.0)
+    result = total * scale[None, :] + tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+    inside = exists[:, None] & is_channel[None, :]
+    if entry_bias is not None:
+        at = entry_bias + entry[:, None] * entry_bias_stride + channel[None, :]
+        result += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    offsets = pixel[:, None] * CHANNELS + channel[None, :]
+    if residual is not None:
+        result += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=inside)
+
+
+@library.triton_op("preheat::fp8_conv", mutates_args={})
+def fp8_conv(
+    x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, entry_bias: Tensor | None,
+    residual: Tensor | None, stride: int, padding: int, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Return conv(x * input_scale, weight * weight_scale) + bias + entry_bias + residual, in `dtype`.
+
+    x: E4M3 [batch, height, width, in], contiguous; fewer than 2^31 elements, as the result. weight: E4M3 [out, kernel,
+    kernel, in], contiguous. input_scale: float32 scalar. weight_scale: float32 [out]. bias: [out]. entry_bias: [batch,
+    out], contiguous in channels, or None. residual: of the result's shape, contiguous, or None. padding: pixels of
+    zeros on each side. Returns [batch, (height + 2 padding - kernel) / stride + 1, the same of width, out].
+    """
+    return run_fp8_conv(
+        x, weight, input_scale, weight_scale, bias, entry_bias, residual, stride, padding, dtype,
+        TILES if x.shape[3] % TILES.depth == 0 else _TILES_NARROW,
+    )  # fmt: skip
+
+
+def run_fp8_conv(
+    x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, entry_bias: Tensor | None,
+    residual: Tensor | None, stride: int, padding: int, dtype: torch.dtype, tiles: Tiles,
+) -> Tensor:  # fmt: skip
+    """Run `fp8_conv` with given tiles."""
+    batch, height, width, depth = x.shape
+    channels, kernel = weight.shape[:2]
+    out_height, out_width = ((size + 2 * padding - kernel) // stride + 1 for size in (height, width))
+    out = torch.empty(batch, out_height, out_width, channels, dtype=dtype, device=x.device)
+    assert max(x.numel(), out.numel()) < 2**31
+    pixels = batch * out_height * out_width
+    programs = -(-pixels // tiles.pixels) * -(-channels // tiles.channels)
+    library.wrap_triton(_fp8_conv_kernel)[(programs,)](
+        x, weight, input_scale, weight_scale, bias, entry_bias, residual, out, pixels,
+        0 if entry_bias is None else entry_bias.stride(0),
+        HEIGHT=height, WIDTH=width, DEPTH=depth, OUT_HEIGHT=out_height, OUT_WIDTH=out_width, CHANNELS=channels,
+        KERNEL=kernel, STRIDE=stride, PADDING=padding, TILE_PIXELS=tiles.pixels, TILE_CHANNELS=tiles.channels,
+        TILE_DEPTH=tiles.depth, GROUP=tiles.group, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return out
