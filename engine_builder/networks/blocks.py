@@ -110,11 +110,11 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     batch = hidden.shape[0] if bias is None else bias.shape[0]
     shortcut = hidden if block.conv_shortcut is None else block.conv_shortcut(hidden)
-    inner = _norm_silu_conv(block.norm1, block.conv1, hidden, bias=bias)
-    return _norm_silu_conv(block.norm2, block.conv2, inner, residual=repeat_batch(shortcut, batch))
+    inner = norm_silu_conv(block.norm1, block.conv1, hidden, bias=bias)
+    return norm_silu_conv(block.norm2, block.conv2, inner, residual=repeat_batch(shortcut, batch))
 
 
-def _norm_silu_conv(
+def norm_silu_conv(
     norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
@@ -133,7 +133,7 @@ def _norm_silu_conv(
 def _winograd_conv(
     norm: Any, conv: WinogradConv, hidden: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """Return what `_norm_silu_conv` returns, on a GPU. Norm, SiLU and sums are fused into Winograd's transforms."""
+    """Return what `norm_silu_conv` returns, on a GPU. Norm, SiLU and sums are fused into Winograd's transforms."""
     from engine_builder.networks import winograd_kernels as kernels
 
     if bias is not None:

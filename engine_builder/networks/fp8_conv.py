@@ -4,6 +4,8 @@ On a GPU a Triton kernel computes the products of E4M3 numbers and sums them in 
 convolved in fp32.
 """
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,7 +104,12 @@ def conv_weight(conv: nn.Conv2d | WinogradConv) -> Tensor:
 
 
 def can_quantize_conv(module: nn.Module) -> bool:
-    """True for a convolution of several pixels whose channels suit the kernel, and whose weights are not all zero."""
+    """True for a convolution that suits the kernel, and whose weights are present and not all zero."""
+    return suits_kernel(module) and bool(module.weight.any())
+
+
+def suits_kernel(module: nn.Module) -> TypeGuard[nn.Conv2d | WinogradConv]:
+    """True for a convolution of several pixels whose channels are multiples of 16, and that has weights and a bias."""
     if not isinstance(module, nn.Conv2d | WinogradConv) or module.weight is None or module.bias is None:
         return False
     if isinstance(module, nn.Conv2d):
@@ -114,8 +121,13 @@ def can_quantize_conv(module: nn.Module) -> bool:
             return False
         if set(module.dilation) != {1} or module.groups != 1:
             return False
-    out_channels, in_channels = module.weight.shape[1:] if module.weight.ndim == 3 else module.weight.shape[:2]
-    return in_channels % MULTIPLE == 0 and out_channels % MULTIPLE == 0 and bool(module.weight.any())
+    return not any(channels % MULTIPLE for channels in conv_channels(module))
+
+
+def conv_channels(conv: nn.Conv2d | WinogradConv) -> tuple[int, int]:
+    """Return the numbers of input and output channels."""
+    out_channels, in_channels = conv.weight.shape[1:] if conv.weight.ndim == 3 else conv.weight.shape[:2]
+    return int(in_channels), int(out_channels)
 
 
 def has_quantized_convs(module: nn.Module) -> bool:

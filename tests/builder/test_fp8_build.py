@@ -19,6 +19,7 @@ from engine_builder.benchmarks.suite import Case
 from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
+from engine_builder.networks.fp8_conv import CONV_VERSION
 from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
@@ -301,6 +302,29 @@ def test_unet_is_built_and_served_in_int8(
     other = policy.model_copy(update={"smoothing": 0.5})
     again = plan_quantization(plan.base, None, other, store, precision=INT8)
     assert build(replace(plan, quantization=again), store).compiled == ()
+
+
+def test_convolutions_in_fp8_are_built_and_served(
+    built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """With the same calibration, in an engine of its own. Weights and scales are not in the engine."""
+    store = open_writable_store(shutil.copytree(folder_of(built[0]), tmp_path / "store"))
+    policy = Policy(keep_fp16=["*.proj_in", "*.proj_out"], convolutions=["mid_block.*"])
+    quantization = plan_quantization(fp8_plan.base, None, policy, store)
+    result = build(replace(fp8_plan, quantization=quantization), store)
+    assert result.compiled == ("unet",) and result.draft.builder["fp8_convolutions"] == str(CONV_VERSION)
+    assert "fp8_convolutions" not in built[1].builder
+    [unet] = [engine for engine in result.draft.engines if engine.component == "unet"]
+    constants = parse_constants(store.get(unet.constants.sha256, unet.constants.bytes).read_bytes())
+    tensors = {constant.tensor: constant.dtype for constant in constants.values()}
+    convolutions = [name for name, dtype in tensors.items() if ".conv" in name and dtype == "float8_e4m3fn"]
+    assert len(convolutions) >= 4 and all(tensors[f"{name}_scale"] == "float32" for name in convolutions)
+    draft = merge_drafts([result.draft])
+    store.write_release(draft.model_copy(update={"version": "mixed-3"}))
+    served = ServedPrecision(FP8, None)
+    loaded = load_release(store, "toy-sdxl/mixed-3", detect_targets(), [], ColdStart(), precision=served)
+    difference = np.abs(picture(load(store, None)).astype(int) - picture(loaded).astype(int))
+    assert 0 < difference.mean() < 12, "the same picture, or another one"
 
 
 def test_another_clip_reuses_the_engine_with_other_weights(

@@ -7,6 +7,7 @@ from torch import nn
 
 from engine_builder.backends.aot_inductor.compile import build_target, dynamic_bucket, engine_key
 from engine_builder.backends.onnx.export import graph_key
+from engine_builder.benchmarks.fp8_convolutions import ConvShape, ConvTimes, report, rows_of, step_convolutions
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks import blocks
 from engine_builder.networks.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
@@ -229,3 +230,38 @@ def test_report_times_convolutions_of_different_strides(inputs: dict[str, torch.
     assert all(
         milliseconds > 0 for milliseconds in time_products(quantize_conv(nn.Conv2d(16, 16, 3), 1.0), (1, 16, 4, 4))
     )
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def test_benchmark_has_every_convolution_of_a_step() -> None:
+    """Of SDXL, by the operations that its architecture has: 38 of its convolutions, the widest with Winograd's."""
+    found = step_convolutions(1024, 832)
+    names = [name for layers in found.values() for name in layers]
+    assert len(names) == len(set(names)) == 38 and not any(".conv_shortcut" in name for name in names)
+    by_name = {name: shape for shape, layers in found.items() for name in layers}
+    wide = by_name["up_blocks.0.resnets.0.conv1"]
+    assert (wide.channels_in, wide.channels_out, wide.height, wide.width) == (2560, 1280, 32, 26)
+    assert wide.uses_winograd and wide.in_resnet
+    assert wide.gigaflops == pytest.approx(2 * 9 * 2560 * 1280 * 32 * 26 / 1e9)
+    phases, down = by_name["up_blocks.0.upsamplers.0.phases"], by_name["down_blocks.0.downsamplers.0.conv"]
+    assert (phases.kernel, phases.output_sizes) == (2, (33, 27)) and not phases.in_resnet
+    assert (down.stride, down.output_sizes, down.uses_winograd) == (2, (64, 52), False)
+
+
+def test_benchmark_names_the_layers_that_fp8_makes_slower() -> None:
+    shape = ConvShape(64, 64, 8, 8, 3, 1, 1, in_resnet=True, uses_winograd=False)
+    tiles = {"small": [40.0], "large": [30.0]}
+    times = [
+        ConvTimes(shape, ("a.conv1", "b.conv1"), [60.0], None, tiles, [80.0], [50.0], 1e-4),
+        ConvTimes(shape, ("a.conv2",), [60.0], [30.0], tiles, [40.0], [50.0], 1e-4),
+    ]
+    printed = report(times, batch=2)
+    assert "a step, us: 200 in fp16, 150 in FP8, 140 with the faster of each" in printed
+    assert printed.splitlines()[-2:] == ["slower in FP8:", '    "a.conv2",']
+    assert "large" in printed and "small" not in printed
+    rows = rows_of(times, batch=2)
+    found = [(row.precision, row.value) for row in rows]
+    assert found == [("float16", 80.0), ("fp8", 50.0), ("float16", 40.0), ("fp8", 50.0)]
+    assert rows[1].extra["alone_by_tiles"] == {"small": 40.0, "large": 30.0}

@@ -23,12 +23,14 @@ from engine_builder.backends.onnx.inspect_graphs import inspect_graph
 from engine_builder.backends.onnx.opsets import OLD_OPSET
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.commands.main import app
+from engine_builder.networks.fp8_conv import can_quantize_conv
 from engine_builder.networks.fp8_linear import QuantizedLinear, can_quantize
 from engine_builder.networks.network import Network, load_network, public_name
 from engine_builder.quantization.policy import Policy
 from engine_builder.quantization.quantize import quantize_layers
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.store.precision import FP16
+from tests.conftest import MODEL_FOLDER
 
 KEPT = ["*.proj_in", "*.ff.*"]
 E4M3 = TensorProto.FLOAT8E4M3FN
@@ -157,6 +159,24 @@ def test_layer_equals_numpy(bias: bool, toy_folder: Path, unet: Network) -> None
     expected += 0 if layer.bias is None else layer.bias.detach().double().numpy()
     assert (np.abs(inputs.numpy()) > 8).any(), "some inputs are clipped"
     np.testing.assert_allclose(found.numpy(), expected.astype(np.float16), rtol=2e-3, atol=2e-3)
+
+
+def test_convolutions_are_quantized_and_equal_eager_pytorch() -> None:
+    """Of the tiny model. Weights have a scale for each output. The first and the last convolution stay in fp16."""
+    network = load_network(Checkpoint(MODEL_FOLDER), "unet", FP16)
+    names = [public_name(name) for name, module in network.module.named_modules() if can_quantize_conv(module)]
+    unet = quantize_layers(network, {name: 8.0 for name in names})
+    graph = export_graph(unet)
+    counts = count_operators(graph.model)
+    assert (counts["QuantizeLinear"], counts["DequantizeLinear"]) == (len(names), 2 * len(names)) and len(names) > 5
+    model = onnx.load_from_string(graph.model)
+    producers = {output: node.op_type for node in model.graph.node for output in node.output}
+    convs = [node for node in model.graph.node if node.op_type == "Conv"]
+    rounded = [node for node in convs if producers.get(node.input[0]) == "DequantizeLinear"]
+    assert len(rounded) == len(names) < len(convs)
+    assert all(producers[node.input[1]] == "DequantizeLinear" for node in rounded)
+    assert {f"{name}.weight_scale" for name in names} <= graph.constants.keys()
+    assert validate_graph(unet, graph) <= 2e-2
 
 
 def test_command_writes_a_checked_graph(written: tuple[WritableStore, Path]) -> None:

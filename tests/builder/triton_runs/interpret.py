@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
+from engine_builder.benchmarks import fp8_convolutions
 from engine_builder.networks import blocks, fp8_conv_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
 from model.weights.fp8 import quantize
@@ -133,6 +134,25 @@ def run_fp8_conv() -> None:
     compare("fp8 conv, other tiles", actual.permute(0, 3, 1, 2), layer(hidden).half())
 
 
+def run_benchmark() -> None:
+    """The benchmark of FP8 convolutions runs each of its forms, on shapes of each kind."""
+    tiles = dict(list(fp8_convolutions.candidate_tiles().items())[-2:])
+    fp8_convolutions._SETS = 1
+    for shape in (
+        fp8_convolutions.ConvShape(64, 128, 6, 4, 3, 1, 1, in_resnet=True, uses_winograd=True),
+        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 2, 1, in_resnet=False, uses_winograd=False),
+    ):
+        calls: list[int] = []
+
+        def count(works: Any, calls: list[int] = calls) -> list[float]:
+            calls.append(len([work() for work in works]))
+            return [1.0]
+
+        times = fp8_convolutions.measure(shape, ("a layer",), 2, "cpu", count, tiles)
+        assert calls == [1] * (6 if shape.uses_winograd else 5) and times.by_tiles.keys() == tiles.keys()
+        errors[f"benchmark, {shape}"] = times.error
+
+
 def run_nan() -> None:
     """NaN must reach the result in E4M3: clipping it would hide a broken image."""
     tokens, projection = torch.randn(1, 128, 128), nn.Linear(128, 256)
@@ -186,6 +206,7 @@ if __name__ == "__main__":
         run_geglu()
         run_int8()
         run_fp8_conv()
+        run_benchmark()
         run_nan()
         run_winograd()
     print(json.dumps({"errors": errors, "types": {name: sorted(found) for name, found in types.items()}}))

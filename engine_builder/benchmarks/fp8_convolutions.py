@@ -1,0 +1,313 @@
+"""Time every convolution of a step of SDXL's UNet in fp16 and in FP8, on the GPU of this machine.
+
+    python -m engine_builder.benchmarks.fp8_convolutions --batch 2 --size 1024x1024 --out rows.json
+
+Two comparisons for each shape, in microseconds:
+
+- alone: PyTorch's convolution of fp16 pixels, and the FP8 kernel on E4M3 pixels with each choice of tiles. Layers whose
+  fp16 engines use Winograd's kernels have their time, too. It includes the norm, because they do the norm's work.
+- compiled: group norm, SiLU, convolution, bias and residual as engines have them, in fp16 and in FP8. Downsamplers and
+  upsamplers have only the convolution, with the quantization of its input. The FP8 kernel has its default tiles.
+
+Then it prints the sum over a step, and the layers whose compiled form in FP8 is not faster, as `keep_fp16` of a policy.
+Weights and pixels are random. Four sets of them take turns, because a step does not find its weights in the cache.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_builder.benchmarks.rows import Row, finish, make_row
+from engine_builder.checkpoints.random_sdxl import make_network
+from engine_builder.networks.blocks import norm_silu_conv
+from engine_builder.networks.fp8_conv import QuantizedConv, conv_channels, quantize_conv, suits_kernel
+from engine_builder.networks.kernel_form import plain_operations
+from engine_builder.networks.network import public_name
+from engine_builder.networks.unet import UnetNetwork, text_width, time_width
+from engine_builder.networks.winograd import WinogradConv
+
+if TYPE_CHECKING:
+    from engine_builder.networks.fp8_conv_kernels import Tiles
+
+_SETS, _ROUNDS, _REPLAYS = 4, 5, 20  # sets of tensors, calls of each in a graph, timed launches of the graph
+_TEXT_TOKENS = 77
+_SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a program, on a GPU of a data center and on others
+Work = Callable[[], object]
+Timer = Callable[[Sequence[Work]], list[float]]
+"""Return microseconds of one call, once for each repetition. The given calls do the same work on other tensors."""
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """What decides the time of a convolution, except the batch. height, width: pixels of the input."""
+
+    channels_in: int
+    channels_out: int
+    height: int
+    width: int
+    kernel: int
+    stride: int
+    padding: int
+    in_resnet: bool
+    uses_winograd: bool
+
+    @property
+    def output_sizes(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        height, width = (
+            (size + 2 * self.padding - self.kernel) // self.stride + 1 for size in (self.height, self.width)
+        )
+        return height, width
+
+    @property
+    def gigaflops(self) -> float:
+        """Of one entry of the batch, by direct convolution."""
+        height, width = self.output_sizes
+        return 2e-9 * self.kernel**2 * self.channels_in * self.channels_out * height * width
+
+    def __str__(self) -> str:
+        return (
+            f"{self.channels_in}>{self.channels_out} {self.height}x{self.width} k{self.kernel} s{self.stride}"
+            f"{'' if self.in_resnet else ' alone'}"
+        )
+
+
+@dataclass(frozen=True)
+class ConvTimes:
+    """The times of one shape in microseconds, of each repetition.
+
+    layers: names. winograd: None if engines do not use it. by_tiles: of the FP8 kernel alone, by the tiles' name.
+    error: of the FP8 kernel, relative by norm, against the same numbers convolved in fp32.
+    """
+
+    shape: ConvShape
+    layers: tuple[str, ...]
+    fp16: list[float]
+    winograd: list[float] | None
+    by_tiles: dict[str, list[float]]
+    compiled_fp16: list[float]
+    compiled_fp8: list[float]
+    error: float
+
+    @property
+    def best_tiles(self) -> str:
+        return min(self.by_tiles, key=lambda name: statistics.median(self.by_tiles[name]))
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the compiled form is in FP8."""
+        return statistics.median(self.compiled_fp16) / statistics.median(self.compiled_fp8)
+
+
+def step_convolutions(height: int, width: int, network: nn.Module | None = None) -> dict[ConvShape, tuple[str, ...]]:
+    """Return the convolutions of SDXL's UNet that FP8 suits, by shape. height, width: pixels of the image.
+
+    network: another UNet, on the device "meta".
+    """
+    with torch.device("meta"), torch.inference_mode(), plain_operations():
+        network = make_network("unet") if network is None else network
+        widths = time_width(network), text_width(network)
+        unet = UnetNetwork(network, use_winograd=True)
+        found: dict[ConvShape, tuple[str, ...]] = {}
+
+        def observe(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+                shape = _shape_of(name, module, inputs[0])
+                found[shape] = (*found.get(shape, ()), name)
+
+            return add
+
+        for name, module in unet.named_modules():
+            if suits_kernel(module):
+                module.register_forward_pre_hook(observe(public_name(name)))
+        sample = torch.empty(1, 4, height // 8, width // 8)
+        unet(sample, torch.empty(1, widths[0]), torch.empty(1, _TEXT_TOKENS, widths[1]))
+    return found
+
+
+def _shape_of(name: str, module: nn.Module, inputs: Tensor) -> ConvShape:
+    assert isinstance(module, nn.Conv2d | WinogradConv)
+    kernel, stride, padding = (3, 1, 1)
+    if isinstance(module, nn.Conv2d):
+        kernel, stride, padding = module.kernel_size[0], module.stride[0], int(module.padding[0])
+    return ConvShape(
+        *conv_channels(module), inputs.shape[2], inputs.shape[3], kernel, stride, padding, ".resnets." in name,
+        isinstance(module, WinogradConv),
+    )  # fmt: skip
+
+
+def candidate_tiles() -> dict[str, "Tiles"]:
+    """Return the tiles that are compared, by name: pixels x channels x depth, warps, stages."""
+    from engine_builder.networks.fp8_conv_kernels import Tiles
+
+    choices = [
+        Tiles(pixels, channels, depth, warps=warps, stages=stages)
+        for pixels, channels, depth, warps, stages in (
+            (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 64, 8, 4), (128, 128, 128, 4, 3),
+            (64, 128, 128, 4, 4), (128, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 256, 64, 8, 4),
+            (128, 256, 128, 8, 3), (256, 128, 64, 8, 4), (256, 128, 128, 8, 3),
+        )
+    ]  # fmt: skip
+    return {f"{t.pixels}x{t.channels}x{t.depth} w{t.warps} s{t.stages}": t for t in choices}
+
+
+@torch.inference_mode()
+def measure(
+    shape: ConvShape, layers: tuple[str, ...], batch: int, device: str, timer: Timer, tiles: dict[str, "Tiles"]
+) -> ConvTimes:
+    """Time all forms of one shape. On a CPU nothing is compiled."""
+    from engine_builder.networks.fp8_conv_kernels import fp8_conv, run_fp8_conv
+
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    height, width = shape.output_sizes
+    in_channels_last = {"memory_format": torch.channels_last}
+
+    def random(*sizes: int) -> Tensor:
+        values = torch.randn(sizes, device=device).to(dtype)
+        return values.to(**in_channels_last) if len(sizes) == 4 else values  # type: ignore[call-overload]
+
+    fp16: list[Work] = []
+    winograd: list[Work] = []
+    compiled: dict[bool, list[Work]] = {False: [], True: []}
+    by_tiles: dict[str, list[Work]] = {name: [] for name in tiles}
+    error = 0.0
+    norm = nn.GroupNorm(32, shape.channels_in).to(device, dtype)
+    for number in range(_SETS):
+        conv = nn.Conv2d(shape.channels_in, shape.channels_out, shape.kernel, shape.stride, shape.padding)
+        conv = conv.to(device, dtype).to(**in_channels_last)  # type: ignore[call-overload]
+        hidden = random(batch, shape.channels_in, shape.height, shape.width)
+        time_bias = random(batch, shape.channels_out)
+        residual = random(batch, shape.channels_out, height, width)
+        layer = quantize_conv(conv, 4.0)
+        numbers = layer.quantize_inputs(hidden)
+        pixels, weight = numbers.permute(0, 2, 3, 1), layer.weight.permute(0, 2, 3, 1)
+        arguments = (
+            pixels, weight, layer.input_scale, layer.weight_scale, layer.bias, None, None, shape.stride, shape.padding,
+            dtype,
+        )  # fmt: skip
+        if number == 0:
+            with plain_operations():
+                expected = layer(numbers).float()
+            found = fp8_conv(*arguments).permute(0, 3, 1, 2).float()
+            error = float((found - expected).norm() / expected.norm())
+        fp16.append(_call(F.conv2d, hidden, conv.weight, conv.bias, shape.stride, shape.padding))
+        for name, choice in tiles.items():
+            by_tiles[name].append(_call(run_fp8_conv, *arguments, choice))
+        engine_conv = WinogradConv(conv) if shape.uses_winograd else conv
+        if shape.uses_winograd:
+            winograd.append(_call(norm_silu_conv, norm, engine_conv, hidden, time_bias, residual))
+        for in_fp8, module in ((False, engine_conv), (True, layer)):
+            form = _compiled_form(norm, module, shape.in_resnet, device)
+            compiled[in_fp8].append(_call(form, hidden, time_bias, residual))
+    return ConvTimes(
+        shape, layers, timer(fp16), timer(winograd) if winograd else None,
+        {name: timer(works) for name, works in by_tiles.items()}, timer(compiled[False]), timer(compiled[True]), error,
+    )  # fmt: skip
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Work:
+    return lambda: function(*arguments)
+
+
+def _compiled_form(
+    norm: nn.GroupNorm, conv: nn.Conv2d | WinogradConv | QuantizedConv, in_resnet: bool, device: str
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the convolution with what is around it in the UNet, compiled on a GPU."""
+
+    def run(hidden: Tensor, time_bias: Tensor, residual: Tensor) -> Any:
+        return norm_silu_conv(norm, conv, hidden, time_bias, residual) if in_resnet else conv(hidden)
+
+    return torch.compile(run, dynamic=False) if device == "cuda" else run
+
+
+def time_on_gpu(works: Sequence[Work]) -> list[float]:
+    """Time calls in a CUDA graph, so that the host's time does not count. See `Timer`."""
+    for work in works:  # compiles
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_ROUNDS):
+            for work in works:
+                work()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    calls = _ROUNDS * len(works)
+    return [start.elapsed_time(end) * 1000 / calls for start, end in zip(events, events[1:], strict=False)]
+
+
+def report(times: Sequence[ConvTimes], batch: int) -> str:
+    """Return the table, the sums over a step, and the layers that FP8 does not make faster."""
+    heading = f"{'convolution':30} {'n':>2} {'fp16':>6} {'Winogr.':>7} {'FP8':>6} {'TFLOP/s':>7} {'best tiles':19}"
+    lines = [f"{heading} {'error':>7} | {'fp16':>6} {'FP8':>6} {'gain':>5}  compiled"]
+    totals = [0.0, 0.0, 0.0]
+    slower: list[str] = []
+    for one in sorted(times, key=lambda one: one.ratio):
+        best, compiled = statistics.median(one.by_tiles[one.best_tiles]), (one.compiled_fp16, one.compiled_fp8)
+        fp16, fp8 = map(statistics.median, compiled)
+        winograd = f"{statistics.median(one.winograd):.1f}" if one.winograd else ""
+        speed = batch * one.shape.gigaflops / best * 1e3
+        lines.append(
+            f"{one.shape!s:30} {len(one.layers):2} {statistics.median(one.fp16):6.1f} {winograd:>7} {best:6.1f} "
+            f"{speed:7.0f} {one.best_tiles:19} {one.error:7.5f} | {fp16:6.1f} {fp8:6.1f} {one.ratio:5.2f}"
+        )
+        totals = [total + len(one.layers) * us for total, us in zip(totals, (fp16, fp8, min(fp16, fp8)), strict=True)]
+        slower += one.layers if one.ratio <= 1 else ()
+    everywhere, all_fp8, mixed = totals
+    lines.append(f"a step, us: {everywhere:.0f} in fp16, {all_fp8:.0f} in FP8, {mixed:.0f} with the faster of each")
+    lines += ["slower in FP8:", *(f'    "{name}",' for name in sorted(slower))]
+    return "\n".join(lines)
+
+
+def rows_of(times: Sequence[ConvTimes], batch: int) -> list[Row]:
+    """Return two rows for each shape: the compiled form in fp16 and in FP8. Extra entries have the kernels' times."""
+    rows = []
+    for one in times:
+        alone = {name: round(statistics.median(values), 2) for name, values in one.by_tiles.items()}
+        for precision, values in (("float16", one.compiled_fp16), ("fp8", one.compiled_fp8)):
+            extra: dict[str, Any] = {"layers": list(one.layers)}
+            if precision == "fp8":
+                extra |= {"alone_by_tiles": alone, "error": round(one.error, 6)}
+            else:
+                winograd = one.winograd and round(statistics.median(one.winograd), 2)
+                extra |= {"alone": round(statistics.median(one.fp16), 2), "winograd": winograd}
+            rows.append(make_row(str(one.shape), values, "us", precision, 1, batch, digits=2, **extra))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=2, help="entries of the UNet's batch, two for an image")
+    parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT of the image")
+    parser.add_argument("--out", type=Path, help="file of rows to append to")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        parser.error("this benchmark needs a GPU of compute capability 8.9 or newer")
+    width, height = map(int, arguments.size.split("x"))
+    largest = _SHARED_BYTES[torch.cuda.get_device_capability() in ((9, 0), (10, 0))]
+    tiles = {
+        name: t for name, t in candidate_tiles().items() if (t.pixels + t.channels) * t.depth * t.stages <= largest
+    }
+    times = []
+    for shape, layers in step_convolutions(height, width).items():
+        times.append(measure(shape, layers, arguments.batch, "cuda", time_on_gpu, tiles))
+        torch._dynamo.reset()
+        print(f"{shape}: {times[-1].ratio:.2f} times", flush=True)
+    print(report(times, arguments.batch))
+    finish(rows_of(times, arguments.batch), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
