@@ -30,6 +30,7 @@ VERSION = "2.51.0"
 _WHEEL = "nvidia-pytriton==0.7.0"
 _SHA256 = "21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df"
 _STOP_SECONDS = 15
+_ABORTED = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -85,7 +86,11 @@ def require_triton_client() -> None:
 
 
 class TritonServer:
-    """A Triton process on free ports of 127.0.0.1, which loads what it is asked to. Stopped at the end of `with`."""
+    """A Triton process on free ports of 127.0.0.1, which loads what it is asked to. Stopped at the end of `with`.
+
+    This version of Triton aborts when the process of a model ends while it starts, which happens on a busy machine
+    without a fault of the model. It is then started again, once, with the models that it had.
+    """
 
     def __init__(self, installed: Path, repository: Path, work: Path) -> None:
         """`work`: an existing folder for the models' environment and the log."""
@@ -93,6 +98,8 @@ class TritonServer:
         self.log = work / "triton.log"
         self._installed, self._environment = installed, work / "environment"
         self._process: subprocess.Popen[bytes] | None = None
+        self._loaded: list[str] = []
+        self._aborted = False
         self.http, self.grpc, self.metrics = (f"127.0.0.1:{port}" for port in _free_ports(3))
 
     def __enter__(self) -> Self:
@@ -100,6 +107,10 @@ class TritonServer:
         builder.create(self._environment)
         packages = next((self._environment / "lib").glob("python3.*")) / "site-packages"
         (packages / "models.pth").write_text(f"{REPOSITORY}\n{sysconfig.get_paths()['purelib']}\n")
+        self._start()
+        return self
+
+    def _start(self) -> None:
         ports = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics}
         options = [f"--{name}-{part}" for name, address in ports.items() for part in _address_options(address)]
         libraries = [str(self._installed / "libs"), sysconfig.get_config_var("LIBDIR")]
@@ -127,7 +138,7 @@ class TritonServer:
         while True:
             try:
                 if httpx.get(f"http://{self.http}/v2/health/live", trust_env=False).is_success:
-                    return self
+                    return
             except httpx.TransportError:
                 pass
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -148,10 +159,14 @@ class TritonServer:
 
     def load(self, model: str) -> str:
         """Load a model with the repository's current config. Returns "", or Triton's error."""
-        return self._control(model, "load")
+        error = self._control(model, "load")
+        if not error and model not in self._loaded:
+            self._loaded.append(model)
+        return error
 
     def unload(self, model: str) -> str:
         """Unload a model. Returns "", or Triton's error."""
+        self._loaded = [name for name in self._loaded if name != model]
         return self._control(model, "unload")
 
     def ready(self, model: str, version: int | None = None) -> bool:
@@ -174,7 +189,17 @@ class TritonServer:
 
     def _control(self, model: str, action: str) -> str:
         url = f"http://{self.http}/v2/repository/models/{model}/{action}"
-        answer = httpx.post(url, json={}, timeout=300, trust_env=False)
+        try:
+            answer = httpx.post(url, json={}, timeout=300, trust_env=False)
+        except httpx.TransportError:
+            if self._aborted or _ABORTED not in self.log.read_text(errors="replace"):
+                raise
+            self._aborted = True
+            self.__exit__()
+            self._start()
+            for name in self._loaded:
+                assert self._control(name, "load") == ""
+            return self._control(model, action)
         return "" if answer.is_success else str(answer.json()["error"])
 
 

@@ -1,8 +1,11 @@
 """`generate_loop` on a real Triton server: its images are those of the Truss server's pipeline, and broken folders are
 refused with their reason."""
 
+import importlib
 import io
+import json
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +20,8 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository import client
 from engine_builder.triton_repository.client import Protocol
 from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
-from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
+from engine_builder.triton_repository.loop_model import GENERATE_LOOP, REQUEST, loop_model
+from model.api.body_limit import MAX_BODY_BYTES
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
@@ -93,6 +97,50 @@ def test_streams_previews_and_every_image(triton: TritonServer) -> None:
     assert previews and all(shape == (32, 32, 3) for _, shape in previews)
     [(_, alone)] = call(triton, request(0) | {"seed": 1})
     assert np.abs(pixels(images[1][1]) - pixels(alone)).max() <= 1
+
+
+def test_previews_of_requests_at_once_arrive_whole(triton: TritonServer) -> None:
+    """Several threads make the previews of one request. Responses sent at once would lose their outputs."""
+    require_triton_client()
+
+    def count_previews(seed: int) -> int:
+        seen: list[Any] = []
+        values = {"prompt": PROMPTS[0], "seed": seed, "num_inference_steps": STEPS, "num_images": 2}
+        values |= {"stream": True, "preview_every": 1}
+        assert len(call(triton, values, "grpc", progress=lambda event, file: seen.append(pixels(file)))) == 2
+        return len(seen)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(count_previews, range(60))) == {2 * (STEPS - 1)}
+
+
+def test_request_of_a_client_that_left_is_cancelled(triton: TritonServer) -> None:
+    require_triton_client()
+    grpc = importlib.import_module("tritonclient.grpc")
+    body = np.frombuffer(json.dumps({"prompt": PROMPTS[0], "num_inference_steps": 100}).encode(), np.uint8)
+
+    def accepted() -> float:
+        return triton.metric("nv_inference_exec_count", GENERATE_LOOP)
+
+    before = accepted()
+    with grpc.InferenceServerClient(triton.grpc) as caller:
+        caller.start_stream(lambda result, error: None)
+        tensor = grpc.InferInput(REQUEST, [len(body)], "UINT8")
+        tensor.set_data_from_numpy(body)
+        caller.async_stream_infer(GENERATE_LOOP, [tensor])
+        while accepted() == before:
+            pass
+        caller.stop_stream(cancel_requests=True)
+    end = time.monotonic() + 30
+    while f"{GENERATE_LOOP}: The client left." not in triton.log.read_text():
+        assert time.monotonic() < end, "The request was not cancelled."
+        time.sleep(0.1)
+
+
+def test_refuses_a_large_body(triton: TritonServer) -> None:
+    require_triton_client()
+    with pytest.raises(CallFailed, match="The request has more than 64 MiB"):
+        call(triton, {"prompt": "a" * (MAX_BODY_BYTES + 1)}, "grpc")
 
 
 def test_refuses_with_the_field_of_the_request(triton: TritonServer) -> None:

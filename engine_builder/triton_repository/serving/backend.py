@@ -33,8 +33,7 @@ def open_release(args: Mapping[str, str]) -> tuple[LocalStore, str]:
 
 def as_triton_error(model: str, error: Exception) -> Exception:
     """Return the error that Triton reports for a model: its name and the reason."""
-    reason = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
-    failure: Exception = pb_utils.TritonModelException(f"{model}: {reason}")
+    failure: Exception = pb_utils.TritonModelException(f"{model}: {_text(error)}")
     return failure
 
 
@@ -62,12 +61,20 @@ def response(tensors: Mapping[str, torch.Tensor]) -> Any:
     return pb_utils.InferenceResponse(output_tensors=outputs)
 
 
-def error_response(error: Exception) -> Any:
+def error_response(error: BaseException) -> Any:
     """Return a response with the message of an error."""
-    text = str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"
-    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(text))
+    return pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError(_text(error)))
+
+
+def log_failure(model: str, error: BaseException) -> None:
+    """Write the error that ended a request to Triton's log."""
+    pb_utils.Logger.log_warn(f"{model}: {_text(error)}")
 
 
 def send_last(sender: Any, last: Any) -> None:
     """Send the last response of a request."""
     sender.send(last, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, PreheatError) else f"{type(error).__name__}: {error}"

@@ -10,9 +10,7 @@ dynamic batching is not used. The events of a request are:
 
 import base64
 import json
-import math
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -23,25 +21,26 @@ from pydantic import ValidationError
 
 from engine_builder.triton_repository.config import check_config
 from engine_builder.triton_repository.loop_model import EVENT, FILE, REQUEST, loop_model
+from engine_builder.triton_repository.serving.answer import Answer
 from engine_builder.triton_repository.serving.backend import (
     as_triton_error,
-    error_response,
+    log_failure,
     open_release,
     read_bytes,
     refusal,
     response,
-    send_last,
 )
+from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest, resolve
 from model.cold_start import ColdStart
-from model.errors import Cancelled, DeadlineExceeded
+from model.errors import PreheatError
 from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
-from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
+from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 from model.scheduling.scheduler import Scheduler
 from model.settings import read_settings
 
@@ -54,6 +53,7 @@ class GenerateLoop:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load and warm up the release. Raises what Triton reports as the reason why the model is unavailable."""
+        self._model = args["model_name"]
         try:
             check_config(json.loads(args["model_config"]), loop_model())
             settings = read_settings()
@@ -75,64 +75,55 @@ class GenerateLoop:
             )
             self._scheduler.preview_map = self._scheduler.call(lambda: warm_up(self._loaded)).result()
         except Exception as error:
-            raise as_triton_error(args["model_name"], error) from error
+            raise as_triton_error(self._model, error) from error
         self._scheduler.when_idle(batch_measurement(self._loaded))
         self._readers = ThreadPoolExecutor(_READERS, "preheat-read")
+        self._unread = Unread(self._scheduler.limits.max_queue)
+        self._watch = Watch(self._scheduler.limits.deadline_seconds)
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Accept requests. Their responses are sent later, by the scheduler's threads."""
         for request in requests:
-            content, sender = read_bytes(request, REQUEST), request.get_response_sender()
-            self._readers.submit(self._answer, content or b"", sender)
+            content, answer = read_bytes(request, REQUEST) or b"", Answer(request.get_response_sender())
+            try:
+                self._unread.add(content)
+            except PreheatError as error:
+                answer.refuse(error)
+            else:
+                self._readers.submit(self._read, content, answer)
 
     def finalize(self) -> None:
         """End the scheduler's threads. Requests in flight are answered with an error."""
         self._readers.shutdown()
         self._scheduler.close()
+        self._watch.close()
 
-    def _answer(self, content: bytes, sender: Any) -> None:
+    def _read(self, content: bytes, answer: Answer) -> None:
+        """Pass a request to the scheduler, or refuse it."""
         try:
+            self._watch.check(answer)
             request = _parse(content)
-            params = self._resolve(request)
-            job_of: list[Job] = []
-            listener = partial(self._on_event, sender, job_of)
-            preview_every = request.preview_every if request.stream else 0
-            job = self._scheduler.submit(params, listener, preview_every)
-            job_of.append(job)
+            params = self._resolve(request, answer)
+            listener = partial(_send_preview, answer)
+            job = self._scheduler.submit(params, listener, request.preview_every if request.stream else 0)
         except Exception as error:
-            send_last(sender, error_response(error))
+            answer.refuse(error)
             return
-        job.result.add_done_callback(partial(self._finish, sender, params))
-        self._limit_time(job)
+        finally:
+            self._unread.remove(content)
+        job.result.add_done_callback(partial(self._finish, answer, params))
+        self._watch.add(answer, partial(self._scheduler.cancel, job))
 
-    def _limit_time(self, job: Job) -> None:
-        """Cancel a job that is not finished within the deadline."""
-        seconds = self._scheduler.limits.deadline_seconds
-        if math.isinf(seconds):
-            return
-        error = DeadlineExceeded(f"The images were not finished within {seconds:g} s.")
-        timer = threading.Timer(seconds, self._scheduler.cancel, [job, error])
-        timer.daemon = True
-        timer.start()
-        job.result.add_done_callback(lambda _: timer.cancel())
-
-    def _resolve(self, request: GenerationRequest) -> GenerationParams:
+    def _resolve(self, request: GenerationRequest, answer: Answer) -> GenerationParams:
         if request.image is None and not request.controls and not request.ip_adapters:
             return resolve(request, self._loaded.served)
         self._scheduler.check_acceptable(request.num_images)
-        return resolve_with_images(request, self._loaded.served)
+        return resolve_with_images(request, self._loaded.served, answer.abandoned)
 
-    def _on_event(self, sender: Any, job_of: Sequence[Job], event: StepEvent | ImageEvent) -> None:
-        """Send a preview, and cancel a request whose client left."""
-        for job in job_of:
-            if sender.is_cancelled():
-                self._scheduler.cancel(job, Cancelled("The client left."))
-        if isinstance(event, StepEvent) and event.preview is not None:
-            sender.send(_event(event.preview, {"event": "step", "step": event.step, "steps": event.steps}))
-
-    def _finish(self, sender: Any, params: GenerationParams, result: "Future[GenerationResult]") -> None:
+    def _finish(self, answer: Answer, params: GenerationParams, result: "Future[GenerationResult]") -> None:
         if (failure := result.exception()) is not None:
-            send_last(sender, error_response(failure if isinstance(failure, Exception) else RuntimeError(failure)))
+            log_failure(self._model, failure)
+            answer.refuse(failure)
             return
         done = result.result()
         events: list[dict[str, Any]] = [
@@ -145,8 +136,13 @@ class GenerateLoop:
         events[-1] |= {"timings": done.timings, "warnings": done.warnings, "release": self._loaded.release}
         *others, last = (_event(data, event) for data, event in zip(done.images, events, strict=True))
         for one in others:
-            sender.send(one)
-        send_last(sender, last)
+            answer.send(one)
+        answer.end(last)
+
+
+def _send_preview(answer: Answer, event: StepEvent | ImageEvent) -> None:
+    if isinstance(event, StepEvent) and event.preview is not None:
+        answer.send(_event(event.preview, {"event": "step", "step": event.step, "steps": event.steps}))
 
 
 def _parse(content: bytes) -> GenerationRequest:

@@ -1,0 +1,76 @@
+"""The limits of `generate_loop`, without a server."""
+
+import threading
+import time
+
+import pytest
+
+from engine_builder.triton_repository.serving.limits import Unread, Watch
+from model.errors import Cancelled, DeadlineExceeded, Overloaded, PreheatError
+
+
+class FakeAnswer:
+    """An answer whose client leaves when the test says so."""
+
+    def __init__(self) -> None:
+        self.arrival = time.monotonic()
+        self.ended = self.left = False
+
+    def abandoned(self) -> bool:
+        return self.left
+
+
+class Cancellation:
+    """What a watch reports: each error, and that there is one."""
+
+    def __init__(self) -> None:
+        self.errors: list[PreheatError] = []
+        self.reported = threading.Event()
+
+    def __call__(self, error: PreheatError) -> None:
+        self.errors.append(error)
+        self.reported.set()
+
+
+def test_only_so_many_requests_wait_to_be_read() -> None:
+    unread = Unread(max_requests=2)
+    unread.add(b"a")
+    unread.add(b"b")
+    with pytest.raises(Overloaded, match="2 requests wait to be read"):
+        unread.add(b"c")
+    unread.remove(b"a")
+    unread.add(b"c")
+
+
+def test_only_so_many_bytes_wait_to_be_read() -> None:
+    unread = Unread(max_requests=10, max_bytes=100)
+    unread.add(bytes(60))
+    with pytest.raises(Overloaded):
+        unread.add(bytes(60))
+    unread.remove(bytes(60))
+    unread.add(bytes(100))
+
+
+@pytest.mark.parametrize("left, seconds, kind", [(True, float("inf"), Cancelled), (False, 0.01, DeadlineExceeded)])
+def test_watch_cancels_once(left: bool, seconds: float, kind: type[PreheatError]) -> None:
+    watch, answer, cancellation = Watch(seconds), FakeAnswer(), Cancellation()
+    answer.left = left
+    watch.add(answer, cancellation)  # type: ignore[arg-type]
+    assert cancellation.reported.wait(30)
+    other, next_round = FakeAnswer(), Cancellation()
+    other.left, other.arrival = left, answer.arrival
+    watch.add(other, next_round)  # type: ignore[arg-type]
+    assert next_round.reported.wait(30)
+    watch.close()
+    assert [type(error) for error in cancellation.errors] == [kind]
+
+
+def test_watch_leaves_answered_requests_alone() -> None:
+    watch, answered, cancellation = Watch(0.0), FakeAnswer(), Cancellation()
+    answered.ended = True
+    watch.add(answered, cancellation)  # type: ignore[arg-type]
+    late, reported = FakeAnswer(), Cancellation()
+    watch.add(late, reported)  # type: ignore[arg-type]
+    assert reported.reported.wait(30)
+    watch.close()
+    assert not cancellation.errors
