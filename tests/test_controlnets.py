@@ -19,7 +19,8 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.local_server.server import Layout, Server
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_names import SAMPLERS

@@ -19,7 +19,8 @@ from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
 from engine_builder.checkpoints.release_settings import read_model_facts, read_noise_schedules, read_release_defaults
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.edm_schedule import EdmSchedule, schedule_from_config, schedule_from_dict
 from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS, configured_sampler

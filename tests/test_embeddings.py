@@ -21,7 +21,8 @@ from engine_builder.embeddings.read import BadEmbedding, read_embedding
 from engine_builder.releases.publish import publish
 from engine_builder.releases.signing import public_key
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets

@@ -24,7 +24,8 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines import signatures
 from model.engines.engine import EngineSet

@@ -17,7 +17,8 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import Cancelled, RequestRefused
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList

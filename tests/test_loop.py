@@ -8,7 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.loop import ImageState, StepNetworks, has_room, unet_batch
 from model.denoising.sampler_names import SAMPLERS

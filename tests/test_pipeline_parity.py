@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.loading.load import Loaded

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import ManifestError, RequestRefused
 from model.loading.served import Defaults, ServedModel, SizeList, SizeRange, read_defaults
 from model.pipeline.params import GenerationParams

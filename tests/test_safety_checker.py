@@ -51,7 +51,8 @@ def plain(toy_store: WritableStore) -> list[Pixels]:
 
 
 def params_of(loaded: Loaded) -> Any:
-    from model.api.request import GenerationRequest, resolve
+    from model.api.request import GenerationRequest
+    from model.api.resolve import resolve
 
     return resolve(GenerationRequest.model_validate(REQUEST), loaded.served)
 

@@ -22,7 +22,8 @@ from starlette.requests import Request
 
 from engine_builder.local_server.client import CallFailed, generate
 from engine_builder.local_server.server import Layout, Server, with_metadata
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.api.service import Service
 from model.cold_start import ColdStart
 from model.loading.load import Loaded

@@ -13,7 +13,8 @@ import pytest
 
 from engine_builder.local_server.server import Layout, Server, ServerFailed
 from engine_builder.stores.store import open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import ConfigError, PreheatError, ReleaseNotFound
 from model.loading.load import Loaded
 from model.model import Model

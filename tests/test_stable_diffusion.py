@@ -27,7 +27,8 @@ from engine_builder.networks.check import check_model
 from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.sampler_names import SAMPLERS
 from model.errors import EngineError, RequestRefused

@@ -17,7 +17,8 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from engine_builder.building.eager_model import load_eager_model
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.stores.store import open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel

@@ -36,7 +36,8 @@ from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.stores.local import WritableLocalStore
 from model.adapters.layers import AdapterSet, Layer
 from model.adapters.library import load_factors
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from engine_builder.benchmarks.rows import Row, make_row, medians
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.images.encode import Pixels, broken_image, encode_base64

@@ -9,7 +9,8 @@ from engine_builder.benchmarks.bench import measure, precision_of, release_work,
 from engine_builder.benchmarks.peer_process import out_of_memory, peer_works
 from engine_builder.benchmarks.peers import find_peer
 from engine_builder.benchmarks.rows import Row
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.loading.load import Loaded
 
 

@@ -33,7 +33,8 @@ from engine_builder.benchmarks.rows import Row, append_rows
 from engine_builder.checkpoints.controlnet import parse_controlnet
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import Control, GenerationParams

@@ -21,7 +21,8 @@ import torch
 from engine_builder.benchmarks.bench import load_in_process, precision_of, release_parser
 from engine_builder.benchmarks.gpu_counters import GpuCounters, Utilization, gpu_counters
 from engine_builder.benchmarks.rows import Row, finish, make_row
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.denoising.loop import ImageState, Loop
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams

@@ -27,7 +27,8 @@ from engine_builder.benchmarks.bench import (
     timed_row,
 )
 from engine_builder.benchmarks.rows import Row, append_rows
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.params import GenerationParams, Mask

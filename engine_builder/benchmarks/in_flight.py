@@ -35,7 +35,8 @@ from PIL import Image
 from engine_builder.benchmarks.bench import encode_all, generate_offline, load_in_process, precision_of
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.replicas.traffic import poisson_arrivals
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.loading.load import Loaded

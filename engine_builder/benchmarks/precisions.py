@@ -20,7 +20,7 @@ from engine_builder.benchmarks.bench import (
 )
 from engine_builder.benchmarks.rows import Row, finish
 from engine_builder.benchmarks.suite import Case, to_images_per_second
-from model.api.request import resolve
+from model.api.resolve import resolve
 from model.loading.load import Loaded
 from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps

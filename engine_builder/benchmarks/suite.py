@@ -16,7 +16,8 @@ from engine_builder.benchmarks.bench import bench_offline, bench_release, load_i
 from engine_builder.benchmarks.comparison import bench_against_diffusers
 from engine_builder.benchmarks.peers import PEERS, find_peer
 from engine_builder.benchmarks.rows import Row, append_rows
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.errors import RequestRefused
 from model.loading.load import Loaded
 from model.pipeline.spec import TEXT_ENCODER_FINAL

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from engine_builder.benchmarks.bench import load_in_process, release_parser
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.images.encode import Pixels
 from model.loading.load import Loaded
 from model.pipeline.params import Mask

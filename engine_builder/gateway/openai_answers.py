@@ -12,7 +12,7 @@ from typing import Any
 from engine_builder.gateway.backends import Accepted, Event
 from engine_builder.gateway.errors import ApiError
 from engine_builder.gateway.openai_requests import ImageCall
-from model.api.request import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
+from model.api.resolve import DEFAULT_INPAINT_STRENGTH, DEFAULT_STRENGTH
 
 _NO_USAGE = {
     "input_tokens": 0,

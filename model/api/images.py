@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, MaskRequest, resolve
+from model.api.request import ControlRequest, GenerationRequest, IpAdapterRequest, MaskRequest
+from model.api.resolve import resolve
 from model.errors import Cancelled, RequestRefused
 from model.images.fit import check_fit, fit, reference_square
 from model.images.inputs import InputImage, decode_mask, decode_rgb, read_image, read_mask

@@ -1,32 +1,17 @@
-"""The public request, its resolution to generation parameters, and the response.
+"""The public request and response: their fields and types. `model.api.resolve` has the rules that a release adds.
 
 A request is validated before it costs anything. Every refusal names the field, the value and what would be accepted.
-This module uses no engines: `ServedModel` describes what is served.
 """
 
 import base64
 import hashlib
-import secrets
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from model.denoising.sampler_names import (
-    SAMPLERS,
-    TAKE_SIGMAS,
-    TAKE_TIMESTEPS,
-    check_refiner,
-    check_spacing,
-    check_steps,
-    sampler_name,
-    skipped_steps,
-)
-from model.errors import RequestRefused
-from model.images.metadata import MAX_JPEG_BYTES, metadata_text
-from model.loading.served import ServedModel
-from model.pipeline.params import GenerationParams
+from model.denoising.sampler_names import SAMPLERS, TAKE_SIGMAS, TAKE_TIMESTEPS
 from model.validation import (
     MAX_CLIP_SKIP,
     MAX_CONTROL_SCALE,
@@ -47,7 +32,6 @@ from model.validation import (
     MAX_STEPS_LCM,
     MAX_TRAIN_TIMESTEPS,
     MAX_UPSCALE,
-    SEED_COUNT,
     Fraction,
     Guidance,
     ImageFormat,
@@ -63,8 +47,6 @@ from model.validation import (
     format_value,
     refusal,
 )  # fmt: skip
-
-DEFAULT_STRENGTH, DEFAULT_INPAINT_STRENGTH = 0.3, 0.9999  # of diffusers' SDXL pipelines
 
 
 def _refuse_nul(text: str) -> str:
@@ -380,104 +362,6 @@ class GenerationRequest(StrictModel):
             raise ValidationError.from_exception_data(cls.__name__, problems) from None
 
 
-_LISTS = ("original_size", "crop", "target_size", "timesteps", "sigmas")
-_NOT_PARAMETERS = {
-    "stream",
-    "preview_every",
-    "metadata",
-    "describe",
-    "image",
-    "strength",
-    "masks",
-    "resize",
-    "loras",
-    "controls",
-    "ip_adapters",
-}
-
-
-def resolve(
-    request: GenerationRequest, served: ServedModel, image_size: tuple[int, int] | None = None
-) -> GenerationParams:
-    """Fill in empty fields and check the request against what is served.
-
-    `image_size`: width and height of the input image, the default size. The returned parameters have no image and no
-    masks: see `model.api.images`.
-
-    Raises RequestRefused for an unknown sampler, too many steps for it, a size that is not served, an adapter that is
-    not offered, a refiner, a VAE encoder, a ControlNet or an IP-Adapter that the release lacks, a strength that leaves
-    no step, or a field that needs another one.
-    """
-    width, height = image_size or (served.native_width, served.native_height)
-    values = served.defaults.model_dump()
-    values |= {"negative_prompt": None, "width": width, "height": height}
-    values |= {"seed": secrets.randbelow(SEED_COUNT)}
-    values |= request.model_dump(exclude_none=True, exclude=_NOT_PARAMETERS)
-    values["scheduler"] = sampler_name(values["scheduler"])
-    check_spacing(values["scheduler"], request.timesteps, request.sigmas)
-    values["num_inference_steps"] = _step_count(request, values["num_inference_steps"])
-    check_steps(values["num_inference_steps"], values["scheduler"])
-    try:
-        served.sizes.check(values["width"], values["height"])
-    except RequestRefused as error:
-        if image_size is None or request.width or request.height:
-            raise
-        raise RequestRefused(
-            "image",
-            f"{width} x {height} pixels, the image's size, are requested, because `width` and `height` are missing. "
-            f"{error} Or set `width`, `height` and `resize`.",
-        ) from error
-    if values["use_refiner"] and not served.has_refiner:
-        raise RequestRefused("use_refiner", "true is not accepted, because this release has no refiner. Set false.")
-    values["loras"] = _resolve_loras(request, served, values["use_refiner"])
-    if values["use_refiner"]:
-        check_refiner(values["scheduler"])
-    _check_image_fields(request, served, values["width"], values["height"])
-    _check_controls(request, served)
-    _check_ip_adapters(request, served)
-    _check_conditioning(request, served)
-    if request.stream and request.preview_every and served.safety == "blank":
-        raise RequestRefused(
-            "preview_every",
-            f"{request.preview_every} is not accepted in a stream, because this deployment replaces images that its "
-            "safety checker flags, and previews are not checked. Set 0.",
-        )
-    values |= {name: tuple(values[name]) for name in _LISTS if name in values}
-    steps, default = values["num_inference_steps"], DEFAULT_STRENGTH
-    for number, mask in enumerate(request.masks or ()):
-        default = DEFAULT_INPAINT_STRENGTH
-        if mask.strength is not None:
-            skipped_steps(mask.strength, steps, f"masks.{number}.strength")
-    if request.image is not None:
-        values["strength"] = default if request.strength is None else request.strength
-        if not request.masks or any(mask.strength is None for mask in request.masks):
-            skipped_steps(values["strength"], steps)
-    if request.metadata:
-        values["metadata"] = _metadata(request, values, served.release)
-    return GenerationParams(**values)
-
-
-def _metadata(request: GenerationRequest, values: dict[str, Any], release: str) -> dict[str, Any]:
-    """Return the metadata of a request's images; see `model.images.metadata`. Hashes the input images.
-
-    `values`: the resolved fields. Raises RequestRefused if they do not fit into a JPEG.
-    """
-    found = request.model_dump(
-        exclude_none=True, exclude_unset=True, exclude={"stream", "preview_every", "metadata", "describe"}
-    )
-    names = type(request).model_fields.keys() & values.keys() - {"loras"}
-    found |= {name: values[name] for name in names if values[name] is not None}
-    metadata = {"release": release, "request": without_images(found)}
-    size = len(metadata_text(metadata, SEED_COUNT))
-    if values["output_format"] == "jpeg" and size > MAX_JPEG_BYTES:
-        raise RequestRefused(
-            "metadata",
-            f"the metadata has {size:,} bytes, and a JPEG holds {MAX_JPEG_BYTES:,}. Set `output_format` png or webp, "
-            "or shorten the prompts.",
-        )
-    return metadata
-
-
 def without_images(value: Any, key: str = "") -> Any:
     """Return `value` with the SHA-256 of each file in place of its base64, in all fields `image` and `images`."""
     if isinstance(value, dict):
@@ -487,150 +371,6 @@ def without_images(value: Any, key: str = "") -> Any:
     if key in ("image", "images"):
         return f"sha256:{hashlib.sha256(base64.b64decode(value.rpartition(',')[2])).hexdigest()}"
     return value
-
-
-def _resolve_loras(request: GenerationRequest, served: ServedModel, use_refiner: bool) -> tuple[tuple[str, float], ...]:
-    """Return the adapters with a scale other than 0, in the order of names.
-
-    Raises RequestRefused for one that is not offered or named twice, and with the refiner.
-    """
-    scales: dict[str, float] = {}
-    for number, lora in enumerate(request.loras or ()):
-        field = f"loras.{number}.name"
-        if lora.name not in served.loras:
-            offered = f"one of {', '.join(served.loras)}" if served.loras else "no adapter: this deployment offers none"
-            raise RequestRefused(field, f"got {format_value(lora.name)}, expected {offered}.")
-        if lora.name in scales:
-            raise RequestRefused(field, f"{format_value(lora.name)} is named twice. Name each adapter once.")
-        scales[lora.name] = lora.scale
-    if use_refiner and scales:
-        raise RequestRefused(
-            "use_refiner", "true is not accepted with `loras`, which change only the base model. Set false."
-        )
-    return tuple(sorted((name, scale) for name, scale in scales.items() if scale))
-
-
-def _step_count(request: GenerationRequest, default: int) -> int:
-    """Return the steps of a request whose `default` are those of its other fields. Raises RequestRefused."""
-    if request.timesteps is not None and request.sigmas is not None:
-        raise RequestRefused("sigmas", "cannot be used together with `timesteps`. Leave one of the two out.")
-    for name, values, more in (("timesteps", request.timesteps, 0), ("sigmas", request.sigmas, 1)):
-        if values is not None:
-            steps = len(values) - more
-            if request.num_inference_steps not in (None, steps):
-                raise RequestRefused(
-                    "num_inference_steps",
-                    f"{request.num_inference_steps} contradicts `{name}`, which has {len(values)} entries for {steps} "
-                    f"steps. Set {steps}, or leave it out.",
-                )
-            return steps
-    return default
-
-
-def _check_conditioning(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for conditioning that the release's networks do not take."""
-    for name in ("original_size", "crop", "target_size"):
-        if getattr(request, name) is not None and not served.takes_sizes:
-            raise RequestRefused(
-                name,
-                f"is not accepted, because the UNet of release {served.release} is not conditioned on sizes, as only "
-                "SDXL is. Leave it out.",
-            )
-    if request.clip_skip and served.max_clip_skip is None:
-        raise RequestRefused(
-            "clip_skip",
-            f"{request.clip_skip} is not accepted, because the text encoders of release {served.release} were built "
-            "without it. Build the model again with this version (`preheat build`) and publish a new release "
-            "(`preheat publish`), or set 0.",
-        )
-    if request.clip_skip and request.clip_skip > (served.max_clip_skip or 0):
-        raise RequestRefused(
-            "clip_skip",
-            f"{request.clip_skip} is more than the layers of this release's text encoders. Set 0 to "
-            f"{served.max_clip_skip}.",
-        )
-
-
-def _check_image_fields(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
-    """Raise RequestRefused for a field that needs `image`, or if the release cannot encode images of this size."""
-    if request.image is None:
-        names = ("strength", "masks") if request.controls else ("strength", "masks", "resize")
-        for name in names:
-            if name in request.model_fields_set and getattr(request, name) is not None:
-                raise RequestRefused(name, "needs `image`, which is missing. Send the image, or leave this field out.")
-    for name in ("composite", "color_match"):
-        if getattr(request, name) and not request.masks:
-            raise RequestRefused(name, "true needs `masks`, which are missing. Send the masks, or set false.")
-    if request.image is not None and served.image_sizes is None:
-        raise RequestRefused(
-            "image",
-            f"release {served.release} has no VAE encoder for the sizes served here. Build the model again with this "
-            "version (`preheat build`), which adds it, and publish a new release (`preheat publish`).",
-        )
-    if request.image is not None and served.image_sizes and not served.image_sizes.holds(width, height):
-        raise RequestRefused(
-            "image",
-            f"release {served.release} has no VAE encoder for {width}x{height}, only for {served.image_sizes} (width x "
-            "height). Request such a size, with `resize` for an image of another size. Or build the encoder for this "
-            "size too (`preheat build`) and publish a new release (`preheat publish`).",
-        )
-    if served.requires_masks and not request.masks:
-        raise RequestRefused(
-            "masks",
-            f"are required, because the UNet of release {served.release} was trained for inpainting only. For a wholly "
-            "new image, send any image with a white mask and strength 1.",
-        )
-
-
-def _check_controls(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for a ControlNet that is not served or is named twice, and for fields that do not fit it."""
-    seen: set[str] = set()
-    for number, control in enumerate(request.controls or ()):
-        field = f"controls.{number}"
-        if control.name not in served.controlnets:
-            names = ", ".join(served.controlnets)
-            raise RequestRefused(
-                f"{field}.name",
-                f"{format_value(control.name)} is not a ControlNet of release {served.release}. "
-                + (f"It has {names}." if names else "It has none: build it with them (`preheat build --controlnet`)."),
-            )
-        if control.name in seen:
-            raise RequestRefused(f"{field}.name", f"{format_value(control.name)} is named twice. Name each once.")
-        seen.add(control.name)
-        if control.start >= control.end:
-            raise RequestRefused(f"{field}.start", f"{control.start:g} is not less than end, {control.end:g}.")
-        types = served.controlnets[control.name]
-        if types and (control.mode is None or control.mode >= types):
-            given = "is missing" if control.mode is None else f"{control.mode} is not accepted"
-            raise RequestRefused(f"{field}.mode", f"{given}; {control.name} is a Union network: give 0 to {types - 1}.")
-        if not types and control.mode is not None:
-            raise RequestRefused(
-                f"{field}.mode", f"{control.mode} is not accepted, because {control.name} is not a Union network."
-            )
-
-
-def _check_ip_adapters(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for an IP-Adapter that is not served, is named twice or gets too many images."""
-    seen: set[str] = set()
-    for number, adapter in enumerate(request.ip_adapters or ()):
-        field = f"ip_adapters.{number}"
-        if adapter.name not in served.ip_adapters:
-            names = ", ".join(served.ip_adapters)
-            raise RequestRefused(
-                f"{field}.name",
-                f"{format_value(adapter.name)} is not an IP-Adapter of release {served.release}. "
-                + (f"It has {names}." if names else "It has none: build it with them (`preheat build --ip-adapter`)."),
-            )
-        if adapter.name in seen:
-            raise RequestRefused(f"{field}.name", f"{format_value(adapter.name)} is named twice. Name each once.")
-        seen.add(adapter.name)
-        most = served.ip_adapters[adapter.name].images
-        if len(adapter.images) > most:
-            raise RequestRefused(
-                f"{field}.images",
-                f"{len(adapter.images)} images are not accepted; {adapter.name} takes at most {most} in release "
-                f"{served.release}. Send fewer, or build the release for more (`preheat build --ip-images`).",
-            )
 
 
 class ImageResult(TypedDict):

@@ -21,7 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from model import metrics
 from model.api.describe import describe
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest, GenerationResponse, ImageResult, resolve
+from model.api.request import GenerationRequest, GenerationResponse, ImageResult
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import (
     AdapterError,

@@ -10,7 +10,8 @@ import pytest
 
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import CorruptBlob, StoreError
 from model.loading.load import load_release
@@ -193,7 +194,8 @@ def test_refuses_cache_of_another_user(attacked: AttackedRelease, digest: str) -
 GENERATE_BEFORE_AND_AFTER_CHANGES = """
 import hashlib, os, sys
 from pathlib import Path
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import load_release
 from model.loading.target import detect_targets

@@ -34,7 +34,8 @@ from engine_builder.commands.main import app
 from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import BrokenImage
 from model.loading.load import Loaded, load_release

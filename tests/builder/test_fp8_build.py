@@ -24,7 +24,8 @@ from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines.engine import EngineSet
 from model.errors import ConfigError, NoEngineForTarget

@@ -18,7 +18,8 @@ from engine_builder.networks.check import check_model
 from engine_builder.releases.publish import publish
 from engine_builder.stores.local import WritableLocalStore
 from engine_builder.stores.store import WritableStore
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import ManifestError, RequestRefused
 from model.loading.load import load_release

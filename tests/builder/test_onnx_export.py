@@ -37,7 +37,8 @@ from engine_builder.networks.onnx_form import onnx_operations
 from engine_builder.networks.unet import transformer_blocks
 from engine_builder.releases.gc import named_blobs
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.engines.engine import EngineSet
 from model.errors import EngineError
 from model.loading.load import Loaded

@@ -19,7 +19,8 @@ from engine_builder.checkpoints.release_settings import read_model_facts, read_n
 from engine_builder.commands.main import app
 from engine_builder.networks.check import check_model
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.loading.load import Loaded
 from model.loading.served import read_defaults
 from model.pipeline.spec import VAE_DECODER, VAE_ENCODER

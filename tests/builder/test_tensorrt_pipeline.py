@@ -25,7 +25,8 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan, Size
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines.tensorrt import engine as tensorrt_engine
 from model.errors import EngineError

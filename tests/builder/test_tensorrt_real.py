@@ -26,7 +26,8 @@ from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks.network import load_network
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.engines.tensorrt.libraries import TENSORRT, installed_version
 from model.engines.tensorrt.plans import Plans

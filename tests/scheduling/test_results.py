@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.denoising.sampler_names import SAMPLERS
 from model.loading.load import Loaded
 from model.pipeline.loaded_model import LoadedModel

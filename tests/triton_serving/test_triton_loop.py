@@ -22,7 +22,8 @@ from engine_builder.triton_repository.client import Protocol
 from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, REQUEST, loop_model
 from model.api.body_limit import MAX_BODY_BYTES
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets

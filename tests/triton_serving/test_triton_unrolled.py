@@ -18,7 +18,8 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository.client import Protocol, generate_pixels
 from engine_builder.triton_repository.export import RepositoryError, read_releases
 from engine_builder.triton_repository.unrolled import unrolled_repository
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets

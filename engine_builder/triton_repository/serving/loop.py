@@ -32,7 +32,8 @@ from engine_builder.triton_repository.serving.backend import (
 )
 from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.errors import PreheatError
 from model.loading.load import load_release

@@ -30,7 +30,8 @@ from engine_builder.triton_repository.unrolled import (
     texts_of,
     unrolled_models,
 )
-from model.api.request import GenerationRequest, resolve
+from model.api.request import GenerationRequest
+from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules, sampler_schedule
 from model.denoising.step import advance, guide
