@@ -5,13 +5,14 @@ import gc
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -26,9 +27,9 @@ from tests.support.waiting import TIMEOUT_SECONDS
 LIMIT, TOTAL = 3 * 2**20, 5 * 2**20
 
 
-def refuse(headers: Mapping[str, str], error: PreheatError) -> Response:
+def refuse(scope: Scope, error: PreheatError) -> Response:
     status = 413 if isinstance(error, BodyTooLarge) else 429
-    return JSONResponse({"error": str(error), "id": headers.get("X-Request-Id")}, status)
+    return JSONResponse({"error": str(error), "id": Headers(scope=scope).get("X-Request-Id")}, status)
 
 
 class Echo:

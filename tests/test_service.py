@@ -246,6 +246,7 @@ def test_request_id_is_in_response_and_log(limited: LoggedServer) -> None:
 def test_metrics_count_a_request(client: httpx.Client) -> None:
     before = samples(client)
     predict(client, **SMALL, num_images=2)
+    predict(client, prompt=PROMPT, describe=True)  # counts as no request
     post(client, **SMALL | {"width": 100})
     after = samples(client)
 

@@ -266,7 +266,7 @@ same status codes as without a stream. After status 200 these lines follow.
 
 | `event` | other fields | when |
 |---|---|---|
-| `accepted` | `request_id`, `seed`, `steps`, `ahead` | first; `ahead` counts the images that wait before it |
+| `accepted` | `request_id`, `release`, `seed`, `steps`, `ahead` | first; `ahead` counts the images before it |
 | `heartbeat` | `ahead` | after @HEARTBEAT@ without another event |
 | `step` | `step`, `steps`, `preview` | after a denoising step; `preview` (base64 of a small JPEG) only on some |
 | `image` | `index`, and the fields of one image | an image is finished |
@@ -277,7 +277,7 @@ same status codes as without a stream. After status 200 these lines follow.
 `preview_every` steps of an image. It has one pixel for each latent, from a linear map that the warm-up fits to the
 release's decoder. A `step` line with a preview is sent once the preview is encoded, so it may follow later steps.
 
-    {"event": "accepted", "request_id": "...", "seed": 7, "steps": 30, "ahead": 2}
+    {"event": "accepted", "request_id": "...", "release": "sdxl/1", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}
     {"event": "step", "step": 5, "steps": 30, "preview": "<base64>"}
     {"event": "image", "index": 0, "data": "<base64>", "seed": 7, "format": "jpeg", "width": 1024, "height": 1024}

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
@@ -26,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_builder.gateway import openai_answers, openai_requests
-from engine_builder.gateway.backends import Accepted, Backends, Event
+from engine_builder.gateway.backends import PREDICT_PATH, Accepted, Backends, Event
 from engine_builder.gateway.errors import ApiError, refused
 from engine_builder.gateway.history import MAX_LISTED, History
 from engine_builder.gateway.keys import ApiKey, Keys
@@ -38,6 +39,7 @@ from model.errors import Overloaded, PreheatError
 PAGE = Path(__file__).with_name("page")
 MAX_IMAGE_FILES = 16  # of one request; OpenAI's limit
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+_REQUEST_ID_KEY = "preheat.request_id"  # of an ASGI scope
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -78,7 +80,7 @@ class Gateway:
             Route("/v1/images/edits", self.edits, methods=["POST"]),
             Route("/v1/images/variations", self.variations, methods=["POST"]),
             Route("/v1/models", self.models),
-            Route("/v1/models/model:predict", self.predict, methods=["POST"]),
+            Route(PREDICT_PATH, self.predict, methods=["POST"]),
             Route("/v1/models/model", self.health),
             Route("/v1/models/{model:path}", self.model),
             Route("/v1/description", self.description),
@@ -91,7 +93,7 @@ class Gateway:
         if not self._keys.required:
             middleware.insert(0, Middleware(LocalOnly))
         handlers: dict[Any, Any] = {
-            ApiError: lambda _, error: error.response(),
+            ApiError: _api_error,
             HTTPException: _http_error,
             ClientDisconnect: lambda *_: Response(status_code=499),
             Exception: _internal_error,
@@ -131,25 +133,22 @@ class Gateway:
 
     async def predict(self, http: Request) -> Response:
         """`POST /v1/models/model:predict`: a request of Preheat, answered as by a server. `?model=` names a release."""
+        key = self._authenticate(http)
+        given = await _json_object(http)
         try:
-            key = self._authenticate(http)
-            given = await _json_object(http)
-            try:
-                GenerationRequest.model_validate(given)
-            except ValidationError as error:
-                problems = error.errors(include_url=False)
-                field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
-                message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
-                raise ApiError(400, message, field, "refused") from error
-            description = await self._backends.description_of(http.query_params.get("model"))
-            if given.get("describe"):
-                return JSONResponse(description)
-            model = description["release"]
-            if given.get("stream"):
-                return await self._stream(http, key, given, model, _native_lines)
-            return await self._collect(http, key, given | {"preview_every": 0}, model, _native_answer)
-        except ApiError as error:
-            return _native_error(error)
+            GenerationRequest.model_validate(given)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
+            message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
+            raise ApiError(400, message, field, "refused") from error
+        description = await self._backends.description_of(http.query_params.get("model"))
+        if given.get("describe"):
+            return JSONResponse(description)
+        model = description["release"]
+        if given.get("stream"):
+            return await self._stream(http, key, given, model, _native_lines)
+        return await self._collect(http, key, given | {"preview_every": 0}, model, _native_answer)
 
     async def _stream(
         self,
@@ -161,7 +160,7 @@ class Gateway:
     ) -> Response:
         """Start a request, and return the stream of its events. The work stops if the client leaves."""
         stack = AsyncExitStack()
-        request_id = _request_id(http)
+        request_id = _request_id(http.scope)
         accepted = await self._start(stack, http, key, native, model, request_id)
 
         async def body() -> AsyncIterator[str]:
@@ -183,7 +182,7 @@ class Gateway:
         answer: Callable[[list[Event]], Event],
     ) -> Response:
         """Return the answer of a request once its images are finished. The work stops if the client leaves."""
-        request_id = _request_id(http)
+        request_id = _request_id(http.scope)
         async with AsyncExitStack() as stack:
             accepted = await self._start(stack, http, key, native, model, request_id)
 
@@ -292,7 +291,7 @@ class LocalOnly:
             name = host if host.endswith("]") else host.rpartition(":")[0] or host
             if name not in _LOCAL_HOSTS or origin not in (None, f"http://{host}", f"https://{host}"):
                 error = ApiError(403, "Without a key file, requests of other sites are refused.", None, "forbidden")
-                await error.response()(scope, receive, send)
+                await _error_response(scope, error)(scope, receive, send)
                 return
         await self._application(scope, receive, send)
 
@@ -362,8 +361,7 @@ async def _native_lines(accepted: Accepted) -> AsyncIterator[str]:
         async for event in accepted.events:
             yield json.dumps(event) + "\n"
     except ApiError as error:
-        line = {"event": "error", "status": error.status, "kind": error.code, "error": str(error)}
-        yield json.dumps(line) + "\n"
+        yield json.dumps({"event": "error", "status": error.status, **_native_body(error)}) + "\n"
 
 
 async def _recorded(history: History, key: str, native: Event, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
@@ -405,39 +403,52 @@ def _native_answer(events: list[Event]) -> Event:
     return {**done, "data": found[0]["data"], "images": found}
 
 
-def _native_error(error: ApiError) -> JSONResponse:
-    """Return an error in the form of Preheat's servers."""
-    body = {"error": str(error), "kind": error.code}
-    if error.param is not None:
-        body["field"] = error.param
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return JSONResponse(body, error.status, headers)
+def _native_body(error: ApiError) -> dict[str, str | None]:
+    """Return the body of an error as Preheat's servers write it."""
+    field = {} if error.param is None else {"field": error.param}
+    return {"error": str(error), "kind": error.code, **field}
 
 
-def _refuse_body(_: Mapping[str, str], error: PreheatError) -> Response:
+def _error_response(scope: Scope, error: ApiError) -> Response:
+    """Return the answer to a request that ends with an error: of `model:predict` in Preheat's form, else OpenAI's."""
+    response = error.response(_native_body(error) if scope["path"] == PREDICT_PATH else error.body())
+    response.headers["X-Request-Id"] = _request_id(scope)
+    return response
+
+
+def _api_error(http: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _error_response(http.scope, error)
+
+
+def _refuse_body(scope: Scope, error: PreheatError) -> Response:
     if isinstance(error, Overloaded):
-        return ApiError(429, str(error), None, "overloaded", error.retry_after).response()
-    return ApiError(413, str(error), None, "too_large").response()
+        return _error_response(scope, ApiError(429, str(error), None, "overloaded", error.retry_after))
+    return _error_response(scope, ApiError(413, str(error), None, "too_large"))
 
 
-def _http_error(_: Request, error: Exception) -> Response:
+def _http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return ApiError(error.status_code, f"{error.detail}.", None, error.detail.lower().replace(" ", "_")).response()
+    code = error.detail.lower().replace(" ", "_")
+    return _error_response(http.scope, ApiError(error.status_code, f"{error.detail}.", None, code))
 
 
-def _internal_error(_: Request, error: Exception) -> Response:
-    logger.error("A request failed.", exc_info=error)
-    return ApiError(500, "The gateway failed; its log has the reason.", None, "failed").response()
+def _internal_error(http: Request, error: Exception) -> Response:
+    logger.error("The request %s failed.", _request_id(http.scope), exc_info=error)
+    return _error_response(http.scope, ApiError(500, "The gateway failed; its log has the reason.", None, "failed"))
 
 
 def _path(location: tuple[int | str, ...]) -> str:
     return ".".join(map(str, location)) or "request"
 
 
-def _request_id(http: Request) -> str:
-    """Return the caller's X-Request-Id if it is safe to log, else a new one."""
-    value = http.headers.get("X-Request-Id", "")
-    return value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
+def _request_id(scope: Scope) -> str:
+    """Return the caller's X-Request-Id if it is safe to log, else a new one: the same at each call for a request."""
+    if _REQUEST_ID_KEY not in scope:
+        value = Headers(scope=scope).get("X-Request-Id", "")
+        scope[_REQUEST_ID_KEY] = value if _REQUEST_ID.fullmatch(value) else uuid.uuid4().hex
+    found: str = scope[_REQUEST_ID_KEY]
+    return found
 
 
 def _page_files() -> list[Path]:

@@ -52,6 +52,11 @@ class Backend:
         """True unless it failed within the last seconds."""
         return time.monotonic() >= self.down_until
 
+    def forget_description(self) -> None:
+        """Read the description again before its next use: the server has another release now."""
+        self.description = None
+        self.described_at = -_DESCRIPTION_SECONDS
+
     def mark_down(self) -> None:
         """Choose it last for a while."""
         self.down_until = time.monotonic() + _DOWN_SECONDS
@@ -188,10 +193,12 @@ class Backends:
         """Send a request to the least loaded server of a release; yields once one has accepted it.
 
         Its connection is closed at the end of the `with` block, which stops the work of a request that is not
-        finished. Raises ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
+        finished. A server that has started again with another release is left out, and described again. Raises
+        ApiError: the server's own refusal, 429 if all are busy, 502 or 503.
         """
         images = request.get("num_images", 1)
         waits: list[int] = []
+        is_replaced = False
         for backend in self._candidates(model):
             backend.images += images
             try:
@@ -211,8 +218,12 @@ class Backends:
                         raise _refusal(backend, answer)
                     else:
                         async with aclosing(_events(backend, answer)) as events:
-                            yield Accepted(backend, await anext(events), events)
-                            return
+                            accepted = await anext(events)
+                            if accepted.get("release", model) == model:  # older servers do not name it
+                                yield Accepted(backend, accepted, events)
+                                return
+                            is_replaced = True
+                            backend.forget_description()
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 backend.mark_down()
             except (httpx.HTTPError, TimeoutError) as error:
@@ -224,6 +235,10 @@ class Backends:
             seconds = min(waits)
             raise ApiError(
                 429, f"All backends are busy. Repeat the request in {seconds} s.", None, "overloaded", seconds
+            )
+        if is_replaced:
+            raise ApiError(
+                503, f"The backend no longer serves {model}. Repeat the request.", "model", "release_changed", 1
             )
         raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
 

@@ -1,5 +1,7 @@
 """Errors of the gateway, and their form in OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
+from collections.abc import Mapping
+
 from starlette.responses import JSONResponse
 
 from model.errors import PreheatError
@@ -45,12 +47,12 @@ class ApiError(PreheatError):
             }
         }
 
-    def response(self) -> JSONResponse:
-        """Return the answer."""
+    def response(self, body: Mapping[str, object]) -> JSONResponse:
+        """Return the answer with this body."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), self.status, headers)
+        return JSONResponse(body, self.status, headers)
 
 
 def refused(param: str | None, message: str, code: str = "invalid_value") -> ApiError:

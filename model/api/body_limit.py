@@ -29,7 +29,7 @@ class _BodyRefused(Exception):
 
 
 class BodyLimit:
-    """ASGI middleware. `refuse` makes the response to a request with these headers.
+    """ASGI middleware. `refuse` makes the response to a request, from its ASGI scope.
 
     A body is refused by its Content-Length before its first byte is read. A chunked body is refused once it has sent
     too much. A client that goes on sending gets the answer all the same; uvicorn discards the rest.
@@ -38,7 +38,7 @@ class BodyLimit:
     def __init__(
         self,
         application: ASGIApp,
-        refuse: Callable[[Headers, PreheatError], Response],
+        refuse: Callable[[Scope, PreheatError], Response],
         max_bytes: int = MAX_BODY_BYTES,
         max_total_bytes: int = MAX_TOTAL_BODY_BYTES,
     ) -> None:
@@ -75,12 +75,11 @@ class BodyLimit:
             if not refused:  # otherwise it is the application's own answer to _BodyRefused
                 await send(message)
 
-        headers = Headers(scope=scope)
         try:
-            self._check(_content_length(headers))
+            self._check(_content_length(Headers(scope=scope)))
             await self._application(scope, receive_within_limit, send_unless_refused)
         except _BodyRefused as refusal:
-            await self._refuse(headers, refusal.error)(scope, receive, send)
+            await self._refuse(scope, refusal.error)(scope, receive, send)
         finally:
             self._held_bytes -= received
 
@@ -104,7 +103,7 @@ def find_application() -> Starlette | None:
     return next((found for found in gc.get_objects() if issubclass(type(found), Starlette)), None)
 
 
-def limit_bodies(application: Starlette, refuse: Callable[[Headers, PreheatError], Response]) -> None:
+def limit_bodies(application: Starlette, refuse: Callable[[Scope, PreheatError], Response]) -> None:
     """Put a `BodyLimit` around a running application, for all requests from now on."""
     stack = application.middleware_stack or application.build_middleware_stack()
     application.middleware_stack = BodyLimit(stack, refuse)

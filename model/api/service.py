@@ -1,7 +1,8 @@
 """Answer a request over HTTP: accept or refuse it first, then send one body, or a line of JSON for each event.
 
-Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line. The line
-has the prompt only if the deployment logs prompts. This module uses the device only through a `Scheduler`.
+Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line, except one
+with `describe`. The line has the prompt only if the deployment logs prompts. This module uses the device only through a
+`Scheduler`.
 """
 
 import asyncio
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Scope
 
 from model import metrics
 from model.api.describe import describe
@@ -88,7 +91,6 @@ class Service:
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
         if request.describe:
-            self._log(context, 200)
             return JSONResponse(describe(self._loaded), headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -151,9 +153,9 @@ class Service:
         thread.add_done_callback(lambda _: self._decoders.release())
         return await asyncio.shield(thread)
 
-    def refuse(self, headers: Mapping[str, str], error: PreheatError) -> JSONResponse:
-        """Return the answer to a request that is refused by its headers, before it is parsed."""
-        context = RequestContext(_request_id(headers), time.perf_counter(), stream=False, prompt="")
+    def refuse(self, scope: Scope, error: PreheatError) -> JSONResponse:
+        """Return the answer to a request that is refused before it is parsed, from its ASGI scope."""
+        context = RequestContext(_request_id(Headers(scope=scope)), time.perf_counter(), stream=False, prompt="")
         return self._error_response(context, error)
 
     def _watch(self, http: Request) -> Watcher:
@@ -182,7 +184,8 @@ class Service:
     async def _stream_events(
         self, context: RequestContext, job: Job, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
-        yield _line("accepted", request_id=context.id, seed=job.params.seed, steps=job.steps, ahead=job.images_ahead)
+        accepted = {"request_id": context.id, "release": self._loaded.release, "seed": job.params.seed}
+        yield _line("accepted", **accepted, steps=job.steps, ahead=job.images_ahead)
         try:
             while True:
                 try:

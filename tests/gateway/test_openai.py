@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine_builder.gateway.backends import parse_backend
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.keys import read_keys
 from engine_builder.local_server.server import Server
+from model.api.body_limit import MAX_BODY_BYTES
 from tests.support.gateway import running_gateway
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, predict
@@ -247,6 +249,67 @@ def test_repeats_only_what_was_not_started(answer: Answer, server: Server, relea
             failed.status_code == 502 and "ended before the images were finished" in failed.json()["error"]["message"]
         )
         assert sum("content-length" in headers for headers in broken.headers) == 2  # the description, one request
+
+
+def lines(*events: dict[str, Any]) -> Answer:
+    return Answer(200, b"".join(json.dumps(event).encode() + b"\n" for event in events))
+
+
+ACCEPTED = {"event": "accepted", "seed": 1, "steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "status", "kind"),
+    [
+        (lines(ACCEPTED), {"headers": {"Origin": "https://example.com"}}, 403, "forbidden"),
+        (lines(ACCEPTED), {"content": b"x" * (MAX_BODY_BYTES + 1)}, 413, "too_large"),
+        (lines(ACCEPTED, {"event": "image"}, {"event": "done"}), {"json": {"prompt": PROMPT}}, 500, "failed"),
+        (lines(ACCEPTED), {"json": {"prompt": PROMPT}}, 502, "backend_failed"),
+    ],
+    ids=["origin", "large body", "internal error", "broken backend"],
+)
+def test_native_errors_have_the_form_of_servers(
+    answer: Answer, options: dict[str, Any], status: int, kind: str
+) -> None:
+    headers = {"X-Request-Id": "mine"} | options.get("headers", {})
+    with scripted("toy/1", answer) as backend, running_gateway([backend.url]) as url:
+        path = f"{url}/v1/models/model:predict"
+        failed = httpx.post(path, **options | {"headers": headers}, trust_env=False, timeout=60)
+        assert failed.status_code == status and failed.json().keys() == {"error", "kind"}, failed.text
+        assert failed.json()["kind"] == kind and failed.headers["X-Request-Id"] == "mine"
+
+
+def test_error_in_a_native_stream_names_its_field() -> None:
+    error = {"event": "error", "status": 400, "kind": "refused", "error": "width: no", "field": "width"}
+    with scripted("toy/1", lines(ACCEPTED, error)) as backend, running_gateway([backend.url]) as url:
+        body = {"prompt": PROMPT, "stream": True}
+        answer = httpx.post(f"{url}/v1/models/model:predict", json=body, trust_env=False, timeout=60)
+        assert [json.loads(line) for line in answer.text.splitlines()] == [ACCEPTED, error]
+
+
+def test_notices_another_release_of_a_server() -> None:
+    served = ["toy/1"]
+    image = {"event": "image", "index": 0, "data": "", "seed": 1, "format": "png", "width": 64, "height": 64}
+
+    def answer(_: int, request: dict[str, Any]) -> Answer:
+        if request.get("describe"):
+            return Answer(200, json.dumps({"release": served[-1], "defaults": {"num_inference_steps": 2}}).encode())
+        done = {"event": "done", "engine": {"release": served[-1]}}
+        return lines(ACCEPTED | {"release": served[-1]}, image, done)
+
+    with ScriptedServer(answer) as backend, running_gateway([backend.url]) as url:
+
+        def send(**values: str) -> httpx.Response:
+            body = {"prompt": PROMPT} | values
+            return httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60)
+
+        assert send(model="toy/1").json()["preheat"]["engine"] == {"release": "toy/1"}
+        served.append("toy/2")
+        changed = send(model="toy/1")
+        assert changed.status_code == 503 and changed.json()["error"]["code"] == "release_changed"
+        assert changed.headers["Retry-After"] == "1"
+        assert send(model="toy/1").status_code == 404
+        assert send().json()["preheat"]["engine"] == {"release": "toy/2"}
 
 
 def test_stops_the_work_when_the_client_leaves(url: str, server: Server) -> None:
