@@ -203,7 +203,7 @@ def test_requests_with_and_without_control_share_a_batch(
     model = replace(toy.model, loops={})
     if in_graphs:
         model.loops[UNET, SIDE, SIDE] = GraphLoop(
-            with_static_tokens(model.step_networks(UNET)), SIDE, SIDE, model.device
+            with_static_tokens(model.step_networks(UNET, SIDE, SIDE)), SIDE, SIDE, model.device
         )
     batch = [
         params_of(toy, seed=3),
@@ -227,7 +227,7 @@ def test_controls_read_prompts_of_several_chunks(in_graphs: bool, toy: Loaded, r
     """Two equal chunks give the image of one of them. In a batch with a shorter prompt, too."""
     model = replace(toy.model, loops={})
     if in_graphs:
-        networks = with_static_tokens(model.step_networks(UNET), 154)
+        networks = with_static_tokens(model.step_networks(UNET, SIDE, SIDE), 154)
         model.loops[UNET, SIDE, SIDE] = GraphLoop(networks, SIDE, SIDE, model.device)
     words = "red circle " * 37 + "red "  # 75 tokens
     one_chunk = params_of(toy, control("edges"), prompt=words)

@@ -48,7 +48,7 @@ def test_adds_a_component_and_a_stage(in_graphs: bool) -> None:
     model.engines |= {UNET: EngineSet([unet]), "shifter": EngineSet([ShiftStub("shifter", TYPES)])}
     if in_graphs:
         unet.bucket = Bucket(rows=Span(min=8, max=8), height=Span(min=64, max=64), width=Span(min=96, max=96))
-        model.loops[UNET, 64, 96] = GraphLoop(model.step_networks(UNET), 64, 96, model.device)
+        model.loops[UNET, 64, 96] = GraphLoop(model.step_networks(UNET, 64, 96), 64, 96, model.device)
     scheduler = Scheduler(Runner(model, (*STAGES[:2], ShiftStage(), *STAGES[2:])), Limits(), lambda: None)
     requests = [PLAIN, replace(PLAIN, prompt="shifted"), replace(PLAIN, guidance_scale=1.0, num_inference_steps=3)]
     jobs = scheduler.call(lambda: [scheduler.submit(params) for params in requests]).result()

@@ -1,5 +1,6 @@
 """Images with IP-Adapters are those of diffusers' pipelines, at most 2 of 255 apart, alone and in every batch."""
 
+import copy
 import logging
 import random
 import shutil
@@ -20,22 +21,28 @@ from engine_builder.checkpoints.folder import Checkpoint, IpAdapterFiles
 from engine_builder.local_server.server import Layout, Server
 from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
+from model.api.describe import describe
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.sampler_names import SAMPLERS
+from model.engines.engine import EngineSet
 from model.errors import RequestRefused
 from model.images.encode import Pixels
 from model.images.fit import reference_square
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
+from model.loading.select import select
+from model.loading.served import ServedModel, SizeList, served_model
 from model.loading.target import Target, detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.image_prompt import to_encoder_input
 from model.pipeline.params import Control, GenerationParams, ImagePrompt, Mask
-from model.pipeline.spec import UNET, UNET_IP
+from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP
 from model.pipeline.text_to_image import generate
+from model.settings import ServedBucket
+from model.store.manifest import Bucket, Manifest, Span
 from model.store.precision import FP32
 from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
 from tests.support import controlnets, ip_adapters
@@ -198,7 +205,7 @@ def test_images_are_those_of_diffusers(number: int, client: httpx.Client, toy: L
 
 def make_graph_loop(toy: Loaded) -> GraphLoop:
     """A loop with the buffers of a GPU's, whose graphs run op by op."""
-    return GraphLoop(with_static_tokens(toy.model.step_networks(UNET)), SIDE, SIDE, torch.device("cpu"))
+    return GraphLoop(with_static_tokens(toy.model.step_networks(UNET, SIDE, SIDE)), SIDE, SIDE, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("loop", ["eager", "graphs"])
@@ -356,3 +363,76 @@ class _Spy:
     def run(self, inputs: Any) -> Any:
         self._called()
         return self._engine.run(inputs)
+
+
+MOST_PIXELS = {UNET_IP: 64, UNET_CONTROLLED: 128, "controlnet_image.edges": 128}  # by component, of a side
+
+
+def smaller(component: str, bucket: Bucket) -> Bucket:
+    if component not in MOST_PIXELS:
+        return bucket
+    span = Span(min=64, max=MOST_PIXELS[component], multiple=8)
+    return bucket.model_copy(update={"height": span, "width": span})
+
+
+@pytest.fixture(scope="module")
+def fewer_sizes(ip_store: WritableStore) -> Manifest:
+    """The release with IP-Adapters only for 64x64, and the ControlNet for sides up to 128."""
+    manifest = ip_store.read_release("prompted/1")
+    engines = [one.model_copy(update={"bucket": smaller(one.component, one.bucket)}) for one in manifest.engines]
+    return manifest.model_copy(update={"engines": tuple(engines)})
+
+
+def served_with(manifest: Manifest, *sides: int) -> ServedModel:
+    buckets = [ServedBucket(height=side, width=side, rows=2) for side in sides]
+    return served_model(select(manifest, detect_targets(), buckets), buckets)
+
+
+def limited(engines: EngineSet) -> EngineSet:
+    copies = [copy.copy(engine) for engine in engines.engines]
+    for engine in copies:
+        engine.bucket = smaller(engine.component, engine.bucket)
+    return EngineSet(copies)
+
+
+def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, toy: Loaded) -> None:
+    engines = toy.model.engines
+    model = replace(toy.model, engines={**engines, **{name: limited(engines[name]) for name in MOST_PIXELS}}, loops={})
+    loaded = replace(toy, model=model, served=served_with(fewer_sizes))
+    assert loaded.served.sizes == toy.served.sizes
+    assert loaded.served.ip_adapter_sizes == SizeList(((64, 64),))
+    warm_up(loaded)  # at a size that they have
+    warm_up(replace(loaded, served=replace(loaded.served, native_width=256, native_height=256)))
+    networks = model.step_networks(UNET, 256, 256)
+    assert networks.image_prompted is None and networks.controlled is None and not networks.controlnets
+    described = describe(loaded)
+    assert described["ip_adapter_sizes"] == {"sizes": [[64, 64]]}
+    assert described["control_sizes"]["edges"]["max"] == 128
+    for params in (params_of(toy, prompt("plain")), params_of(toy, width=256, height=256)):
+        [expected], [found] = (generate(one.model, [params])[0] for one in (toy, loaded))
+        assert largest_difference(found, expected) <= 1
+    image = file_of(picture(1))
+    uses: dict[str, dict[str, Any]] = {
+        'ip_adapters.0.name: "plain" .* 256x256, only at 64x64 ': {
+            "ip_adapters": [{"name": "plain", "images": [image]}]
+        },
+        'controls.0.name: "edges" .* 256x256, only at sides from 64 to 128 ': {
+            "controls": [{"name": "edges", "image": image}]
+        },
+    }
+    for message, fields in uses.items():
+        values = {"prompt": "a red circle", "width": 256, "height": 256, **fields}
+        with pytest.raises(RequestRefused, match=message):
+            resolve(GenerationRequest.model_validate(values), loaded.served)
+        resolve(GenerationRequest.model_validate(values | {"width": 64, "height": 64}), loaded.served)
+
+
+def test_configured_sizes_without_adapters_are_served(fewer_sizes: Manifest) -> None:
+    native = fewer_sizes.settings.native_width
+    served = served_with(fewer_sizes, 64, 256, native)
+    assert served.sizes == SizeList(tuple(sorted({(side, side) for side in (64, 256, native)})))
+    assert served.ip_adapter_sizes == SizeList(((64, 64),)) and (64, 64) in served.control_sizes["edges"].sizes
+    assert (256, 256) not in served.control_sizes["edges"].sizes
+    settings = fewer_sizes.settings.model_copy(update={"native_width": 256, "native_height": 256})
+    served = served_with(fewer_sizes.model_copy(update={"settings": settings}), 256)
+    assert served.sizes == SizeList(((256, 256),)) and not served.controlnets and not served.ip_adapters

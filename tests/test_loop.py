@@ -35,7 +35,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def loop(model: LoadedModel) -> EagerLoop:
-    return EagerLoop(model.step_networks(spec.UNET), HEIGHT, WIDTH)
+    return EagerLoop(model.step_networks(spec.UNET, HEIGHT, WIDTH), HEIGHT, WIDTH)
 
 
 def make_image(model: LoadedModel, **changes: object) -> ImageState:

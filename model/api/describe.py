@@ -39,7 +39,9 @@ class Description(TypedDict):
     safety: Safety  # what happens with images that the safety checker flags; with "blank" there are no previews
     loras: list[str]  # names of the adapters that this deployment offers
     controlnets: dict[str, int]  # by ControlNet the number of types of control images, 0 unless it is a Union network
+    control_sizes: dict[str, dict[str, object]]  # by ControlNet the sizes at which it can be used
     ip_adapters: dict[str, int]  # by IP-Adapter the largest number of reference images
+    ip_adapter_sizes: dict[str, object] | None  # the sizes at which IP-Adapters can be used; null without IP-Adapters
     defaults: dict[str, object]  # the release's defaults
     limits: dict[str, int]  # largest values of a request
 
@@ -63,7 +65,9 @@ def describe(loaded: Loaded) -> Description:
         "safety": served.safety,
         "loras": list(served.loras),
         "controlnets": dict(served.controlnets),
+        "control_sizes": {name: _sizes(sizes) for name, sizes in served.control_sizes.items()},
         "ip_adapters": {name: adapter.images for name, adapter in served.ip_adapters.items()},
+        "ip_adapter_sizes": None if served.ip_adapter_sizes is None else _sizes(served.ip_adapter_sizes),
         "defaults": served.defaults.model_dump(),
         "limits": {
             "images": MAX_IMAGES,

@@ -11,7 +11,7 @@ from model.api.request import GenerationRequest, without_images
 from model.denoising.sampler_names import check_refiner, check_spacing, check_steps, sampler_name, skipped_steps
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
-from model.loading.served import ServedModel
+from model.loading.served import ServedModel, Sizes
 from model.pipeline.params import GenerationParams
 from model.validation import SEED_COUNT, format_value
 
@@ -69,8 +69,8 @@ def resolve(
     if values["use_refiner"]:
         check_refiner(values["scheduler"])
     _check_image_fields(request, served, values["width"], values["height"])
-    _check_controls(request, served)
-    _check_ip_adapters(request, served)
+    _check_controls(request, served, values["width"], values["height"])
+    _check_ip_adapters(request, served, values["width"], values["height"])
     _check_conditioning(request, served)
     if request.stream and request.preview_every and served.safety == "blank":
         raise RequestRefused(
@@ -207,12 +207,17 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel, width: 
         )
 
 
-def _check_controls(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for a ControlNet that is not served or is named twice, and for fields that do not fit it."""
+def _check_controls(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
+    """Raise RequestRefused for a ControlNet that is not served, also at this size, or is named twice.
+
+    And for fields that do not fit it.
+    """
     names = [control.name for control in request.controls or ()]
     for number, control in enumerate(request.controls or ()):
         field = f"controls.{number}"
         _check_name(f"{field}.name", names[: number + 1], served, served.controlnets, "a ControlNet", "--controlnet")
+        sizes = served.control_sizes.get(control.name, served.sizes)
+        _check_size(f"{field}.name", control.name, served.release, sizes, width, height)
         if control.start >= control.end:
             raise RequestRefused(f"{field}.start", f"{control.start:g} is not less than end, {control.end:g}.")
         types = served.controlnets[control.name]
@@ -225,12 +230,16 @@ def _check_controls(request: GenerationRequest, served: ServedModel) -> None:
             )
 
 
-def _check_ip_adapters(request: GenerationRequest, served: ServedModel) -> None:
-    """Raise RequestRefused for an IP-Adapter that is not served, is named twice or gets too many images."""
+def _check_ip_adapters(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
+    """Raise RequestRefused for an IP-Adapter that is not served, also at this size, is named twice or gets too many
+    images.
+    """
     names = [adapter.name for adapter in request.ip_adapters or ()]
     for number, adapter in enumerate(request.ip_adapters or ()):
         field = f"ip_adapters.{number}"
         _check_name(f"{field}.name", names[: number + 1], served, served.ip_adapters, "an IP-Adapter", "--ip-adapter")
+        sizes = served.ip_adapter_sizes or served.sizes
+        _check_size(f"{field}.name", adapter.name, served.release, sizes, width, height)
         most = served.ip_adapters[adapter.name].images
         if len(adapter.images) > most:
             raise RequestRefused(
@@ -238,6 +247,17 @@ def _check_ip_adapters(request: GenerationRequest, served: ServedModel) -> None:
                 f"{len(adapter.images)} images are not accepted; {adapter.name} takes at most {most} in release "
                 f"{served.release}. Send fewer, or build the release for more (`preheat build --ip-images`).",
             )
+
+
+def _check_size(field: str, name: str, release: str, sizes: Sizes, width: int, height: int) -> None:
+    """Raise RequestRefused, which states the sizes, unless what is named can be used at this size."""
+    if not sizes.holds(width, height):
+        raise RequestRefused(
+            field,
+            f"{format_value(name)} of release {release} cannot be used at {width}x{height}, only at {sizes} (width x "
+            "height). Request such a size. Or build it for this size too (`preheat build`) and publish a new release "
+            "(`preheat publish`).",
+        )
 
 
 def _check_name(

@@ -18,7 +18,7 @@ from model.pipeline.spec import (
     loop_unets,
     step_components,
 )
-from model.store.manifest import EngineRecord
+from model.store.manifest import EngineRecord, Signature
 
 
 def check_memory(device: torch.device, selection: Selection, free: int | None = None) -> None:
@@ -112,16 +112,27 @@ def _loop_bytes(
             networks, by_step = step_components(unet, engines)
             signatures = [engines[network.name][0].signature for network in networks]
             controlnets = {}
-            if controlled_unet(unet) in engines:
-                by_step += control_inputs_by_step(controlnets_of(engines))
-                controlnets = {name: engines[f"{CONTROLNET}.{name}"][0].signature for name in controlnets_of(engines)}
-            prompted = engines.get(ip_unet(unet), ())
-            image_prompted = prompted[0].signature if prompted else None
+            if _signature_at(engines, controlled_unet(unet), height, width):
+                found = {
+                    name: _signature_at(engines, f"{CONTROLNET}.{name}", height, width)
+                    for name in controlnets_of(engines)
+                }
+                controlnets = {name: signature for name, signature in found.items() if signature}
+                by_step += control_inputs_by_step(controlnets)
+            image_prompted = _signature_at(engines, ip_unet(unet), height, width)
             buffers = buffer_shapes(signatures, by_step, height, width, batches, controlnets, image_prompted)
             total += sum(buffer.bytes for buffer in buffers.values())
             if keeps_conditioning:
                 total += sum(buffer.bytes for name, buffer in buffers.items() if name.startswith(COND_BY_SLOT))
     return total
+
+
+def _signature_at(
+    engines: Mapping[str, Sequence[EngineRecord]], name: str, height: int, width: int
+) -> Signature | None:
+    """Return the signature of a component's engines at a size in pixels, None if it has none there."""
+    records = engines.get(name, ())
+    return next((e.signature for e in records if e.bucket.holds(e.bucket.batch.min, height, width)), None)
 
 
 def tensorrt_bytes(selection: Selection) -> int:

@@ -116,9 +116,13 @@ def select(
     if wanted is not None:
         check_precision(manifest, target, wanted, "remove `precision` from the config")
     engines = {name: choose_engines(manifest, name, target, buckets, wanted) for name in names}
-    for name in optional_components(manifest, target, wanted, with_adapters):
-        if chosen := choose_engines(manifest, name, target, buckets, wanted):
-            engines[name] = chosen
+    optional = optional_components(manifest, target, wanted, with_adapters)
+    chosen = {name: choose_engines(manifest, name, target, buckets, wanted) for name in optional}
+    incomplete = {name for name in chosen if name.partition(".")[0] in ADDED_COMPONENTS}
+    for components in _added_components(manifest):
+        if all(chosen.get(name) for name in components):
+            incomplete -= set(components)
+    engines |= {name: records for name, records in chosen.items() if records and name not in incomplete}
     if with_safety_checker:
         engines[SAFETY_CHECKER] = _choose_safety_checker(manifest, target)
     fp16_steps = _fp16_steps(manifest, engines[UNET][0].precision, precision)
@@ -200,13 +204,15 @@ def optional_components(
     specs = [spec for spec in components_of(manifest.family, model_parts(manifest.has_refiner)) if spec.optional]
     specs += LOW_RANK.values() if with_adapters else ()
     names = [spec.name for spec in specs if has_engines(spec.name)]
-    added = []
+    added = (components for components in _added_components(manifest) if all(map(has_engines, components)))
+    return (*names, *dict.fromkeys(name for components in added for name in components))
+
+
+def _added_components(manifest: Manifest) -> list[list[str]]:
+    """Return the names of the components that each ControlNet and each IP-Adapter of a release needs."""
     of_each = [control_components([name]) for name in controlnets_of(manifest.architectures)]
     of_each += [ip_components([name]) for name in ip_adapters_of(manifest.architectures)]
-    for components in of_each:
-        own = [spec.name for spec in components if spec.name in manifest.architectures]
-        added += own if all(map(has_engines, own)) else []
-    return (*names, *dict.fromkeys(added))
+    return [[spec.name for spec in specs if spec.name in manifest.architectures] for specs in of_each]
 
 
 def choose_target(manifest: Manifest, targets: Sequence[Target], names: Sequence[str]) -> str:

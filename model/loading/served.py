@@ -13,11 +13,14 @@ from model.errors import ManifestError, NoEngineForTarget, RequestRefused
 from model.loading.select import Selection
 from model.pipeline.spec import (
     BASE,
+    CONTROLNET,
+    CONTROLNET_IMAGE,
     CONTROLNET_TIME,
     IMAGE_ENCODER,
     IP_ADAPTER,
     REFINER,
     UNET,
+    UNET_CONTROLLED,
     UNET_IP,
     UNET_TIME,
     VAE_ENCODER,
@@ -154,8 +157,12 @@ class ServedModel:
     """The names of the adapters that requests may use."""
     controlnets: Mapping[str, int] = field(default_factory=dict)
     """By ControlNet the number of types of control images: 0 unless it is a Union network."""
+    control_sizes: Mapping[str, Sizes] = field(default_factory=dict)
+    """The sizes at which each ControlNet can be used, by name."""
     ip_adapters: Mapping[str, ServedIpAdapter] = field(default_factory=dict)
     """The IP-Adapters by name."""
+    ip_adapter_sizes: Sizes | None = None
+    """The sizes at which IP-Adapters can be used; None without IP-Adapters."""
 
 
 def served_model(
@@ -190,6 +197,8 @@ def served_model(
             f"loaded. {error}",
             "Build that size (`preheat build`), or add it to the config's buckets.",
         ) from error
+    controls = control_sizes(selection.engines, sizes)
+    ip_sizes = sizes_with(selection.engines, sizes, [UNET_IP])
     return ServedModel(
         settings.native_width,
         settings.native_height,
@@ -197,17 +206,18 @@ def served_model(
         manifest.has_refiner,
         defaults,
         manifest.name,
-        image_sizes=served_image_sizes(selection.engines, sizes),
+        image_sizes=sizes_with(selection.engines, sizes, [VAE_ENCODER]),
         requires_masks=extra_channels > 0,
         takes_sizes=any(spec.name == TIME_IDS for spec in selection.engines[UNET_TIME][0].signature.inputs),
         max_clip_skip=_max_clip_skip(selection.engines),
         safety=safety,
         loras=tuple(loras),
         controlnets={
-            name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature)
-            for name in controlnets_of(selection.engines)
+            name: control_types(selection.engines[f"{CONTROLNET_TIME}.{name}"][0].signature) for name in controls
         },
-        ip_adapters=_served_ip_adapters(manifest.name, selection.engines),
+        control_sizes=controls,
+        ip_adapters={} if ip_sizes is None else _served_ip_adapters(manifest.name, selection.engines),
+        ip_adapter_sizes=ip_sizes,
     )
 
 
@@ -241,32 +251,36 @@ def served_sizes(engines: Mapping[str, Sequence[EngineRecord]], buckets: Sequenc
     return _common_sizes({name: records for name, records in engines.items() if not find_component(name)[0].optional})
 
 
-def served_image_sizes(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes) -> Sizes | None:
-    """Return those of the served `sizes` at which the VAE encoder runs too, or None if there are none."""
-    encoder = engines.get(VAE_ENCODER, ())
-    if isinstance(sizes, SizeList):
-        spans = _spans(encoder)
-        encoded = tuple(size for size in sizes.sizes if any(_holds(span, size) for span in spans))
-        return SizeList(encoded) if encoded else None
-    if not encoder:
+def sizes_with(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes, components: Sequence[str]) -> Sizes | None:
+    """Return those of the served `sizes` at which these optional components run too, or None if there are none."""
+    added = {name: engines.get(name, ()) for name in components}
+    if not all(added.values()):
         return None
-    common = _common_sizes(
-        {n: records for n, records in engines.items() if n == VAE_ENCODER or not find_component(n)[0].optional}
-    )
-    if isinstance(common, SizeList):
+    if isinstance(sizes, SizeList):
+        sized = _spans_by_component(added)
+        common = SizeList(
+            tuple(size for size in sizes.sizes if all(any(_holds(span, size) for span in spans) for spans in sized))
+        )
         return common if common.sizes else None
-    return common if common.min_side <= common.max_side else None
+    required = {name: records for name, records in engines.items() if not find_component(name)[0].optional}
+    found = _common_sizes(required | added)
+    is_empty = not found.sizes if isinstance(found, SizeList) else found.min_side > found.max_side
+    return None if is_empty else found
+
+
+def control_sizes(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes) -> dict[str, Sizes]:
+    """Return the sizes at which each ControlNet can be used, by name. One without any is left out."""
+    kinds = (CONTROLNET_IMAGE, CONTROLNET)
+    found = {
+        name: sizes_with(engines, sizes, [UNET_CONTROLLED, *(f"{kind}.{name}" for kind in kinds)])
+        for name in controlnets_of(engines)
+    }
+    return {name: served for name, served in found.items() if served is not None}
 
 
 def _common_sizes(engines: Mapping[str, Sequence[EngineRecord]]) -> Sizes:
     """Return the sizes that every component with a size serves: a range if all engines are dynamic, else a list."""
-    # Without the engines of variants. A component's engines of each precision must serve a size.
-    by_component = [
-        [engine for engine in records if (engine.component, engine.precision) == (name, precision)]
-        for name, records in engines.items()
-        for precision in {engine.precision for engine in records}
-    ]
-    sized = [spans for records in by_component if (spans := _spans(records))]
+    sized = _spans_by_component(engines)
     static = {(w.min, h.min) for spans in sized for h, w in spans if h.min == h.max and w.min == w.max}
     if static or not sized:
         served = [size for size in static if all(any(_holds(span, size) for span in spans) for spans in sized)]
@@ -276,6 +290,16 @@ def _common_sizes(engines: Mapping[str, Sequence[EngineRecord]]) -> Sizes:
     return SizeRange(
         max(side.min for side in sides), min(side.max for side in sides), math.lcm(*(side.multiple for side in sides))
     )
+
+
+def _spans_by_component(engines: Mapping[str, Sequence[EngineRecord]]) -> list[list[tuple[Span, Span]]]:
+    """Return `_spans` of each component with a size, without variants. Each precision of a component is an entry."""
+    by_component = [
+        [engine for engine in records if (engine.component, engine.precision) == (name, precision)]
+        for name, records in engines.items()
+        for precision in {engine.precision for engine in records}
+    ]
+    return [spans for records in by_component if (spans := _spans(records))]
 
 
 def _spans(records: Sequence[EngineRecord]) -> list[tuple[Span, Span]]:

@@ -58,10 +58,11 @@ def warm_up(
                     generate(loaded.model, [_from_image(params) if encodes else params])
                     if comparison is not None:
                         comparison.warm_up(params)
-                    if served.controlnets:
-                        generate(loaded.model, [_with_controls(params, served)])
-                    for name in served.ip_adapters:
-                        generate(loaded.model, [_with_image_prompt(params, served, name)])
+                    if (controlled := _with_controls(params, served)).controls:
+                        generate(loaded.model, [controlled])
+                    if served.ip_adapter_sizes is not None and served.ip_adapter_sizes.holds(width, height):
+                        for name in served.ip_adapters:
+                            generate(loaded.model, [_with_image_prompt(params, served, name)])
             with warm_up_part("texts"):
                 _encode_every_text(loaded.model, params)
             with warm_up_part("preview"):
@@ -118,11 +119,12 @@ def _from_image(params: GenerationParams) -> GenerationParams:
 
 
 def _with_controls(params: GenerationParams, served: ServedModel) -> GenerationParams:
-    """Return the request with a black control image for every ControlNet."""
+    """Return the request with a black control image for every ControlNet of its size."""
     levels = np.zeros((params.height, params.width, 3), np.uint8)
     controls = (
         Control(name, levels, scale=1.0, start=0.0, end=1.0, mode=0 if types else None)
         for name, types in served.controlnets.items()
+        if served.control_sizes[name].holds(params.width, params.height)
     )
     return replace(params, use_refiner=False, controls=tuple(controls))
 

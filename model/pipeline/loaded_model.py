@@ -1,5 +1,6 @@
 """A release in memory, as the pipeline uses it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -135,19 +136,22 @@ class LoadedModel:
         if self.efficient_pixels is not None:
             loop.efficient_batch = min(loop.capacity, max(1, self.efficient_pixels // (height * width)))
 
-    def step_networks(self, unet: str) -> StepNetworks:
-        """Return the release's engines that run in each step of a UNet."""
+    def step_networks(self, unet: str, height: int, width: int) -> StepNetworks:
+        """Return the release's engines that run in each step of a UNet at a size in pixels.
+
+        ControlNets and IP-Adapters without engines of this size are left out.
+        """
         specs, by_step = step_components(unet, self.engines, self.components)
         *before, last = (self.engines[spec.name] for spec in specs)
-        networks = StepNetworks(last, by_step, tuple(before), image_prompted=self.engines.get(ip_unet(unet)))
-        if (name := controlled_unet(unet)) not in self.engines:
+        prompted = _of_size(self.engines, ip_unet(unet), height, width)
+        networks = StepNetworks(last, by_step, tuple(before), image_prompted=prompted)
+        controlled = _of_size(self.engines, controlled_unet(unet), height, width)
+        found = {name: _of_size(self.engines, f"{CONTROLNET}.{name}", height, width) for name in self.controlnets}
+        controlnets = {name: engines for name, engines in found.items() if engines is not None}
+        if controlled is None or not controlnets:
             return networks
-        return replace(
-            networks,
-            by_step=[*by_step, *control_inputs_by_step(self.controlnets)],
-            controlled=self.engines[name],
-            controlnets={name: self.engines[f"{CONTROLNET}.{name}"] for name in self.controlnets},
-        )
+        by_step = [*by_step, *control_inputs_by_step(controlnets)]
+        return replace(networks, by_step=by_step, controlled=controlled, controlnets=controlnets)
 
     @property
     def controlnets(self) -> tuple[str, ...]:
@@ -155,9 +159,15 @@ class LoadedModel:
         return controlnets_of(self.engines)
 
 
+def _of_size(engines: Mapping[str, EngineSet], name: str, height: int, width: int) -> EngineSet | None:
+    """Return a component's engines if some of them run at a size in pixels."""
+    found = engines.get(name)
+    return found if found is not None and found.of_size(height, width) else None
+
+
 def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs: bool = True) -> Loop:
     """Make a loop for a UNet at a size in pixels: with CUDA graphs if its engines are static, otherwise op by op."""
-    networks = model.step_networks(unet)
+    networks = model.step_networks(unet, height, width)
 
     def make(networks: StepNetworks) -> Loop:
         if use_graphs and model.device.type == "cuda" and networks.unet.is_static(height, width):
@@ -168,6 +178,7 @@ def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs
     if unet not in model.fp16_unets or not model.fp16_steps.exist:
         return loop
     fp16 = model.fp16_unets
-    controlled, image_prompted = fp16.get(controlled_unet(unet)), fp16.get(ip_unet(unet))
+    controlled = _of_size(fp16, controlled_unet(unet), height, width)
+    image_prompted = _of_size(fp16, ip_unet(unet), height, width)
     outer = make(replace(networks, unet=fp16[unet], controlled=controlled, image_prompted=image_prompted))
     return MixedLoop(outer, loop, model.fp16_steps.first, model.fp16_steps.last)

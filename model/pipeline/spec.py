@@ -55,7 +55,7 @@ class ComponentSpec:
     variants: its further engines.
     low_rank_of: a UNet that this one replaces for images with adapters, which it takes as inputs. Their weights are the
         same. It is built and loaded only if adapters are asked for.
-    optional: true if releases may lack it. Requests that need it are then refused.
+    optional: true if releases may lack it, or have it for fewer sizes. Requests that need it are then refused.
     """
 
     name: str
@@ -206,22 +206,23 @@ COMPONENTS: Components = SDXL | SD | LOW_RANK | SAFETY
 CONTROL_COMPONENTS = _table(
     ComponentSpec(
         UNET_CONTROLLED, "base", "unet", "ControlledUnetNetwork", signatures.controlled_unet_signature, "step",
-        "cfg_half", "denoising", ("time_embeds",), replaces=UNET,
+        "cfg_half", "denoising", ("time_embeds",), replaces=UNET, optional=True,
     ),
     ComponentSpec(
-        CONTROLNET_TEXT, "base", CONTROLNET, "ControlnetTextNetwork", signatures.unet_text_signature, "prompt", "text"
+        CONTROLNET_TEXT, "base", CONTROLNET, "ControlnetTextNetwork", signatures.unet_text_signature, "prompt", "text",
+        optional=True,
     ),
     ComponentSpec(
         CONTROLNET_TIME, "base", CONTROLNET, "ControlnetTimeNetwork", signatures.controlnet_time_signature, "request",
-        "timestep",
+        "timestep", optional=True,
     ),
     ComponentSpec(
         CONTROLNET_IMAGE, "base", CONTROLNET, "ControlnetImageNetwork", signatures.controlnet_image_signature,
-        "request", "image",
+        "request", "image", optional=True,
     ),
     ComponentSpec(
         CONTROLNET, "base", CONTROLNET, "ControlnetNetwork", signatures.controlnet_signature, "step", "cfg_half",
-        "denoising", ("time_embeds", signatures.CONTROL_SCALE), feeds=UNET_CONTROLLED,
+        "denoising", ("time_embeds", signatures.CONTROL_SCALE), feeds=UNET_CONTROLLED, optional=True,
     ),
 )  # fmt: skip
 """The components of releases with ControlNets: a UNet that takes their outputs, and the networks that each ControlNet
@@ -230,14 +231,15 @@ is divided into. "controlnet_time.canny" is the time network of the ControlNet "
 IP_COMPONENTS = _table(
     ComponentSpec(
         UNET_IP, "base", "unet", "ImagePromptUnetNetwork", signatures.ip_unet_signature, "step", "cfg_half",
-        "denoising", ("time_embeds",), replaces=UNET,
+        "denoising", ("time_embeds",), replaces=UNET, optional=True,
     ),
     ComponentSpec(
         IMAGE_ENCODER, "base", IMAGE_ENCODER, "ImageEncoderNetwork", signatures.image_encoder_signature, "request",
-        "scaled_image",
+        "scaled_image", optional=True,
     ),
     ComponentSpec(
-        IP_ADAPTER, "base", IP_ADAPTER, "IpAdapterNetwork", signatures.ip_adapter_signature, "request", "scaled_image"
+        IP_ADAPTER, "base", IP_ADAPTER, "IpAdapterNetwork", signatures.ip_adapter_signature, "request", "scaled_image",
+        optional=True,
     ),
 )  # fmt: skip
 """The components of releases with IP-Adapters: a UNet that takes keys and values of reference images, and for each

@@ -108,7 +108,7 @@ def test_failure_of_one_size_leaves_another(model: LoadedModel, scheduler: Sched
         def step(self) -> list[ImageState]:
             raise ZeroDivisionError
 
-    model.loops[spec.UNET, 64, 64] = FailingLoop(model.step_networks(spec.UNET), 64, 64)
+    model.loops[spec.UNET, 64, 64] = FailingLoop(model.step_networks(spec.UNET, 64, 64), 64, 64)
     with paused(scheduler):
         failing, other = scheduler.submit(params(1, width=64)), scheduler.submit(params(2))
     with pytest.raises(ZeroDivisionError):
@@ -121,7 +121,7 @@ def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, sche
         def add(self, image: ImageState) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model.loops[spec.REFINER_UNET, 64, 96] = FullLoop(model.step_networks(spec.REFINER_UNET), 64, 96)
+    model.loops[spec.REFINER_UNET, 64, 96] = FullLoop(model.step_networks(spec.REFINER_UNET, 64, 96), 64, 96)
     refined, other = scheduler.submit(params(1, use_refiner=True)), scheduler.submit(params(2, num_inference_steps=40))
     with pytest.raises(torch.OutOfMemoryError):
         results(refined)
