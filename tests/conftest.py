@@ -37,14 +37,15 @@ from model.loading.load import Loaded, load_release
 from model.loading.target import Target, detect_targets
 from model.store.options import StoreOptions
 from model.store.precision import FP32
+from tests.support import controlnets, toy_sdxl
 from tests.support import object_store as ceph
-from tests.support import toy_sdxl
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_store import ObjectStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODEL_FOLDER = REPOSITORY / "data" / "tiny-sdxl"
 KEPT_STORE = REPOSITORY / ".preheat" / "test-store"
+CONTROLNETS: dict[str, controlnets.Kind] = {"edges": "full", "depth": "full", "small": "small", "union": "union"}
 KEPT_TOYS = REPOSITORY / ".preheat" / "toy-engines"
 # A test fails if a server takes longer to become ready. Enough for any machine.
 READY_SECONDS = 180
@@ -255,3 +256,35 @@ def open_bucket(object_store: ObjectStore, bucket: str, tmp_path: Path) -> Itera
     yield open_store
     for store in opened:
         store.close()
+
+
+@pytest.fixture(scope="session")
+def controlnet_folders(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A ControlNet of each kind for the toy, and two full ones."""
+    root = tmp_path_factory.mktemp("controlnets")
+    return {
+        name: controlnets.write(root / name, toy_folder, kind, seed)
+        for seed, (name, kind) in enumerate(CONTROLNETS.items(), start=1)
+    }
+
+
+@pytest.fixture(scope="session")
+def control_store(
+    toy_folder: Path,
+    controlnet_folders: dict[str, Path],
+    target: Target,
+    tmp_path_factory: pytest.TempPathFactory,
+    show_progress: Callable[[str], None],
+) -> WritableStore:
+    """A store with the toy and its ControlNets, published as control/1. Its engines are kept between runs."""
+    plan = BuildPlan(
+        "control", Checkpoint(toy_folder, controlnets=tuple(controlnet_folders.items())), None, target, FP32
+    )
+    folder = tmp_path_factory.mktemp("control-store") / "store"
+    with file_lock(KEPT_TOYS.with_suffix(".lock")):
+        report = lambda component, activity, *_: show_progress(f"toy ControlNets: {component}: {activity}")  # noqa: E731
+        build(plan, open_writable_store(KEPT_TOYS), report, processes=2)
+        shutil.copytree(KEPT_TOYS, folder)
+    store = open_writable_store(folder)
+    publish(store, "control")
+    return store

@@ -2,7 +2,6 @@
 
 import logging
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,7 @@ import numpy as np
 import pytest
 
 from engine_builder.adapters.add import add_adapter
-from engine_builder.building.build import build
-from engine_builder.building.build_plan import BuildPlan
-from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.local_server.server import Layout, Server
-from engine_builder.releases.publish import publish
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
@@ -27,14 +22,12 @@ from model.denoising.sampler_names import SAMPLERS
 from model.images.encode import Pixels
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
-from model.loading.target import Target, detect_targets
+from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
 from model.pipeline.params import Control, GenerationParams, Mask
 from model.pipeline.spec import UNET, UNET_CONTROLLED
 from model.pipeline.text_to_image import generate
-from model.store.precision import FP32
-from tests.conftest import KEPT_TOYS, READY_SECONDS, file_lock
-from tests.support import controlnets
+from tests.conftest import READY_SECONDS
 from tests.support.adapters import PACKABLE, copy_store, module_shapes, random_deltas, write_adapter
 from tests.support.control_reference import ControlReference
 from tests.support.images import file_of, largest_difference, pixels
@@ -44,7 +37,6 @@ from tests.support.static_tokens import with_static_tokens
 TOLERANCE = 2  # of 255: float32 rounding, in another order
 CASES = 12
 SIDE = 64
-KINDS: dict[str, controlnets.Kind] = {"edges": "full", "depth": "full", "small": "small", "union": "union"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,43 +50,13 @@ def quiet_diffusers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folders(toy_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A ControlNet of each kind for the toy, and two full ones."""
-    root = tmp_path_factory.mktemp("controlnets")
-    return {
-        name: controlnets.write(root / name, toy_folder, kind, seed)
-        for seed, (name, kind) in enumerate(KINDS.items(), start=1)
-    }
-
-
-@pytest.fixture(scope="module")
-def control_store(
-    toy_folder: Path,
-    folders: dict[str, Path],
-    target: Target,
-    tmp_path_factory: pytest.TempPathFactory,
-    show_progress: Callable[[str], None],
-) -> WritableStore:
-    """A store with the toy and its ControlNets, published as control/1. Its engines are kept between runs."""
-    plan = BuildPlan("control", Checkpoint(toy_folder, controlnets=tuple(folders.items())), None, target, FP32)
-    folder = tmp_path_factory.mktemp("control-store") / "store"
-    with file_lock(KEPT_TOYS.with_suffix(".lock")):
-        report = lambda component, activity, *_: show_progress(f"toy ControlNets: {component}: {activity}")  # noqa: E731
-        build(plan, open_writable_store(KEPT_TOYS), report, processes=2)
-        shutil.copytree(KEPT_TOYS, folder)
-    store = open_writable_store(folder)
-    publish(store, "control")
-    return store
-
-
-@pytest.fixture(scope="module")
 def toy(control_store: WritableStore) -> Loaded:
     return load_release(control_store, "control/1", detect_targets(), [], ColdStart())
 
 
 @pytest.fixture(scope="module")
-def reference(toy_folder: Path, folders: dict[str, Path]) -> ControlReference:
-    return ControlReference(toy_folder, folders)
+def reference(toy_folder: Path, controlnet_folders: dict[str, Path]) -> ControlReference:
+    return ControlReference(toy_folder, controlnet_folders)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +294,7 @@ def test_resizes_a_control_image(client: httpx.Client, toy: Loaded) -> None:
 
 
 def test_adapters_change_the_controlled_unet_too(
-    toy_folder: Path, folders: dict[str, Path], control_store: WritableStore, tmp_path: Path
+    toy_folder: Path, controlnet_folders: dict[str, Path], control_store: WritableStore, tmp_path: Path
 ) -> None:
     """They are merged, because no UNet takes both adapters and the outputs of ControlNets as inputs."""
     deltas = random_deltas(module_shapes(toy_folder), PACKABLE, 4, 0, 0.25)
@@ -341,7 +303,7 @@ def test_adapters_change_the_controlled_unet_too(
     add_adapter(store, "style", file)
     adapters = ServedAdapters(("style",))
     adapted = load_release(store, "control/1", detect_targets(), [], ColdStart(), adapters=adapters)
-    reference = ControlReference(toy_folder, {"edges": folders["edges"]})
+    reference = ControlReference(toy_folder, {"edges": controlnet_folders["edges"]})
     reference.load_lora("style", file)
     controlled = params_of(adapted, control("edges"))
     changed = replace(controlled, loras=(("style", 0.8),))

@@ -1,19 +1,30 @@
 """The `preheat` commands for Triton Inference Server: export-triton and triton-client."""
 
+import base64
 import math
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 
 from engine_builder.commands.console import DEFAULT_STORE, CacheOption, StoreOption, console, open_cli_store, plain
-from engine_builder.files import check_writable, write_file
+from engine_builder.files import check_writable, read_file, write_file
 from engine_builder.local_server.client import CallFailed
 from engine_builder.triton_repository import client, export
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
-from engine_builder.triton_repository.unrolled import unrolled_repository
+from engine_builder.triton_repository.unrolled import (
+    CONTROL_IMAGE,
+    INPUT_IMAGE,
+    MASK,
+    STRENGTH,
+    unrolled_repository,
+)
 from model.images.encode import encode
+from model.images.inputs import decode_mask, decode_rgb, read_image
 from model.validation import SEED_COUNT
 
 DEFAULT_GUIDANCE = 7.5
@@ -55,6 +66,12 @@ def triton_client(
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     guidance_scale: float | None = None,
     seed: int | None = None,
+    image: Annotated[Path | None, typer.Option(help="Image to start from.")] = None,
+    mask: Annotated[Path | None, typer.Option(help="Where the image is repainted: white.")] = None,
+    strength: Annotated[float | None, typer.Option(help="With an image: the share of the steps that run.")] = None,
+    control: Annotated[
+        list[str] | None, typer.Option(help="Control image of a ControlNet, NAME=FILE; repeatable.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300,
 ) -> None:
     """Generate an image on a Triton server that serves a repository of `preheat export-triton`."""
@@ -62,6 +79,7 @@ def triton_client(
     protocol: client.Protocol = "grpc" if grpc else "http"
     address = address or ("127.0.0.1:8001" if grpc else "127.0.0.1:8000")
     of_version = "" if version is None else str(version)
+    controls = dict(_split_control(given) for given in control or ())
     if model != GENERATE_LOOP:
         if steps is not None:
             raise typer.BadParameter(f"the steps of {model} are fixed", param_hint="--steps")
@@ -72,13 +90,25 @@ def triton_client(
         if not math.isfinite(scale):
             raise typer.BadParameter(f"{scale} is not a number", param_hint="--guidance-scale")
         pixels = client.generate_pixels(
-            protocol, address, model, prompt, seed, scale, timeout, negative_prompt, of_version
+            protocol,
+            address,
+            model,
+            prompt,
+            seed,
+            scale,
+            timeout,
+            negative_prompt,
+            of_version,
+            _ensemble_inputs(image, mask, strength, controls),
         )
         write_file(out, encode(pixels, "png", 100))
         console.print(f"Wrote {plain(out)} with seed {seed} of {plain(model)}")
         return
     optional: dict[str, Any] = {"negative_prompt": negative_prompt, "num_inference_steps": steps, "seed": seed}
-    optional |= {"guidance_scale": guidance_scale}
+    optional |= {"guidance_scale": guidance_scale, "strength": strength}
+    optional |= {"image": None if image is None else _base64(image)}
+    optional |= {"masks": None if mask is None else [{"image": _base64(mask)}]}
+    optional |= {"controls": [{"name": name, "image": _base64(path)} for name, path in controls.items()] or None}
     request: dict[str, Any] = {"prompt": prompt, "output_format": "png", "stream": grpc}
     request |= {name: value for name, value in optional.items() if value is not None}
 
@@ -91,3 +121,33 @@ def triton_client(
     event, file = images[0]
     write_file(out, file)
     console.print(f"Wrote {plain(out)} with seed {event['seed']} of {plain(event['release'])}")
+
+
+def _split_control(given: str) -> tuple[str, Path]:
+    name, separator, path = given.partition("=")
+    if not (name and separator and path):
+        raise typer.BadParameter(f"{given!r} is not NAME=FILE", param_hint="--control")
+    return name, Path(path)
+
+
+def _ensemble_inputs(
+    image: Path | None, mask: Path | None, strength: float | None, controls: Mapping[str, Path]
+) -> dict[str, NDArray[Any]]:
+    """Return the optional inputs of an ensemble by name. Raises RequestRefused for a file that is no image."""
+    inputs: dict[str, NDArray[Any]] = {}
+    if image is not None:
+        inputs[INPUT_IMAGE] = decode_rgb(read_image(_base64(image), "image"))
+    if mask is not None:
+        inputs[MASK] = decode_mask(read_image(_base64(mask), "mask"))
+    if strength is not None:
+        inputs[STRENGTH] = np.array([strength], np.float32)
+    for name, path in controls.items():
+        inputs[f"{CONTROL_IMAGE}.{name}"] = decode_rgb(read_image(_base64(path), f"control {name}"))
+    return inputs
+
+
+def _base64(path: Path) -> str:
+    try:
+        return base64.b64encode(read_file(path)).decode()
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror or error}") from error

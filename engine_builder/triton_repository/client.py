@@ -21,7 +21,7 @@ from engine_builder.triton_repository.loop_model import EVENT, FILE, GENERATE_LO
 Protocol = Literal["http", "grpc"]
 INSTALL = "Install the client: `pip install 'preheat[triton]'`."
 Event = dict[str, Any]
-_DATATYPES = {"uint8": "UINT8", "int64": "INT64", "float32": "FP32"}
+_DATATYPES = {"uint8": "UINT8", "int32": "INT32", "int64": "INT64", "float32": "FP32"}
 
 
 def generate(
@@ -53,10 +53,12 @@ def generate_pixels(
     timeout: float,
     negative_prompt: str | None = None,
     version: str = "",
+    inputs: Mapping[str, NDArray[Any]] | None = None,
 ) -> NDArray[np.uint8]:
     """Call an ensemble of `engine_builder.triton_repository.unrolled`. Returns uint8 [height, width, 3].
 
-    address: host and port. version: of the ensemble; "": the newest one. timeout: seconds. Raises CallFailed.
+    address: host and port. version: of the ensemble; "": the newest one. timeout: seconds. inputs: its optional inputs
+    by name, without the batch: see docs/triton.md. Raises CallFailed.
     """
     _check_timeout(timeout)
     tensors: dict[str, NDArray[Any]] = {
@@ -66,6 +68,7 @@ def generate_pixels(
     }
     if negative_prompt is not None:
         tensors["negative_prompt"] = _utf8(negative_prompt)
+    tensors |= {name: content[None] for name, content in (inputs or {}).items()}
     infer = _infer_http if protocol == "http" else _infer_grpc
     return infer(address, model, tensors, timeout, version)
 
@@ -83,16 +86,24 @@ def _utf8(text: str) -> NDArray[np.uint8]:
 def _infer_http(
     address: str, model: str, tensors: Mapping[str, NDArray[Any]], timeout: float, version: str
 ) -> NDArray[np.uint8]:
-    """Call Triton's HTTP endpoint. The image is binary, after the JSON of the answer."""
+    """Call Triton's HTTP endpoint. Tensors are binary, after the JSON of the request and of the answer."""
     path = f"/versions/{version}" if version else ""
     inputs = [
-        {"name": name, "shape": array.shape, "datatype": _DATATYPES[array.dtype.name], "data": array.ravel().tolist()}
+        {
+            "name": name,
+            "shape": array.shape,
+            "datatype": _DATATYPES[array.dtype.name],
+            "parameters": {"binary_data_size": array.nbytes},
+        }
         for name, array in tensors.items()
     ]
     outputs = [{"name": "image", "parameters": {"binary_data": True}}]
+    header = json.dumps({"inputs": inputs, "outputs": outputs}).encode()
+    content = b"".join([header, *(array.tobytes() for array in tensors.values())])
     with _http_errors(address):
         url = f"http://{address}/v2/models/{model}{path}/infer"
-        answer = httpx.post(url, json={"inputs": inputs, "outputs": outputs}, timeout=timeout, trust_env=False)
+        lengths = {"Inference-Header-Content-Length": str(len(header))}
+        answer = httpx.post(url, content=content, headers=lengths, timeout=timeout, trust_env=False)
         if not answer.is_success:
             raise CallFailed(f"{address} refused the request: {answer.json()['error']}", answer.status_code)
         length = int(answer.headers["Inference-Header-Content-Length"])

@@ -4,26 +4,49 @@
 
 A batch entry is an image. The number of steps, the sampler and the size are fixed, so shapes are equal and Triton's
 dynamic batching merges requests. Ensembles have no constants: the step index travels as a tensor.
+
+An image that starts from an input image takes fewer steps. Its conditioning has `end` steps, and the remaining ones of
+the ensemble change nothing.
 """
 
 from collections.abc import Mapping, Sequence
 
 from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, TritonModel
 from engine_builder.triton_repository.export import RepositoryError, Versions
+from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
 from model.denoising.sampler_names import sampler_name
-from model.denoising.samplers import sampler_schedule
-from model.engines.signatures import TIMESTEP_COND
+from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
+from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_input, control_types
 from model.loading.served import read_defaults
-from model.pipeline.spec import BASE, UNET, UNET_TEXT, UNET_TIME, VAE_DECODER
+from model.pipeline.spec import (
+    BASE,
+    CONTROL_COMPONENTS,
+    CONTROLNET,
+    CONTROLNET_TIME,
+    UNET,
+    UNET_TEXT,
+    UNET_TIME,
+    VAE_DECODER,
+    VAE_ENCODER,
+    control_components,
+    controlnets_of,
+)
 from model.store.manifest import Blob, EngineRecord, Manifest, TensorSpec
 from model.validation import MAX_STEPS
 
 MAX_BATCH = 8  # images of one call; an engine with a smaller batch is called several times
-_SERVING = "engine_builder.triton_repository.serving.unrolled"
+_SERVING = "engine_builder.triton_repository.serving"
 _TYPES = {"float32": "FP32", "float16": "FP16", "bfloat16": "BF16"}
 _UNET_INPUTS = {"sample", "time_embeds", "keys_values"}
 TOKENS, NEGATIVE_GIVEN, POOLED = "tokens", "negative_given", "pooled"
+COEFFICIENT_ROWS, DRAWS, END = "coefficients", "draws", "end"
+CONTROL_IMAGE, CONTROL_SCALE, CONTROL_MODE = "control_image", "control_scale", "control_mode"  # before .NAME
+OF_TEXTS = (KEYS_VALUES, "time_embeds")  # of a ControlNet's inputs, those that differ by text
+CONTROL_BY_STEP = CONTROL_COMPONENTS[CONTROLNET].by_step
+INPUT_IMAGE, STRENGTH, MASK = "input_image", "strength", "mask"  # the ensemble's output is named `image`
+_WARMUP = {"tokenizer": {"prompt": b"warm up"}, "denoiser": {END: (1).to_bytes(4, "little")}}  # other inputs are zeros
+KNOWN, KNOWN_NOISE, LATENT_MASK = "known", "known_noise", "latent_mask"
 
 
 def hidden_name(encoder: str) -> str:
@@ -34,7 +57,11 @@ def hidden_name(encoder: str) -> str:
 def components_of_model(name: str, manifest: Manifest) -> tuple[str, ...]:
     """Return the components that a model of the unrolled pipeline loads."""
     encoders = tuple(encoder for encoder, _ in BASE.encoders(manifest.architectures))
-    used = {"text_encoders": encoders, "conditioner": (UNET_TEXT, UNET_TIME), "denoiser": (UNET,)}
+    controls = control_components(controls_of(manifest))
+    in_steps = (UNET, *(spec.name for spec in controls if spec.phase == "step"))
+    conditioning = (UNET_TEXT, UNET_TIME, *(spec.name for spec in controls if spec.phase != "step"))
+    conditioning += (VAE_ENCODER,) if takes_image(manifest) else ()
+    used = {"text_encoders": encoders, "conditioner": conditioning, "denoiser": in_steps}
     return used.get(name, (VAE_DECODER,) if name == "vae_decoder" else ())
 
 
@@ -78,25 +105,49 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
     tokens = Tensor(TOKENS, "INT64", (len(manifest.tokenizers), texts, _tokens(manifest)))
     given = Tensor(NEGATIVE_GIVEN, "INT32", (1,))
     encoded = tuple(_encoded(manifest, texts))
-    conditioning = (
+    conditioning: tuple[Tensor, ...] = (
         _tensor("keys_values", text.signature.outputs[0], texts),
         _tensor("time_embeds", time.signature.outputs[0], texts, steps),
         Tensor("guidance", "FP32", (steps,)),
+        Tensor(END, "INT32", (1,)),
     )
+    controls = tuple(tensor for name in controls_of(manifest) for tensor in _control_inputs(manifest, name))
+    conditioning += tuple(
+        tensor for name in controls_of(manifest) for tensor in _control_conditioning(manifest, name, texts, steps)
+    )
+    coefficients = Tensor(COEFFICIENT_ROWS, "FP32", (steps, len(COEFFICIENTS + KNOWN_COEFFICIENTS)))
+    draws = Tensor(DRAWS, "INT32", (steps,))
+    from_image: tuple[Tensor, ...] = ()
+    known: tuple[Tensor, ...] = ()
+    if takes_image(manifest):
+        from_image = (
+            Tensor(INPUT_IMAGE, "UINT8", (height, width, 3), optional=True),
+            Tensor(STRENGTH, "FP32", (1,), optional=True),
+            Tensor(MASK, "UINT8", (height, width), optional=True),
+        )
+        known = (
+            Tensor(KNOWN, "FP32", latents),
+            Tensor(KNOWN_NOISE, "FP32", latents),
+            Tensor(LATENT_MASK, "FP32", (1, *latents[1:])),
+        )
     noise, pixels = Tensor("noise", "FP32", latents), Tensor("pixels", "FP32", (3, height, width))
     prompts = (Tensor("prompt", "UINT8", (ANY,)), Tensor("negative_prompt", "UINT8", (ANY,), optional=True))
     inputs_and_outputs: dict[str, tuple[str, tuple[Tensor, ...], tuple[Tensor, ...]]] = {
-        "tokenizer": ("Tokenize", prompts, (tokens, given)),
-        "text_encoders": ("EncodeTexts", (tokens,), encoded),
+        "tokenizer": ("unrolled.Tokenize", prompts, (tokens, given)),
+        "text_encoders": ("unrolled.EncodeTexts", (tokens,), encoded),
         "conditioner": (
-            "Condition",
-            (*encoded, given, seed, Tensor("guidance_scale", "FP32", (1,))),
-            (*state, step, *conditioning),
+            "conditioner.Condition",
+            (*encoded, given, seed, Tensor("guidance_scale", "FP32", (1,)), *from_image, *controls),
+            (*state, step, coefficients, draws, *conditioning, *known),
         ),
-        "denoiser": ("PredictNoise", (state[0], step, *conditioning), (noise,)),
-        "scheduler_step": ("TakeStep", (*state, noise, step, seed), (*state, step)),
-        "vae_decoder": ("DecodeLatents", (state[0],), (pixels,)),
-        "postprocessor": ("PostProcess", (pixels,), (Tensor("image", "UINT8", (height, width, 3)),)),
+        "denoiser": ("unrolled.PredictNoise", (state[0], step, coefficients, *conditioning), (noise,)),
+        "scheduler_step": (
+            "unrolled.TakeStep",
+            (*state, noise, step, seed, coefficients, draws, *known),
+            (*state, step),
+        ),
+        "vae_decoder": ("unrolled.DecodeLatents", (state[0],), (pixels,)),
+        "postprocessor": ("unrolled.PostProcess", (pixels,), (Tensor("image", "UINT8", (height, width, 3)),)),
     }
     return {
         name: TritonModel(
@@ -108,11 +159,27 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
             # Requests with texts of several lengths have several shapes, which Triton does not merge.
             preferred=() if name == "tokenizer" else _preferred(manifest, components_of_model(name, manifest), texts),
             warms_up=True,
-            warmup={"prompt": b"warm up"} if name == "tokenizer" else {},
+            warmup=_WARMUP.get(name, {}),
             parameters={"steps": str(steps)},
         )
         for name, (serving, inputs, outputs) in inputs_and_outputs.items()
     }
+
+
+def takes_image(manifest: Manifest) -> bool:
+    """True if a release can start from an input image."""
+    return any(engine.component == VAE_ENCODER for engine in manifest.engines)
+
+
+def controls_of(manifest: Manifest) -> tuple[str, ...]:
+    """Return the names of a release's ControlNets."""
+    return controlnets_of(dict.fromkeys(engine.component for engine in manifest.engines))
+
+
+def control_specs(manifest: Manifest, controlnet: str) -> tuple[TensorSpec, ...]:
+    """Return the inputs of a ControlNet's steps that the conditioner makes."""
+    inputs = _engine(manifest, f"{CONTROLNET}.{controlnet}").signature.inputs
+    return tuple(spec for spec in inputs if spec.name != SAMPLE)
 
 
 def texts_of(manifest: Manifest) -> int:
@@ -135,17 +202,17 @@ def ensemble(name: str, models: Mapping[str, TritonModel], steps: int, version: 
         after = {"latents": f"latents_{number + 1}"}
         # Triton refuses a tensor that no model reads.
         after |= {} if is_last else {"previous": f"previous_{number + 1}", "step": f"step_{number + 1}"}
-        before = names | {"previous": f"previous_{number}", "seed": "seed"}
+        before = names | {"previous": f"previous_{number}"}
         scheduler = models["scheduler_step"]
-        inputs = {tensor.name: before[tensor.name] for tensor in scheduler.inputs}
+        inputs = {tensor.name: before.get(tensor.name, tensor.name) for tensor in scheduler.inputs}
         calls.append(EnsembleStep(scheduler.name, version, inputs, after))
     calls.append(_call(models["vae_decoder"], version, {"latents": f"latents_{steps}"}))
     calls.append(_call(models["postprocessor"], version, {}))
-    optional = models["tokenizer"].inputs
-    scalars = tuple(t for t in models["conditioner"].inputs if t.name in ("seed", "guidance_scale"))
+    produced = {tensor.name for name in ("tokenizer", "text_encoders") for tensor in models[name].outputs}
+    given = tuple(tensor for tensor in models["conditioner"].inputs if tensor.name not in produced)
     return TritonModel(
         name,
-        inputs=(*optional, *scalars),
+        inputs=(*models["tokenizer"].inputs, *given),
         outputs=models["postprocessor"].outputs,
         max_batch=MAX_BATCH,
         steps=tuple(calls),
@@ -194,6 +261,30 @@ def _engine(manifest: Manifest, component: str) -> EngineRecord:
             f"Release {manifest.name} has no engine of its {component}.", "Build it (`preheat build`)."
         )
     return found[0]
+
+
+def _control_inputs(manifest: Manifest, controlnet: str) -> list[Tensor]:
+    """Return the ensemble's inputs of a ControlNet."""
+    settings = manifest.settings
+    size = (settings.native_height, settings.native_width, 3)
+    tensors = [Tensor(f"{CONTROL_IMAGE}.{controlnet}", "UINT8", size, optional=True)]
+    tensors.append(Tensor(f"{CONTROL_SCALE}.{controlnet}", "FP32", (1,), optional=True))
+    if control_types(_engine(manifest, f"{CONTROLNET_TIME}.{controlnet}").signature):
+        tensors.append(Tensor(f"{CONTROL_MODE}.{controlnet}", "INT32", (1,), optional=True))
+    return tensors
+
+
+def _control_conditioning(manifest: Manifest, controlnet: str, texts: int, steps: int) -> list[Tensor]:
+    """Return what the conditioner makes of a ControlNet's inputs: of each text or of both, for each step or for all."""
+    settings, tensors = manifest.settings, []
+    for spec in control_specs(manifest, controlnet):
+        rows = ((texts,) if spec.name in OF_TEXTS else ()) + ((steps,) if spec.name in CONTROL_BY_STEP else ())
+        dims = entry_shape(spec, settings.native_height, settings.native_width)
+        if spec.name == KEYS_VALUES:  # of any number of tokens
+            dims = (ANY, *dims[1:])
+        name = control_input(controlnet, spec.name)
+        tensors.append(Tensor(name, _TYPES[spec.dtype], (*rows, *dims)))  # type: ignore[arg-type]
+    return tensors
 
 
 def _tokens(manifest: Manifest) -> int:

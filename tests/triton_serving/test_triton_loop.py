@@ -1,6 +1,7 @@
 """`generate_loop` on a real Triton server: its images are those of the Truss server's pipeline, and broken folders are
 refused with their reason."""
 
+import base64
 import importlib
 import io
 import json
@@ -14,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from engine_builder.commands.main import app
 from engine_builder.local_server.client import CallFailed
 from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository import client
@@ -22,6 +25,7 @@ from engine_builder.triton_repository.client import Protocol
 from engine_builder.triton_repository.export import RepositoryError, read_releases, write_repository
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, REQUEST, loop_model
 from model.api.body_limit import MAX_BODY_BYTES
+from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
 from model.cold_start import ColdStart
@@ -149,6 +153,20 @@ def test_refuses_with_the_field_of_the_request(triton: TritonServer) -> None:
         call(triton, {"prompt": "a", "seed": -1})
     with pytest.raises(CallFailed, match="height: 72 is not served"):
         call(triton, {"prompt": "a", "height": 72})
+
+
+def test_client_sends_an_image_and_a_mask(triton: TritonServer, loaded: Loaded, tmp_path: Path) -> None:
+    image, mask, out = tmp_path / "image.png", tmp_path / "mask.png", tmp_path / "out.png"
+    Image.new("RGB", (256, 256), "orange").save(image)
+    Image.linear_gradient("L").save(mask)
+    options = [f"--image={image}", f"--mask={mask}", "--strength=0.5", "--steps=4", "--seed=3", f"--out={out}"]
+    ran = CliRunner().invoke(app, ["triton-client", PROMPTS[0], "--address", triton.http, *options])
+    assert ran.exit_code == 0, ran.output
+    files = [base64.b64encode(path.read_bytes()).decode() for path in (image, mask)]
+    values = {"prompt": PROMPTS[0], "image": files[0], "masks": [{"image": files[1]}], "strength": 0.5, "seed": 3}
+    params = resolve_with_images(GenerationRequest(**values, num_inference_steps=4), loaded.served)
+    [wanted], _, _ = generate(loaded.model, [params])
+    assert np.abs(pixels(out.read_bytes()) - wanted).max() <= 1
 
 
 def test_version_of_the_url_chooses_the_release(triton: TritonServer, release: str) -> None:

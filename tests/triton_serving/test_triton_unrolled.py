@@ -1,5 +1,8 @@
 """The unrolled pipeline on a real Triton server: its images, its batches, its versions, and broken models."""
 
+import base64
+import importlib
+import io
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -18,8 +22,8 @@ from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository.client import Protocol, generate_pixels
 from engine_builder.triton_repository.export import RepositoryError, read_releases
 from engine_builder.triton_repository.unrolled import unrolled_repository
+from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
-from model.api.resolve import resolve
 from model.cold_start import ColdStart
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
@@ -63,17 +67,77 @@ def request(number: int) -> dict[str, Any]:
     return values | ({"negative_prompt": ("blue", "")[number // 2 % 2]} if number % 2 else {})
 
 
+def picture(number: int, height: int = 256, width: int = 256) -> NDArray[np.uint8]:
+    """Return a picture with a gradient and a rectangle, which differ by number."""
+    columns = np.linspace(0, 255, width, dtype=np.uint8)
+    pixels = np.stack([np.tile(columns, (height, 1)), np.full((height, width), 40 * number, np.uint8)] * 2, axis=-1)
+    pixels[height // 4 : height // 2, width // 4 : width // 2] = (200, 30, 10 * number, 0)
+    return np.ascontiguousarray(pixels[..., :3])
+
+
+def with_image(number: int, height: int = 256, width: int = 256) -> dict[str, Any]:
+    """Return one of six requests with an image. The last three repaint a part of it."""
+    values = request(number) | {"input_image": picture(number, height, width)}
+    if strength := (None, 0.5, 0.8, None, 0.6, 1.0)[number]:
+        values["strength"] = np.array([strength], np.float32)
+    if number >= 3:
+        values["mask"] = np.zeros((height, width), np.uint8)
+        values["mask"][:, width // 2 :] = 255
+    return values
+
+
+def with_controls(number: int, side: int) -> dict[str, Any]:
+    """Return one of six requests with ControlNets of control/1, two of them with an image, too."""
+    names = (("edges",), ("small",), ("edges", "depth"), ("union",), ("depth",), ("small", "union"))[number]
+    values = with_image(number - 1, side, side) if number in (2, 4) else request(number)
+    for place, name in enumerate(names):
+        values[f"control_image.{name}"] = picture(number + place, side, side)
+        if number % 2:
+            values[f"control_scale.{name}"] = np.array([0.25 + 0.5 * place], np.float32)
+        if name == "union":
+            values["control_mode.union"] = np.array([1], np.int32)
+    return values
+
+
+def is_input(name: str) -> bool:
+    """True if a value of a request is one of the ensemble's optional tensors."""
+    return name in ("input_image", "mask", "strength") or name.startswith("control_")
+
+
 def call(
     triton: TritonServer, values: dict[str, Any], protocol: Protocol = "http", model: str = PIPELINE, version: str = ""
 ) -> Pixels:
-    address = getattr(triton, protocol)
-    return generate_pixels(protocol, address, model, **values, timeout=60, version=version).astype(np.int16)
+    address, fields = getattr(triton, protocol), {name: value for name, value in values.items() if not is_input(name)}
+    inputs = {name: content for name, content in values.items() if is_input(name)}
+    pixels = generate_pixels(protocol, address, model, **fields, timeout=60, version=version, inputs=inputs)
+    return pixels.astype(np.int16)
 
 
 def expected(loaded: Loaded, values: dict[str, Any]) -> Pixels:
-    params = resolve(GenerationRequest(**values, num_inference_steps=STEPS), loaded.served)
+    fields = {name: value for name, value in values.items() if not is_input(name)}
+    if "input_image" in values:
+        fields["image"] = png(values["input_image"])
+    if "mask" in values:
+        fields["masks"] = [{"image": png(values["mask"])}]
+    if "strength" in values:
+        fields["strength"] = float(values["strength"][0])
+    controls: dict[str, dict[str, Any]] = {}
+    for key, content in values.items():
+        if key.startswith("control_"):
+            field, _, name = key.removeprefix("control_").partition(".")
+            value = png(content) if field == "image" else content[0].item()
+            controls.setdefault(name, {"name": name})[field] = value
+    if controls:
+        fields["controls"] = list(controls.values())
+    params = resolve_with_images(GenerationRequest(**fields, num_inference_steps=STEPS), loaded.served)
     [image], _, _ = generate(loaded.model, [params])
     return image.astype(np.int16)
+
+
+def png(pixels: NDArray[np.uint8]) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
@@ -81,9 +145,59 @@ def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Load
         assert np.abs(call(triton, values) - expected(loaded, values)).max() <= 1
 
 
+def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
+    """Alone, and merged with images of other strengths and of text only."""
+    requests = [*map(with_image, range(6)), request(0)]
+    alone = [call(triton, values) for values in requests]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        together = list(pool.map(lambda values: call(triton, values), requests))
+    for values, one, merged in zip(requests, alone, together, strict=True):
+        assert np.abs(one - expected(loaded, values)).max() <= 1
+        assert np.abs(one - merged).max() <= 1
+    assert np.abs(alone[0] - alone[-1]).max() > 50  # the image counts
+
+
+def test_images_with_controls_are_those_of_the_truss_server(
+    installed: Path, control_store: WritableStore, tmp_path: Path
+) -> None:
+    """Alone, and merged with images of other ControlNets and without one."""
+    repository = export(control_store.url, ["control/1"], tmp_path / "repository", f"--steps={STEPS}")
+    loaded = load_release(control_store, "control/1", detect_targets(), [], ColdStart())
+    side = loaded.served.native_height
+    requests = [*(with_controls(number, side) for number in range(6)), request(0)]
+    with TritonServer(installed, repository, tmp_path) as server:
+        assert server.load(PIPELINE) == ""
+        alone = [call(server, values) for values in requests]
+        with ThreadPoolExecutor(len(requests)) as pool:
+            together = list(pool.map(lambda values: call(server, values), requests))
+        for values, one, merged in zip(requests, alone, together, strict=True):
+            assert np.abs(one - expected(loaded, values)).max() <= 1
+            assert np.abs(one - merged).max() <= 1
+        assert np.abs(alone[0] - alone[-1]).max() > 1  # the ControlNet counts
+        for name, content, reason in (
+            ("control_scale.edges", np.ones(1, np.float32), "control_image.edges: is missing"),
+            ("control_image.union", picture(0, side, side), "mode: is missing"),
+        ):
+            with pytest.raises(CallFailed, match=re.escape(reason)):
+                call(server, request(0) | {name: content})
+
+
+def test_refuses_what_an_image_lacks(triton: TritonServer) -> None:
+    for fields, reason in (
+        ({"strength": np.array([0.5], np.float32)}, "strength: needs input_image"),
+        ({"mask": np.zeros((256, 256), np.uint8)}, "mask: needs input_image"),
+        ({"input_image": picture(0), "strength": np.array([0.1], np.float32)}, "strength: 0.1"),
+        ({"input_image": picture(0), "strength": np.array([2.0], np.float32)}, "strength: got 2"),
+        ({"input_image": picture(0, 64, 64)}, "input_image"),
+    ):
+        with pytest.raises(CallFailed, match=re.escape(reason)):
+            call(triton, request(0) | fields)
+
+
 def test_grpc_returns_the_same_image(triton: TritonServer) -> None:
     require_triton_client()
-    assert (call(triton, request(1), "grpc") == call(triton, request(1))).all()
+    for values in (request(1), with_image(4)):
+        assert (call(triton, values, "grpc") == call(triton, values)).all()
 
 
 def test_merges_requests_into_batches(triton: TritonServer) -> None:
@@ -108,23 +222,47 @@ def test_sd_images_are_those_of_the_truss_server(installed: Path, sd_store: Writ
     loaded = load_release(sd_store, "toy-sd/3", detect_targets(), [], ColdStart())
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(PIPELINE) == ""
-        for values in map(request, range(10)):
+        size = loaded.served.native_height, loaded.served.native_width
+        for values in [*map(request, range(10)), *(with_image(number, *size) for number in range(6))]:
             assert np.abs(call(server, values) - expected(loaded, values)).max() <= 1
 
 
-def predict_noise(triton: TritonServer, version: int) -> list[float]:
-    """Return the prediction of one version of the UNet for latents of 1."""
+def denoiser_inputs(triton: TritonServer) -> list[tuple[str, str, NDArray[Any]]]:
+    """Return the denoiser's inputs by name, Triton's datatype and content: the first step of latents of 1."""
     config = httpx.get(f"http://{triton.http}/v2/models/denoiser/config", trust_env=False).json()
+    types = {"TYPE_FP32": np.float32, "TYPE_FP16": np.float16, "TYPE_INT32": np.int32}
     inputs = []
     for entry in config["input"]:
-        shape = [1, *map(int, entry["dims"])]
-        data = [int(entry["name"] == "latents")] * int(np.prod(shape))
-        datatype = entry["data_type"].removeprefix("TYPE_")
-        inputs.append({"name": entry["name"], "shape": shape, "datatype": datatype, "data": data})
+        content = np.full([1, *map(int, entry["dims"])], entry["name"] in ("latents", "coefficients", "end"))
+        datatype = entry["data_type"]
+        inputs.append((entry["name"], datatype.removeprefix("TYPE_"), content.astype(types[datatype])))
+    return inputs
+
+
+def predict_noise(triton: TritonServer, version: int) -> list[float]:
+    """Return the prediction of one version of the UNet, chosen by the URL."""
+    inputs = [
+        {"name": name, "shape": content.shape, "datatype": datatype, "data": content.ravel().tolist()}
+        for name, datatype, content in denoiser_inputs(triton)
+    ]
     url = f"http://{triton.http}/v2/models/denoiser/versions/{version}/infer"
     answer = httpx.post(url, json={"inputs": inputs}, timeout=60, trust_env=False).json()
     assert answer["model_version"] == str(version)
     data: list[float] = answer["outputs"][0]["data"]
+    return data
+
+
+def predict_noise_over_grpc(triton: TritonServer, version: int) -> list[float]:
+    """Return the prediction of one version of the UNet, chosen by gRPC's field."""
+    grpc = importlib.import_module("tritonclient.grpc")
+    inputs = []
+    for name, datatype, content in denoiser_inputs(triton):
+        inputs.append(grpc.InferInput(name, list(content.shape), datatype))
+        inputs[-1].set_data_from_numpy(content)
+    with grpc.InferenceServerClient(triton.grpc) as caller:
+        result = caller.infer("denoiser", inputs, model_version=str(version))
+    assert result.get_response().model_version == str(version)
+    data: list[float] = result.as_numpy("noise").ravel().tolist()
     return data
 
 
@@ -136,12 +274,39 @@ def test_two_unets_are_served_side_by_side(both_versions: TritonServer) -> None:
         assert set(re.findall(r"model_version: (\d+)", config)) == {str(version)}
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_grpc_chooses_the_version(both_versions: TritonServer, version: int) -> None:
+    require_triton_client()
+    assert predict_noise_over_grpc(both_versions, version) == predict_noise(both_versions, version)
+
+
 def test_client_writes_an_image(triton: TritonServer, tmp_path: Path) -> None:
     out, values = tmp_path / "image.png", request(0)
     arguments = ["triton-client", values["prompt"], "--address", triton.http, "--model", PIPELINE, "--out", str(out)]
     ran = CliRunner().invoke(app, [*arguments, "--seed=0", "--guidance-scale=0.5"])
     assert ran.exit_code == 0, ran.output
     assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()
+
+
+def test_client_repaints_an_image(triton: TritonServer, tmp_path: Path) -> None:
+    out, image, mask, values = tmp_path / "out.png", tmp_path / "image.png", tmp_path / "mask.png", with_image(4)
+    Image.fromarray(values["input_image"]).save(image)
+    Image.fromarray(values["mask"]).save(mask)
+    options = [f"--image={image}", f"--mask={mask}", "--strength=0.6", "--seed=4", "--guidance-scale=4.5"]
+    arguments = ["triton-client", values["prompt"], "--address", triton.http, "--model", PIPELINE, "--out", str(out)]
+    ran = CliRunner().invoke(app, [*arguments, *options])
+    assert ran.exit_code == 0, ran.output
+    assert (np.asarray(Image.open(out), np.int16) == call(triton, values)).all()
+    ran = CliRunner().invoke(app, [*arguments, f"--image={tmp_path / 'missing.png'}"])
+    assert ran.exit_code == 2 and "cannot be read" in ran.output
+
+
+def test_refuses_to_load_with_a_safety_setting(
+    installed: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREHEAT_SAFETY", "flag")
+    with TritonServer(installed, repository, tmp_path) as server:
+        assert "PREHEAT_SAFETY is flag, and the unrolled pipeline has no safety checker" in server.load("vae_decoder")
 
 
 def test_refuses_an_invalid_seed(triton: TritonServer) -> None:

@@ -24,6 +24,7 @@ from engine_builder.triton_repository.loop_model import EVENT, FILE, REQUEST, lo
 from engine_builder.triton_repository.serving.answer import Answer
 from engine_builder.triton_repository.serving.backend import (
     as_triton_error,
+    load,
     log_failure,
     open_release,
     read_bytes,
@@ -34,10 +35,7 @@ from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.cold_start import ColdStart
 from model.errors import PreheatError
-from model.loading.load import load_release
-from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
@@ -59,18 +57,7 @@ class GenerateLoop:
             check_config(json.loads(args["model_config"]), loop_model())
             settings = read_settings()
             store, release = open_release(args)
-            targets = find_targets(settings.runtime)
-            self._loaded = load_release(
-                store,
-                release,
-                targets,
-                settings.buckets,
-                ColdStart(),
-                settings.public_key,
-                runtime_cache_folder(settings.store_options().cache_folder, targets),
-                settings.served_precision,
-                safety=settings.safety,
-            )
+            self._loaded = load(store, release, settings)
             self._scheduler = Scheduler(
                 Runner(self._loaded.model), settings.limits, lambda: os._exit(_DEVICE_FAILED_EXIT_CODE)
             )

@@ -1,145 +1,41 @@
-"""The models of the unrolled pipeline inside of Triton. Each opens only the components that it runs.
-
-A model takes the tensors of all merged requests at once, with the images along the first dimension.
+"""The models of the unrolled pipeline inside of Triton, except the conditioner. Each opens only the components that it
+runs.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from pydantic import ValidationError
 
-from engine_builder.triton_repository.config import TritonConfigError, check_config
-from engine_builder.triton_repository.serving.backend import (
-    as_triton_error,
-    error_response,
-    open_release,
-    read_tensor,
-    refusal,
-    response,
-)
+from engine_builder.triton_repository.serving.pipeline_model import PipelineModel, Tensors
 from engine_builder.triton_repository.unrolled import (
+    COEFFICIENT_ROWS,
+    CONTROL_BY_STEP,
+    DRAWS,
+    END,
+    KNOWN,
+    KNOWN_NOISE,
+    LATENT_MASK,
     NEGATIVE_GIVEN,
+    OF_TEXTS,
     POOLED,
     TOKENS,
-    components_of_model,
+    control_specs,
+    controls_of,
     hidden_name,
-    texts_of,
-    unrolled_models,
 )
-from model.api.request import GenerationRequest
-from model.api.resolve import resolve
-from model.cold_start import ColdStart
-from model.denoising.samplers import KNOWN_COEFFICIENTS, pad_schedules, sampler_schedule
-from model.denoising.step import advance, guide
-from model.engines.engine import EngineSet
+from model.denoising.loop import Conditioning, ImageState, Known
+from model.denoising.prediction import predict_noise
+from model.denoising.samplers import KNOWN_COEFFICIENTS, sampler_schedule
+from model.denoising.step import advance, keep_known
 from model.engines.shapes import DTYPES
-from model.engines.signatures import KEYS_VALUES
+from model.engines.signatures import CONTROL_SCALE as CONTROL_SCALE_INPUT
+from model.engines.signatures import KEYS_VALUES, control_input
 from model.errors import RequestRefused
 from model.images.encode import broken_image, to_levels
-from model.loading.load import load_release
-from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.pipeline.decode import decode_latents
-from model.pipeline.image_to_image import draw_latents
-from model.pipeline.params import GenerationParams
-from model.pipeline.plan import plan_request
-from model.pipeline.prompt import encode_prompt
 from model.pipeline.spec import BASE, UNET
-from model.settings import read_settings
 from model.store.manifest import Signature
-
-Tensors = dict[str, torch.Tensor]
-_GUIDED = 2.0  # a guidance scale for which both texts are encoded; the conditioning does not depend on its value
-
-
-class PipelineModel:
-    """Triton's `TritonPythonModel` of one model of the pipeline. Subclasses implement `run`."""
-
-    def initialize(self, args: Mapping[str, str]) -> None:
-        """Open the components of the model. Raises what Triton reports as the reason why it is unavailable."""
-        try:
-            self._open(args["model_name"], json.loads(args["model_config"]), args)
-        except Exception as error:
-            raise as_triton_error(args["model_name"], error) from error
-
-    def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
-        settings = read_settings()
-        if settings.safety != "off":
-            raise TritonConfigError(
-                f"PREHEAT_SAFETY is {settings.safety}, and the unrolled pipeline has no safety checker.",
-                "Use the loop (`preheat export-triton --loop`), or set PREHEAT_SAFETY=off.",
-            )
-        store, release = open_release(args)
-        self.manifest = store.read_release(release)
-        try:
-            steps = int(config["parameters"]["steps"]["string_value"])
-        except (KeyError, ValueError) as error:
-            raise TritonConfigError(f"config.pbtxt of {name} has no number in its parameter steps.") from error
-        expected = unrolled_models(self.manifest, steps)[name]
-        check_config(config, expected)
-        self.inputs, self.texts = expected.inputs, texts_of(self.manifest)
-        targets = find_targets(settings.runtime)
-        loaded = load_release(
-            store,
-            release,
-            targets,
-            settings.buckets,
-            ColdStart(),
-            settings.public_key,
-            runtime_cache_folder(settings.store_options().cache_folder, targets),
-            settings.served_precision,
-            components=components_of_model(name, self.manifest),
-        )
-        self.model, self.served = loaded.model, loaded.served
-        self.height, self.width = self.served.native_height, self.served.native_width
-        self.schedule = sampler_schedule(self.served.defaults.scheduler, steps, self.model.noise_schedules["base"])
-        # [steps, 9], in the order of COEFFICIENTS and KNOWN_COEFFICIENTS
-        self.coefficients = torch.from_numpy(pad_schedules([self.schedule], steps)[1][0]).to(self.model.device)
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Run all merged requests at once, and return their responses. After an error each is run alone."""
-        try:
-            parts = [{tensor.name: read_tensor(request, tensor.name) for tensor in self.inputs} for request in requests]
-            counts = [len(next(tensor for tensor in part.values() if tensor is not None)) for part in parts]
-            names = [name for name, tensor in parts[0].items() if tensor is not None]
-            with torch.inference_mode():
-                device = self.model.device
-                merged = {name: torch.cat([_present(part[name]).to(device) for part in parts]) for name in names}
-                outputs = self.run(merged)
-                divided = {name: torch.split(tensor, counts) for name, tensor in outputs.items()}
-                return [
-                    response({name: tensors[index].clone() for name, tensors in divided.items()})
-                    for index in range(len(requests))
-                ]
-        except Exception as error:
-            if len(requests) > 1:
-                return [answer for request in requests for answer in self.execute([request])]
-            return [error_response(error)]
-
-    def run(self, inputs: Tensors) -> Tensors:
-        """Return the outputs of merged requests. All tensors have the images along the first dimension."""
-        raise NotImplementedError
-
-    def params(self, **fields: Any) -> GenerationParams:
-        """Return the parameters of an image with the pipeline's steps and size. Raises RequestRefused."""
-        values: dict[str, Any] = {
-            "prompt": "-",
-            "use_refiner": False,
-            "prompt_syntax": "plain",
-            "num_inference_steps": self.schedule.steps,
-        } | fields
-        try:
-            return resolve(GenerationRequest(**values), self.served)
-        except ValidationError as error:
-            raise refusal(error) from error
-
-
-def _present(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor
 
 
 class Tokenize(PipelineModel):
@@ -187,107 +83,88 @@ def _encoder_inputs(signature: Signature, ids: torch.Tensor) -> Tensors:
     return inputs
 
 
-class _Encoded(EngineSet):
-    """Stands for a text encoder that has run in another model: returns its outputs."""
-
-    def __init__(self, component: str, signature: Signature) -> None:
-        self.component, self.signature = component, signature
-        self.outputs: Tensors = {}  # [texts, ...]
-
-    def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> Tensors:
-        count = len(inputs["input_ids"])
-        return {name: tensor[:count] for name, tensor in self.outputs.items()}
-
-
-class Condition(PipelineModel):
-    """Encoded texts, seed and guidance scale -> the first latents, and the conditioning of all steps."""
+class PredictNoise(PipelineModel):
+    """Latents, step and conditioning -> the guided prediction of the UNet. Zeros for images whose steps have ended."""
 
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         super()._open(name, config, args)
-        signatures = {engine.component: engine.signature for engine in self.manifest.engines}
-        encoders = [encoder for encoder, _ in BASE.encoders(self.manifest.architectures)]
-        self._encoders = {encoder: _Encoded(encoder, signatures[encoder]) for encoder in encoders}
-        self.model.engines |= self._encoders
-
-    def run(self, inputs: Tensors) -> Tensors:
-        images = [self._condition({name: tensor[index] for name, tensor in inputs.items()})
-                  for index in range(len(inputs["seed"]))]  # fmt: skip
-        return {name: torch.stack([image[name] for image in images]) for name in images[0]}
-
-    def _condition(self, image: Tensors) -> Tensors:
-        for name, encoder in self._encoders.items():
-            encoder.outputs = {"hidden_states": image[hidden_name(name)]}
-            if POOLED in {spec.name for spec in encoder.signature.outputs}:
-                encoder.outputs[POOLED] = image[POOLED]
-        params = self.params(
-            negative_prompt="" if int(image[NEGATIVE_GIVEN]) else None,
-            seed=int(image["seed"]),
-            guidance_scale=float(image["guidance_scale"]),
+        self._networks = self.model.step_networks(UNET, self.height, self.width)
+        controls = controls_of(self.manifest)
+        self._scales = {name: control_input(name, CONTROL_SCALE_INPUT) for name in controls}
+        specs = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
+        self._control_inputs = {control_input(name, key): key for name, key in specs}
+        # An image's state has these, but the prediction does not read them.
+        self._generator = torch.Generator("cpu")
+        self._schedule = sampler_schedule(
+            self.served.defaults.scheduler, self.steps, self.model.noise_schedules["base"]
         )
-        guidance = next(iter(plan_request(self.model, params).denoise.values())).guidance
-        # Both texts are encoded also for a request without guidance, so that all requests have equal shapes.
-        plan = plan_request(self.model, params if self.texts == 1 else replace(params, guidance_scale=_GUIDED))
-        conditionings = [text for text in encode_prompt(self.model, plan, BASE) if text is not None]
-        latents = plan.init_sigma * draw_latents(self.model, plan, plan.images()[0])[0]
-        conditioning = [text.inputs for text in conditionings]
-        return {
-            "latents": latents,
-            "previous": torch.zeros_like(latents),
-            "step": torch.zeros(1, dtype=torch.int32),
-            "keys_values": torch.cat([text["keys_values"] for text in conditioning]),  # [texts, tokens, width]
-            "time_embeds": torch.stack([text["time_embeds"] for text in conditioning]),  # [texts, steps, width]
-            "guidance": torch.from_numpy(np.array(guidance)),
-        }
-
-
-class PredictNoise(PipelineModel):
-    """Latents, step and conditioning -> the guided prediction of the UNet."""
 
     def run(self, inputs: Tensors) -> Tensors:
+        active = (inputs["step"] < inputs[END])[:, 0]
+        noise = torch.zeros_like(inputs["latents"])
+        if active.any():
+            noise[active] = self._predict({name: tensor[active] for name, tensor in inputs.items()})
+        return {"noise": noise}
+
+    def _predict(self, inputs: Tensors) -> torch.Tensor:
         latents, steps = inputs["latents"], inputs["step"][:, 0].long()  # [images, channels, height/8, width/8]
-        images = torch.arange(len(latents), device=latents.device)
-        sample = self.coefficients[steps, 0].reshape(-1, 1, 1, 1) * latents
-        halves = range(self.texts)  # the prompt first; a batch of the UNet has the unconditional halves first
-        entries = {
-            "sample": torch.cat([sample for _ in halves]),
-            "time_embeds": torch.cat([inputs["time_embeds"][images, half, steps] for half in reversed(halves)]),
-            "keys_values": torch.cat([inputs["keys_values"][:, half] for half in reversed(halves)]),
-        }
-        engines = self.model.engines[UNET]
-        required = next(spec.shape[1] for spec in engines.signature.inputs if spec.name == KEYS_VALUES)
-        if isinstance(required, int):  # a UNet that was built for longer prompts
-            entries[KEYS_VALUES] = entries[KEYS_VALUES].repeat(1, required // entries[KEYS_VALUES].shape[1], 1)
-        typed = {spec.name: entries[spec.name].to(DTYPES[spec.dtype]) for spec in engines.signature.inputs}
-        noise = engines.run(typed, self.height, self.width)["noise"].float()
-        if self.texts == 1:
-            return {"noise": noise}
-        scale = inputs["guidance"][images, steps].reshape(-1, 1, 1, 1)
-        rescale = torch.where(scale > 1, self.served.defaults.guidance_rescale, 0.0)
-        return {"noise": guide(noise[: len(latents)], noise[len(latents) :], scale, rescale)}
+        images = [self._image(index, inputs) for index in range(len(latents))]
+        rows = inputs[COEFFICIENT_ROWS][torch.arange(len(latents), device=latents.device), steps]
+        return predict_noise(self._networks, images, rows[:, 0].reshape(-1, 1, 1, 1) * latents, self.height, self.width)
+
+    def _image(self, index: int, inputs: Tensors) -> ImageState:
+        """Return the state of one image before its next step."""
+        cond, *uncond = (Conditioning(self._inputs_of_text(index, text, inputs)) for text in range(self.texts))
+        guidance = inputs["guidance"][index].cpu().numpy()
+        return ImageState(
+            index,
+            self._generator,
+            self._schedule,
+            guidance,
+            self.served.defaults.guidance_rescale,
+            cond=cond,
+            uncond=uncond[0] if uncond else None,
+            step=int(inputs["step"][index]),
+            controls={name: inputs[scale][index, :, 0].cpu().numpy() for name, scale in self._scales.items()},
+        )
+
+    def _inputs_of_text(self, index: int, text: int, inputs: Tensors) -> Tensors:
+        """Return the inputs of the networks for a text of an image, [steps, ...], or [1, ...] for all steps."""
+        found = {KEYS_VALUES: inputs[KEYS_VALUES][index, text][None], "time_embeds": inputs["time_embeds"][index, text]}
+        for name, key in self._control_inputs.items():
+            rows = inputs[name][index]
+            rows = rows[text] if key in OF_TEXTS else rows
+            found[name] = rows if key in CONTROL_BY_STEP else rows[None]
+        return found
 
 
 class TakeStep(PipelineModel):
     """Latents and the predicted noise -> the latents of the next step."""
 
     def run(self, inputs: Tensors) -> Tensors:
-        x, previous, steps = inputs["latents"].clone(), inputs["previous"].clone(), inputs["step"]
-        drawn = [
-            self._draw(int(seed), int(step), x.shape[1:]) for seed, step in zip(inputs["seed"], steps, strict=True)
-        ]
-        columns = self.coefficients[steps[:, 0].long()].T.reshape(-1, len(x), 1, 1, 1)
-        update = columns[1 : -len(KNOWN_COEFFICIENTS)]
+        x, previous, step = inputs["latents"].clone(), inputs["previous"].clone(), inputs["step"]
+        images, steps = torch.arange(len(x), device=x.device), step[:, 0].long()
+        draws = inputs[DRAWS][images, steps]
+        drawn = [_draw(int(seed), int(before), x.shape[1:]) for seed, before in zip(inputs["seed"], draws, strict=True)]
+        columns = inputs[COEFFICIENT_ROWS][images, steps].T.reshape(-1, len(x), 1, 1, 1)
+        update, after = columns[1 : -len(KNOWN_COEFFICIENTS)], columns[-len(KNOWN_COEFFICIENTS) :]
         advance(x, previous, inputs["noise"], torch.stack(drawn).to(x.device), list(update))
-        return {"latents": x, "previous": previous, "step": steps + 1}
+        if KNOWN in inputs:
+            keep_known(x, Known(inputs[KNOWN], inputs[KNOWN_NOISE], inputs[LATENT_MASK]), list(after), out=x)
+        return {"latents": x, "previous": previous, "step": step + 1}
 
-    def _draw(self, seed: int, step: int, shape: torch.Size) -> torch.Tensor:
-        """Draw the noise of a step. All draws before it are repeated, so that no state is kept between steps."""
-        draws = self.schedule.draws_noise
-        if not draws[step]:
-            return torch.zeros(shape)
-        generator = torch.Generator("cpu").manual_seed(seed)
-        for _ in range(1 + int(draws[:step].sum())):  # the first is that of the latents
-            torch.randn(shape, generator=generator)
-        return torch.randn(shape, generator=generator)
+
+def _draw(seed: int, before: int, shape: torch.Size) -> torch.Tensor:
+    """Draw the noise of a step. The draws before it are repeated, so that no state is kept between steps.
+
+    before: their number; -1: the step draws none, and its noise is zeros.
+    """
+    if before < 0:
+        return torch.zeros(shape)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for _ in range(before):
+        torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=generator)
 
 
 class DecodeLatents(PipelineModel):
