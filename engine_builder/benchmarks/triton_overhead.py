@@ -44,6 +44,7 @@ def server_calls(
 ) -> dict[str, Call]:
     """Return what sends a request to each server, by name."""
     request = {"prompt": prompt, "num_inference_steps": steps, "guidance_scale": guidance, "output_format": "png"}
+    request["use_refiner"] = False  # which ensembles do not have
 
     def to_ensemble(name: str) -> Call:
         return lambda seed: triton.generate_pixels("http", address, name, prompt, seed, guidance, _TIMEOUT_SECONDS)

@@ -3,7 +3,6 @@
 import base64
 import math
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,8 @@ from engine_builder.triton_repository import client, export
 from engine_builder.triton_repository.loop_model import GENERATE_LOOP, loop_model
 from engine_builder.triton_repository.unrolled import (
     CONTROL_IMAGE,
+    CONTROL_MODE,
+    CONTROL_SCALE,
     INPUT_IMAGE,
     MASK,
     STRENGTH,
@@ -72,6 +73,8 @@ def triton_client(
     control: Annotated[
         list[str] | None, typer.Option(help="Control image of a ControlNet, NAME=FILE; repeatable.")
     ] = None,
+    control_scale: Annotated[list[str] | None, typer.Option(help="A ControlNet's scale, NAME=NUMBER.")] = None,
+    control_mode: Annotated[list[str] | None, typer.Option(help="A Union network's type, NAME=NUMBER.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.")] = 300,
 ) -> None:
     """Generate an image on a Triton server that serves a repository of `preheat export-triton`."""
@@ -79,7 +82,7 @@ def triton_client(
     protocol: client.Protocol = "grpc" if grpc else "http"
     address = address or ("127.0.0.1:8001" if grpc else "127.0.0.1:8000")
     of_version = "" if version is None else str(version)
-    controls = dict(_split_control(given) for given in control or ())
+    controls = _controls(control or [], control_scale or [], control_mode or [])
     if model != GENERATE_LOOP:
         if steps is not None:
             raise typer.BadParameter(f"the steps of {model} are fixed", param_hint="--steps")
@@ -108,7 +111,7 @@ def triton_client(
     optional |= {"guidance_scale": guidance_scale, "strength": strength}
     optional |= {"image": None if image is None else _base64(image)}
     optional |= {"masks": None if mask is None else [{"image": _base64(mask)}]}
-    optional |= {"controls": [{"name": name, "image": _base64(path)} for name, path in controls.items()] or None}
+    optional |= {"controls": controls or None}
     request: dict[str, Any] = {"prompt": prompt, "output_format": "png", "stream": grpc}
     request |= {name: value for name, value in optional.items() if value is not None}
 
@@ -123,15 +126,40 @@ def triton_client(
     console.print(f"Wrote {plain(out)} with seed {event['seed']} of {plain(event['release'])}")
 
 
-def _split_control(given: str) -> tuple[str, Path]:
-    name, separator, path = given.partition("=")
-    if not (name and separator and path):
-        raise typer.BadParameter(f"{given!r} is not NAME=FILE", param_hint="--control")
-    return name, Path(path)
+def _controls(images: list[str], scales: list[str], modes: list[str]) -> list[dict[str, Any]]:
+    """Return the use of each ControlNet as a request has it. Raises BadParameter."""
+    found: dict[str, dict[str, Any]] = {
+        name: {"name": name, "image": _base64(Path(path))} for name, path in _named("--control", images).items()
+    }
+    for option, values, field, number in (
+        ("--control-scale", scales, "scale", float),
+        ("--control-mode", modes, "mode", int),
+    ):
+        for name, text in _named(option, values).items():
+            if name not in found:
+                raise typer.BadParameter(f"{name} has no control image: give --control {name}=FILE", param_hint=option)
+            try:
+                found[name][field] = number(text)
+            except ValueError as error:
+                raise typer.BadParameter(f"{text!r} is not a number", param_hint=option) from error
+    return list(found.values())
+
+
+def _named(option: str, values: list[str]) -> dict[str, str]:
+    """Return values of an option by name, each NAME=VALUE. Raises BadParameter."""
+    named: dict[str, str] = {}
+    for given in values:
+        name, _, value = given.partition("=")
+        if not (name and value):
+            raise typer.BadParameter(f"{given!r} is not NAME=VALUE", param_hint=option)
+        if name in named:
+            raise typer.BadParameter(f"{name} is named twice", param_hint=option)
+        named[name] = value
+    return named
 
 
 def _ensemble_inputs(
-    image: Path | None, mask: Path | None, strength: float | None, controls: Mapping[str, Path]
+    image: Path | None, mask: Path | None, strength: float | None, controls: list[dict[str, Any]]
 ) -> dict[str, NDArray[Any]]:
     """Return the optional inputs of an ensemble by name. Raises RequestRefused for a file that is no image."""
     inputs: dict[str, NDArray[Any]] = {}
@@ -141,8 +169,13 @@ def _ensemble_inputs(
         inputs[MASK] = decode_mask(read_image(_base64(mask), "mask"))
     if strength is not None:
         inputs[STRENGTH] = np.array([strength], np.float32)
-    for name, path in controls.items():
-        inputs[f"{CONTROL_IMAGE}.{name}"] = decode_rgb(read_image(_base64(path), f"control {name}"))
+    for control in controls:
+        name = control["name"]
+        inputs[f"{CONTROL_IMAGE}.{name}"] = decode_rgb(read_image(control["image"], f"control {name}"))
+        if "scale" in control:
+            inputs[f"{CONTROL_SCALE}.{name}"] = np.array([control["scale"]], np.float32)
+        if "mode" in control:
+            inputs[f"{CONTROL_MODE}.{name}"] = np.array([control["mode"]], np.int32)
     return inputs
 
 

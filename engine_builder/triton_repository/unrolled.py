@@ -11,13 +11,15 @@ the ensemble change nothing.
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from engine_builder.triton_repository.config import ANY, EnsembleStep, Tensor, TritonModel
 from engine_builder.triton_repository.export import RepositoryError, Versions
 from model.denoising.buffers import SAMPLE, entry_shape
 from model.denoising.edm_schedule import schedule_from_dict
 from model.denoising.sampler_names import sampler_name
 from model.denoising.samplers import COEFFICIENTS, KNOWN_COEFFICIENTS, sampler_schedule
-from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_input, control_types
+from model.engines.signatures import KEYS_VALUES, TIMESTEP_COND, control_types
 from model.loading.served import read_defaults
 from model.pipeline.spec import (
     BASE,
@@ -42,6 +44,8 @@ _UNET_INPUTS = {"sample", "time_embeds", "keys_values"}
 TOKENS, NEGATIVE_GIVEN, POOLED = "tokens", "negative_given", "pooled"
 COEFFICIENT_ROWS, DRAWS, END = "coefficients", "draws", "end"
 CONTROL_IMAGE, CONTROL_SCALE, CONTROL_MODE = "control_image", "control_scale", "control_mode"  # before .NAME
+# Requests with texts of several lengths have several shapes. The conditioner conditions one image after the other.
+_NOT_MERGED = ("tokenizer", "conditioner")
 OF_TEXTS = (KEYS_VALUES, "time_embeds")  # of a ControlNet's inputs, those that differ by text
 CONTROL_BY_STEP = CONTROL_COMPONENTS[CONTROLNET].by_step
 INPUT_IMAGE, STRENGTH, MASK = "input_image", "strength", "mask"  # the ensemble's output is named `image`
@@ -93,7 +97,8 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
     unet, time, text = (_engine(manifest, name) for name in (UNET, UNET_TIME, UNET_TEXT))
     if {spec.name for spec in unet.signature.inputs} != _UNET_INPUTS or unet.signature.extra_channels:
         raise RepositoryError(
-            f"The UNet of release {manifest.name} needs an input image, which the unrolled pipeline does not take.",
+            f"The UNet of release {manifest.name} takes more than latents, time and text, such as a mask, and the "
+            "unrolled pipeline does not make it.",
             "Write the repository with --loop.",
         )
     settings = manifest.settings
@@ -156,8 +161,7 @@ def unrolled_models(manifest: Manifest, steps: int) -> dict[str, TritonModel]:
             outputs,
             f"{_SERVING}.{serving}",
             MAX_BATCH,
-            # Requests with texts of several lengths have several shapes, which Triton does not merge.
-            preferred=() if name == "tokenizer" else _preferred(manifest, components_of_model(name, manifest), texts),
+            preferred=() if name in _NOT_MERGED else _preferred(manifest, components_of_model(name, manifest), texts),
             warms_up=True,
             warmup=_WARMUP.get(name, {}),
             parameters={"steps": str(steps)},
@@ -180,6 +184,16 @@ def control_specs(manifest: Manifest, controlnet: str) -> tuple[TensorSpec, ...]
     """Return the inputs of a ControlNet's steps that the conditioner makes."""
     inputs = _engine(manifest, f"{CONTROLNET}.{controlnet}").signature.inputs
     return tuple(spec for spec in inputs if spec.name != SAMPLE)
+
+
+def shortest_decimal(value: float) -> float:
+    """Return the shortest decimal of an FP32 number: 0.7, where float() gives 0.699999988."""
+    return float(str(np.float32(value)))
+
+
+def control_tensor(controlnet: str, name: str) -> str:
+    """Return the name of the tensor of a ControlNet's input `name`. No other tensor has such a name."""
+    return f"{CONTROLNET}.{controlnet}.{name}"
 
 
 def texts_of(manifest: Manifest) -> int:
@@ -282,7 +296,7 @@ def _control_conditioning(manifest: Manifest, controlnet: str, texts: int, steps
         dims = entry_shape(spec, settings.native_height, settings.native_width)
         if spec.name == KEYS_VALUES:  # of any number of tokens
             dims = (ANY, *dims[1:])
-        name = control_input(controlnet, spec.name)
+        name = control_tensor(controlnet, spec.name)
         tensors.append(Tensor(name, _TYPES[spec.dtype], (*rows, *dims)))  # type: ignore[arg-type]
     return tensors
 

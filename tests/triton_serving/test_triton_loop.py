@@ -133,10 +133,10 @@ def test_request_of_a_client_that_left_is_cancelled(triton: TritonServer) -> Non
         tensor = grpc.InferInput(REQUEST, [len(body)], "UINT8")
         tensor.set_data_from_numpy(body)
         caller.async_stream_infer(GENERATE_LOOP, [tensor])
+        end = time.monotonic() + 30
         while accepted() == before:
-            pass
+            assert time.monotonic() < end, "Triton did not pass the request on."
         caller.stop_stream(cancel_requests=True)
-    end = time.monotonic() + 30
     while f"{GENERATE_LOOP}: The client left." not in triton.log.read_text():
         assert time.monotonic() < end, "The request was not cancelled."
         time.sleep(0.1)

@@ -21,7 +21,7 @@ from engine_builder.local_server.client import CallFailed
 from engine_builder.stores.store import WritableStore
 from engine_builder.triton_repository.client import Protocol, generate_pixels
 from engine_builder.triton_repository.export import RepositoryError, read_releases
-from engine_builder.triton_repository.unrolled import unrolled_repository
+from engine_builder.triton_repository.unrolled import shortest_decimal, unrolled_repository
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.cold_start import ColdStart
@@ -120,7 +120,7 @@ def expected(loaded: Loaded, values: dict[str, Any]) -> Pixels:
     if "mask" in values:
         fields["masks"] = [{"image": png(values["mask"])}]
     if "strength" in values:
-        fields["strength"] = float(values["strength"][0])
+        fields["strength"] = float(str(values["strength"][0]))  # as JSON has it
     controls: dict[str, dict[str, Any]] = {}
     for key, content in values.items():
         if key.startswith("control_"):
@@ -154,6 +154,7 @@ def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, 
     for values, one, merged in zip(requests, alone, together, strict=True):
         assert np.abs(one - expected(loaded, values)).max() <= 1
         assert np.abs(one - merged).max() <= 1
+    assert "requests merged" not in triton.log.read_text()  # a merged batch failed, and its requests ran alone
     assert np.abs(alone[0] - alone[-1]).max() > 50  # the image counts
 
 
@@ -173,10 +174,12 @@ def test_images_with_controls_are_those_of_the_truss_server(
         for values, one, merged in zip(requests, alone, together, strict=True):
             assert np.abs(one - expected(loaded, values)).max() <= 1
             assert np.abs(one - merged).max() <= 1
+        assert "requests merged" not in server.log.read_text()  # a merged batch failed, and its requests ran alone
         assert np.abs(alone[0] - alone[-1]).max() > 1  # the ControlNet counts
         for name, content, reason in (
             ("control_scale.edges", np.ones(1, np.float32), "control_image.edges: is missing"),
-            ("control_image.union", picture(0, side, side), "mode: is missing"),
+            ("control_image.union", picture(0, side, side), "control_mode.union: is missing"),
+            ("control_image.edges", picture(0, 2 * side, side), "control_image.edges"),
         ):
             with pytest.raises(CallFailed, match=re.escape(reason)):
                 call(server, request(0) | {name: content})
@@ -266,12 +269,53 @@ def predict_noise_over_grpc(triton: TritonServer, version: int) -> list[float]:
     return data
 
 
+def test_numbers_are_the_decimals_that_were_sent() -> None:
+    """0.7 of 10 steps are 7, but the FP32 number is a little less than 0.7."""
+    for number in (0.7, 0.02, 0.9999, 7.5, 1.0):
+        assert shortest_decimal(float(np.float32(number))) == number
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--control=edges"], "'edges' is not NAME=VALUE"),
+        (["--control=edges=a.png", "--control=edges=a.png"], "edges is named twice"),
+        (["--control-scale=edges=1"], "edges has no control image"),
+        (["--control=edges=a.png", "--control-mode=edges=x"], "'x' is not a number"),
+    ],
+)
+def test_client_refuses_options_of_controls(
+    options: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(picture(0)).save("a.png")
+    ran = CliRunner().invoke(app, ["triton-client", "a", *options])
+    assert ran.exit_code == 2 and reason in ran.output
+
+
 def test_two_unets_are_served_side_by_side(both_versions: TritonServer) -> None:
     assert all(both_versions.ready("denoiser", version) for version in (1, 2))
     assert predict_noise(both_versions, 1) != predict_noise(both_versions, 2)
     for name, version in ((PIPELINE, 2), (f"{PIPELINE}_v1", 1)):
         config = (both_versions.repository / name / "config.pbtxt").read_text()
         assert set(re.findall(r"model_version: (\d+)", config)) == {str(version)}
+
+
+@pytest.mark.parametrize("name, value", [("step", STEPS), ("step", -1), ("end", STEPS + 1)])
+def test_refuses_a_step_that_does_not_exist(both_versions: TritonServer, name: str, value: int) -> None:
+    inputs = denoiser_inputs(both_versions)
+    sent = [
+        {
+            "name": entry,
+            "shape": content.shape,
+            "datatype": datatype,
+            "data": [value] if entry == name else content.ravel().tolist(),
+        }
+        for entry, datatype, content in inputs
+    ]
+    url = f"http://{both_versions.http}/v2/models/denoiser/versions/1/infer"
+    answer = httpx.post(url, json={"inputs": sent}, timeout=60, trust_env=False)
+    assert answer.status_code >= 400 and f"{name}: is not" in answer.json()["error"]
 
 
 @pytest.mark.parametrize("version", [1, 2])

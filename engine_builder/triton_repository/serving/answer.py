@@ -12,7 +12,7 @@ from engine_builder.triton_repository.serving.backend import error_response, sen
 
 
 class Answer:
-    """The responses of one request. After the last one, or once its client has left, nothing more is sent."""
+    """The responses of one request. After the last one nothing more is sent."""
 
     def __init__(self, sender: Any) -> None:
         """`sender`: Triton's response sender of the request."""
@@ -23,7 +23,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """True once the last response has been sent."""
+        """True once the last response has been sent, or could not be sent."""
         return self._ended
 
     def abandoned(self) -> bool:
@@ -38,11 +38,15 @@ class Answer:
                 self._sender.send(response)
 
     def end(self, response: Any) -> None:
-        """Send the last response. Without effect after the last one."""
+        """Send the last response, or the reason why it cannot be sent. Without effect after the last one."""
         with self._lock:
-            if not self._ended:
-                self._ended = True
+            if self._ended:
+                return
+            self._ended = True
+            try:
                 send_last(self._sender, response)
+            except Exception as error:
+                send_last(self._sender, error_response(error))
 
     def refuse(self, error: BaseException) -> None:
         """Send an error as the last response."""

@@ -26,8 +26,10 @@ from engine_builder.triton_repository.unrolled import (
     POOLED,
     STRENGTH,
     control_specs,
+    control_tensor,
     controls_of,
     hidden_name,
+    shortest_decimal,
     takes_image,
 )
 from model.denoising.buffers import entry_shape
@@ -111,7 +113,7 @@ class Condition(PipelineModel):
         fields: dict[str, Any] = {
             "negative_prompt": "" if int(tensors[NEGATIVE_GIVEN]) else None,
             "seed": int(tensors["seed"]),
-            "guidance_scale": float(tensors["guidance_scale"]),
+            "guidance_scale": _number(tensors["guidance_scale"]),
         }
         for name in (STRENGTH, MASK):
             if name in tensors and INPUT_IMAGE not in tensors:
@@ -119,11 +121,14 @@ class Condition(PipelineModel):
         if INPUT_IMAGE in tensors:
             fields["image"] = _IN_TENSOR
         if STRENGTH in tensors:
-            fields["strength"] = float(tensors[STRENGTH])
+            fields["strength"] = _number(tensors[STRENGTH])
         if MASK in tensors:
             fields["masks"] = [{"image": _IN_TENSOR}]
         controls = [control for name in controls_of(self.manifest) for control in _control(name, tensors)]
-        params = self.params(**fields, **({"controls": controls} if controls else {}))
+        try:
+            params = self.params(**fields, **({"controls": controls} if controls else {}))
+        except RequestRefused as error:
+            raise _of_tensor(error, [control["name"] for control in controls]) from error
         used = tuple(
             Control(
                 control["name"],
@@ -160,7 +165,8 @@ class Condition(PipelineModel):
                         rows = torch.zeros(1, *shape, dtype=DTYPES[spec.dtype], device=self.model.device)
                         rows = rows.expand(self.steps if by_step else 1, *shape)
                     of_texts.append(self._pad(rows) if by_step else rows[0])
-                tensors[name] = torch.stack(of_texts) if spec.name in OF_TEXTS else of_texts[0]
+                stacked = torch.stack(of_texts) if spec.name in OF_TEXTS else of_texts[0]
+                tensors[control_tensor(controlnet, spec.name)] = stacked
         return tensors
 
     def _start(self, plan: RequestPlan, image: ImageState) -> tuple[Tensors, int]:
@@ -197,7 +203,7 @@ def _draws_before(schedule: SamplerSchedule, start: int) -> torch.Tensor:
 def _control(name: str, tensors: Tensors) -> list[dict[str, Any]]:
     """Return the use of a ControlNet as the request's field has it. Empty without a control image."""
     fields: dict[str, Any] = {"name": name, "image": _IN_TENSOR}
-    for field, kind, number in (("scale", CONTROL_SCALE, float), ("mode", CONTROL_MODE, int)):
+    for field, kind, number in (("scale", CONTROL_SCALE, _number), ("mode", CONTROL_MODE, int)):
         if (tensor := tensors.get(f"{kind}.{name}")) is not None:
             fields[field] = number(tensor)
     if f"{CONTROL_IMAGE}.{name}" in tensors:
@@ -205,6 +211,21 @@ def _control(name: str, tensors: Tensors) -> list[dict[str, Any]]:
     if len(fields) > 2:
         raise RequestRefused(f"{CONTROL_IMAGE}.{name}", "is missing, but the ControlNet has other inputs. Send it.")
     return []
+
+
+def _of_tensor(error: RequestRefused, controlnets: Sequence[str]) -> RequestRefused:
+    """Return a refusal that names the ensemble's tensor in place of the request's field."""
+    reason = str(error).removeprefix(f"{error.field}: ")
+    part, _, rest = error.field.partition(".")
+    if part == "controls" and rest:
+        number, _, field = rest.partition(".")
+        return RequestRefused(f"control_{field}.{controlnets[int(number)]}", reason)
+    return RequestRefused({"image": INPUT_IMAGE, "masks": MASK}.get(part, error.field), reason)
+
+
+def _number(tensor: torch.Tensor) -> float:
+    """Return an FP32 number as the decimal that was sent."""
+    return shortest_decimal(tensor.item())
 
 
 def _levels(tensor: torch.Tensor) -> Any:

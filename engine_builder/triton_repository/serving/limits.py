@@ -28,7 +28,11 @@ class Unread:
             raise BodyTooLarge(f"The request has more than {MAX_BODY_BYTES / 2**20:g} MiB.")
         with self._lock:
             if self._requests >= self._max_requests or self._bytes + len(content) > self._max_bytes:
-                raise Overloaded(f"{self._requests} requests wait to be read. Repeat the request in 1 s.", 1)
+                raise Overloaded(
+                    f"{self._requests} requests with {self._bytes / 2**20:.1f} MiB wait to be read, and this server "
+                    f"holds {self._max_requests} with {self._max_bytes / 2**20:g} MiB. Repeat the request in 1 s.",
+                    1,
+                )
             self._requests += 1
             self._bytes += len(content)
 
@@ -76,7 +80,7 @@ class Watch:
             for answer, cancel in watched:
                 try:
                     self.check(answer)
-                except PreheatError as error:
+                except Exception as error:  # also of Triton's `is_cancelled`, which must not end the watch over others
                     with self._lock:
-                        del self._watched[answer]
-                    cancel(error)
+                        self._watched.pop(answer)
+                    cancel(error if isinstance(error, PreheatError) else Cancelled(f"The client is unknown: {error}"))

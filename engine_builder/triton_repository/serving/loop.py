@@ -35,7 +35,7 @@ from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
-from model.errors import PreheatError
+from model.errors import PreheatError, RequestRefused
 from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
 from model.pipeline.runner import Runner
@@ -95,6 +95,8 @@ class GenerateLoop:
             listener = partial(_send_preview, answer)
             job = self._scheduler.submit(params, listener, request.preview_every if request.stream else 0)
         except Exception as error:
+            if not isinstance(error, RequestRefused):
+                log_failure(self._model, error)
             answer.refuse(error)
             return
         finally:
@@ -109,11 +111,14 @@ class GenerateLoop:
         return resolve_with_images(request, self._loaded.served, answer.abandoned)
 
     def _finish(self, answer: Answer, params: GenerationParams, result: "Future[GenerationResult]") -> None:
-        if (failure := result.exception()) is not None:
-            log_failure(self._model, failure)
-            answer.refuse(failure)
-            return
-        done = result.result()
+        """Send the images or the error. A future swallows exceptions of its callbacks, so none may leave this."""
+        try:
+            self._send_images(answer, params, result.result())
+        except BaseException as error:
+            log_failure(self._model, error)
+            answer.refuse(error)
+
+    def _send_images(self, answer: Answer, params: GenerationParams, done: GenerationResult) -> None:
         events: list[dict[str, Any]] = [
             {"event": "image", "index": index, "seed": seed, "format": params.output_format}
             for index, seed in enumerate(params.seeds)

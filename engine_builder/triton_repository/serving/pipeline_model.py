@@ -15,18 +15,21 @@ from engine_builder.triton_repository.serving.backend import (
     as_triton_error,
     error_response,
     load,
+    log_failure,
     open_release,
     read_tensor,
     refusal,
     response,
 )
 from engine_builder.triton_repository.unrolled import (
+    END,
     components_of_model,
     texts_of,
     unrolled_models,
 )
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.errors import RequestRefused
 from model.pipeline.params import GenerationParams
 from model.settings import read_settings
 
@@ -50,6 +53,7 @@ class PipelineModel:
                 f"PREHEAT_SAFETY is {settings.safety}, and the unrolled pipeline has no safety checker.",
                 "Use the loop (`preheat export-triton --loop`), or set PREHEAT_SAFETY=off.",
             )
+        self.name = name
         store, release = open_release(args)
         self.manifest = store.read_release(release)
         try:
@@ -82,6 +86,7 @@ class PipelineModel:
                 ]
         except Exception as error:
             if len(requests) > 1:
+                log_failure(f"{self.name}, {len(requests)} requests merged", error)
                 return [answer for request in requests for answer in self.execute([request])]
             return [error_response(error)]
 
@@ -93,6 +98,13 @@ class PipelineModel:
     def run(self, inputs: Tensors) -> Tensors:
         """Return the outputs of merged requests. All tensors have the images along the first dimension."""
         raise NotImplementedError
+
+    def check_steps(self, inputs: Tensors) -> None:
+        """Raise RequestRefused for steps that do not exist: as indices they would break the process's use of a GPU."""
+        last = {"step": self.steps - 1, END: self.steps}
+        for name, least in (("step", 0), (END, 1)):
+            if name in inputs and not all(least <= step <= last[name] for step in inputs[name].flatten().tolist()):
+                raise RequestRefused(name, f"is not {least} to {last[name]}. Pass on what the model before returned.")
 
     def params(self, **fields: Any) -> GenerationParams:
         """Return the parameters of an image with the pipeline's steps and size. Raises RequestRefused."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine_builder.triton_repository.config import TritonConfigError
 from engine_builder.triton_repository.serving.pipeline_model import PipelineModel, Tensors
 from engine_builder.triton_repository.unrolled import (
     COEFFICIENT_ROWS,
@@ -21,6 +22,7 @@ from engine_builder.triton_repository.unrolled import (
     POOLED,
     TOKENS,
     control_specs,
+    control_tensor,
     controls_of,
     hidden_name,
 )
@@ -88,11 +90,16 @@ class PredictNoise(PipelineModel):
 
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         super()._open(name, config, args)
+        if UNET in self.model.fp16_unets and self.model.fp16_steps.exist:
+            raise TritonConfigError(
+                f"Some steps of release {self.served.release} run in fp16 and others in 8 bits, and the unrolled "
+                "pipeline has one UNet.",
+                "Use the loop (`preheat export-triton --loop`), or set PREHEAT_PRECISION=fp16.",
+            )
         self._networks = self.model.step_networks(UNET, self.height, self.width)
         controls = controls_of(self.manifest)
-        self._scales = {name: control_input(name, CONTROL_SCALE_INPUT) for name in controls}
-        specs = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
-        self._control_inputs = {control_input(name, key): key for name, key in specs}
+        self._scales = {name: control_tensor(name, CONTROL_SCALE_INPUT) for name in controls}
+        self._control_keys = [(name, spec.name) for name in controls for spec in control_specs(self.manifest, name)]
         # An image's state has these, but the prediction does not read them.
         self._generator = torch.Generator("cpu")
         self._schedule = sampler_schedule(
@@ -100,6 +107,7 @@ class PredictNoise(PipelineModel):
         )
 
     def run(self, inputs: Tensors) -> Tensors:
+        self.check_steps(inputs)
         active = (inputs["step"] < inputs[END])[:, 0]
         noise = torch.zeros_like(inputs["latents"])
         if active.any():
@@ -131,10 +139,10 @@ class PredictNoise(PipelineModel):
     def _inputs_of_text(self, index: int, text: int, inputs: Tensors) -> Tensors:
         """Return the inputs of the networks for a text of an image, [steps, ...], or [1, ...] for all steps."""
         found = {KEYS_VALUES: inputs[KEYS_VALUES][index, text][None], "time_embeds": inputs["time_embeds"][index, text]}
-        for name, key in self._control_inputs.items():
-            rows = inputs[name][index]
+        for name, key in self._control_keys:
+            rows = inputs[control_tensor(name, key)][index]
             rows = rows[text] if key in OF_TEXTS else rows
-            found[name] = rows if key in CONTROL_BY_STEP else rows[None]
+            found[control_input(name, key)] = rows if key in CONTROL_BY_STEP else rows[None]
         return found
 
 
@@ -142,6 +150,7 @@ class TakeStep(PipelineModel):
     """Latents and the predicted noise -> the latents of the next step."""
 
     def run(self, inputs: Tensors) -> Tensors:
+        self.check_steps(inputs)
         x, previous, step = inputs["latents"].clone(), inputs["previous"].clone(), inputs["step"]
         images, steps = torch.arange(len(x), device=x.device), step[:, 0].long()
         draws = inputs[DRAWS][images, steps]
