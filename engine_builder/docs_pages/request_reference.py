@@ -251,7 +251,8 @@ _RESPONSE_HEAD = """
 
 A request that succeeds is answered with status 200 and this JSON object. Every answer except Truss's own has the header
 `X-Request-Id`. It repeats the caller's `X-Request-Id` (up to 128 letters, digits and `_.:-`). Otherwise it is the
-platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line for each request, with that id.
+platform's `X-Baseten-Request-Id`, or a new one. The server's log has one JSON line with that id for each request that
+does not ask for `describe`.
 
 """
 _DESCRIPTION_HEAD = """

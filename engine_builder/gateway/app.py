@@ -144,7 +144,7 @@ class Gateway:
             raise ApiError(400, message, field, "refused") from error
         description = await self._backends.description_of(http.query_params.get("model"))
         if given.get("describe"):
-            return JSONResponse(description)
+            return JSONResponse(description, headers={"X-Request-Id": _request_id(http.scope)})
         model = description["release"]
         if given.get("stream"):
             return await self._stream(http, key, given, model, _native_lines)

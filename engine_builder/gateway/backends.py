@@ -52,10 +52,11 @@ class Backend:
         """True unless it failed within the last seconds."""
         return time.monotonic() >= self.down_until
 
-    def forget_description(self) -> None:
-        """Read the description again before its next use: the server has another release now."""
-        self.description = None
-        self.described_at = -_DESCRIPTION_SECONDS
+    def forget_description(self, release: str) -> None:
+        """Read the description again before its next use, if it is still that of `release`, which the server left."""
+        if (self.description or {}).get("release") == release:
+            self.description = None
+            self.described_at = -_DESCRIPTION_SECONDS
 
     def mark_down(self) -> None:
         """Choose it last for a while."""
@@ -223,7 +224,7 @@ class Backends:
                                 yield Accepted(backend, accepted, events)
                                 return
                             is_replaced = True
-                            backend.forget_description()
+                            backend.forget_description(model)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 backend.mark_down()
             except (httpx.HTTPError, TimeoutError) as error:
@@ -238,7 +239,12 @@ class Backends:
             )
         if is_replaced:
             raise ApiError(
-                503, f"The backend no longer serves {model}. Repeat the request.", "model", "release_changed", 1
+                503,
+                f"The backend no longer serves {model}. Repeat the request without naming a release, or name one of "
+                "GET /v1/models.",
+                None,
+                "release_changed",
+                1,
             )
         raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
 

@@ -1,7 +1,7 @@
 """Convolutions in FP8 (E4M3): inputs have one scale, and weights one for each output channel.
 
-On a GPU a Triton kernel computes the products of E4M3 numbers and sums them in fp32. On a CPU the same numbers are
-convolved in fp32.
+On a GPU a Triton kernel computes the products of E4M3 numbers and sums them in fp32, on Hopper GPUs with the fewer bits
+that their tensor cores keep. On a CPU the same numbers are convolved in fp32.
 """
 
 from typing import TypeGuard

@@ -135,6 +135,10 @@ def _model_of(draft: Manifest) -> tuple[str | None, ...]:
     return tuple(draft.builder.get(name) for name in ("source", "preset", "vae", "embedding_rows"))
 
 
+# The builder's entries that describe only some of a release's engines.
+_OF_ONE_DRAFT = ("tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank")
+
+
 def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
@@ -150,9 +154,7 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
-    builder = {
-        name: value for name, value in newest.builder.items() if name not in ("tensorrt", "fp8", "int8", "lora_rank")
-    }
+    builder = {name: value for name, value in newest.builder.items() if name not in _OF_ONE_DRAFT}
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={

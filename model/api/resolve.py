@@ -208,9 +208,9 @@ def _check_image_fields(request: GenerationRequest, served: ServedModel, width: 
 
 
 def _check_controls(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
-    """Raise RequestRefused for a ControlNet that is not served, also at this size, or is named twice.
+    """Raise RequestRefused for a ControlNet that is not served, or not at this size, or is named twice.
 
-    And for fields that do not fit it.
+    The same is raised for fields that do not fit it.
     """
     names = [control.name for control in request.controls or ()]
     for number, control in enumerate(request.controls or ()):
@@ -231,8 +231,9 @@ def _check_controls(request: GenerationRequest, served: ServedModel, width: int,
 
 
 def _check_ip_adapters(request: GenerationRequest, served: ServedModel, width: int, height: int) -> None:
-    """Raise RequestRefused for an IP-Adapter that is not served, also at this size, is named twice or gets too many
-    images.
+    """Raise RequestRefused for an IP-Adapter that is not served, or not at this size, or is named twice.
+
+    The same is raised for more images than it takes.
     """
     names = [adapter.name for adapter in request.ip_adapters or ()]
     for number, adapter in enumerate(request.ip_adapters or ()):

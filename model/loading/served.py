@@ -269,7 +269,7 @@ def sizes_with(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes, comp
 
 
 def control_sizes(engines: Mapping[str, Sequence[EngineRecord]], sizes: Sizes) -> dict[str, Sizes]:
-    """Return the sizes at which each ControlNet can be used, by name. One without any is left out."""
+    """Return the sizes at which each ControlNet can be used, by name. ControlNets without such a size are left out."""
     kinds = (CONTROLNET_IMAGE, CONTROLNET)
     found = {
         name: sizes_with(engines, sizes, [UNET_CONTROLLED, *(f"{kind}.{name}" for kind in kinds)])
