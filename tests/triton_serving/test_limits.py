@@ -15,8 +15,11 @@ class FakeAnswer:
     def __init__(self) -> None:
         self.arrival = time.monotonic()
         self.ended = self.left = False
+        self.failure: Exception | None = None
 
     def abandoned(self) -> bool:
+        if self.failure is not None:
+            raise self.failure
         return self.left
 
 
@@ -74,3 +77,14 @@ def test_watch_leaves_answered_requests_alone() -> None:
     assert reported.reported.wait(30)
     watch.close()
     assert not cancellation.errors
+
+
+def test_watch_goes_on_after_a_failed_check() -> None:
+    watch, broken, left, first, second = Watch(float("inf")), FakeAnswer(), FakeAnswer(), Cancellation(), Cancellation()
+    broken.failure = RuntimeError("no answer from Triton")
+    watch.add(broken, first)  # type: ignore[arg-type]
+    assert first.reported.wait(30) and "no answer from Triton" in str(first.errors[0])
+    left.left = True
+    watch.add(left, second)  # type: ignore[arg-type]
+    assert second.reported.wait(30)
+    watch.close()

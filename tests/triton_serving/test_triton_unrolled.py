@@ -145,16 +145,25 @@ def test_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Load
         assert np.abs(call(triton, values) - expected(loaded, values)).max() <= 1
 
 
-def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
-    """Alone, and merged with images of other strengths and of text only."""
-    requests = [*map(with_image, range(6)), request(0)]
-    alone = [call(triton, values) for values in requests]
+def compare_alone_and_merged(server: TritonServer, loaded: Loaded, requests: list[dict[str, Any]]) -> list[Pixels]:
+    """Compare images of requests that Triton gets one after the other and at once. Returns those of the former."""
+    alone = [call(server, values) for values in requests]
+    names = ("nv_inference_count", "nv_inference_exec_count")
+    before = [server.metric(name, "scheduler_step") for name in names]
     with ThreadPoolExecutor(len(requests)) as pool:
-        together = list(pool.map(lambda values: call(triton, values), requests))
+        together = list(pool.map(lambda values: call(server, values), requests))
+    steps, runs = (server.metric(name, "scheduler_step") - count for name, count in zip(names, before, strict=True))
+    assert steps == STEPS * len(requests) and runs < steps
+    assert "requests merged" not in server.log.read_text()  # a merged batch failed, and its requests ran alone
     for values, one, merged in zip(requests, alone, together, strict=True):
         assert np.abs(one - expected(loaded, values)).max() <= 1
         assert np.abs(one - merged).max() <= 1
-    assert "requests merged" not in triton.log.read_text()  # a merged batch failed, and its requests ran alone
+    return alone
+
+
+def test_images_from_images_are_those_of_the_truss_server(triton: TritonServer, loaded: Loaded) -> None:
+    """Alone, and merged with images of other strengths and of text only."""
+    alone = compare_alone_and_merged(triton, loaded, [*map(with_image, range(6)), request(0)])
     assert np.abs(alone[0] - alone[-1]).max() > 50  # the image counts
 
 
@@ -168,13 +177,7 @@ def test_images_with_controls_are_those_of_the_truss_server(
     requests = [*(with_controls(number, side) for number in range(6)), request(0)]
     with TritonServer(installed, repository, tmp_path) as server:
         assert server.load(PIPELINE) == ""
-        alone = [call(server, values) for values in requests]
-        with ThreadPoolExecutor(len(requests)) as pool:
-            together = list(pool.map(lambda values: call(server, values), requests))
-        for values, one, merged in zip(requests, alone, together, strict=True):
-            assert np.abs(one - expected(loaded, values)).max() <= 1
-            assert np.abs(one - merged).max() <= 1
-        assert "requests merged" not in server.log.read_text()  # a merged batch failed, and its requests ran alone
+        alone = compare_alone_and_merged(server, loaded, requests)
         assert np.abs(alone[0] - alone[-1]).max() > 1  # the ControlNet counts
         for name, content, reason in (
             ("control_scale.edges", np.ones(1, np.float32), "control_image.edges: is missing"),

@@ -83,4 +83,8 @@ class Watch:
                 except Exception as error:  # also of Triton's `is_cancelled`, which must not end the watch over others
                     with self._lock:
                         self._watched.pop(answer)
-                    cancel(error if isinstance(error, PreheatError) else Cancelled(f"The client is unknown: {error}"))
+                    cancel(
+                        error
+                        if isinstance(error, PreheatError)
+                        else Cancelled(f"Triton does not say whether the client has left: {error}")
+                    )

@@ -4,6 +4,7 @@ A model takes the tensors of all merged requests at once, with the images along 
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from model.settings import read_settings
 Tensors = dict[str, torch.Tensor]
 
 
-class PipelineModel:
+class PipelineModel(ABC):
     """Triton's `TritonPythonModel` of one model of the pipeline. Subclasses implement `run`."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -95,9 +96,9 @@ class PipelineModel:
         tensors = {tensor.name: read_tensor(request, tensor.name) for tensor in self.inputs}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
+    @abstractmethod
     def run(self, inputs: Tensors) -> Tensors:
         """Return the outputs of merged requests. All tensors have the images along the first dimension."""
-        raise NotImplementedError
 
     def check_steps(self, inputs: Tensors) -> None:
         """Raise RequestRefused for steps that do not exist: as indices they would break the process's use of a GPU."""
