@@ -75,11 +75,14 @@ def plan(
     make_controlnets = () if models.controlnets else tuple(
         ("engine_builder.checkpoints.random_controlnet", str(path), "--kind", kind) for kind, path in nets
     )  # fmt: skip
+    make_ip_adapter = ("engine_builder.checkpoints.random_ip_adapter", str(folder / "ip-adapter"))
+    ip_adapter = ("--ip-adapter", f"plain={folder / 'ip-adapter' / 'plain.safetensors'}")
     sizes = [f"{size}@1", f"{size}@2"]
     prepared = [
         Work("sdxl-model", make_sdxl),
         Work("sdxl", (*make_controlnets, *release(sdxl, "sdxl", sizes, *controlnets)), ("sdxl-model",)),
         Work("sdxl-lora", release(sdxl, "sdxl-lora", [f"{size}@16"], "--lora-rank", "32"), ("sdxl-model",)),
+        Work("sdxl-ip", (make_ip_adapter, *release(sdxl, "sdxl-ip", [f"{size}@2"], *ip_adapter)), ("sdxl-model",)),
         Work("sd", (*make_sd, *release(sd, "sd", [f"{sd_size}@1", f"{sd_size}@2"]))),
     ]
     counts = ("--steps", str(steps), "--runs", str(runs))
@@ -87,6 +90,7 @@ def plan(
         measurement("text", "sdxl", "suite", "--peer", sdxl),
         measurement("images", "sdxl", "image_tasks", *counts),
         measurement("controls", "sdxl", "control", *counts, "--model", sdxl, *controlnets),
+        measurement("image-prompts", "sdxl-ip", "ip_adapter", *counts),
         measurement("adapters", "sdxl-lora", "adapters", "--rank", "64", "--images", "8", "--batch-rank", "32"),
         measurement("sd-text", "sd", "suite", "--peer", sd),
     ]
