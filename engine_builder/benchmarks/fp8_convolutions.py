@@ -1,6 +1,7 @@
-"""Time every convolution of a step of SDXL's UNet in fp16 and in FP8, on the GPU of this machine.
+"""Time every convolution of SDXL's UNet or VAE decoder in fp16 and in FP8, on the GPU of this machine.
 
     python -m engine_builder.benchmarks.fp8_convolutions --batch 2 --size 1024x1024 --out rows.json
+    python -m engine_builder.benchmarks.fp8_convolutions --network vae_decoder
 
 Two comparisons for each shape, in microseconds:
 
@@ -9,8 +10,10 @@ Two comparisons for each shape, in microseconds:
 - compiled: group norm, SiLU, convolution, bias and residual as engines have them, in fp16 and in FP8. Downsamplers and
   upsamplers have only the convolution, with the quantization of its input. The FP8 kernel has its default tiles.
 
-Then it prints the sum over a step, and the layers whose compiled form in FP8 is not faster, as `keep_fp16` of a policy.
-Weights and pixels are random. Four sets of them take turns, because a step does not find its weights in the cache.
+Then it prints the sum over the network, and the layers whose compiled form in FP8 is not faster, as `keep_fp16` of a
+policy. For the VAE decoder it also times the whole network in fp16, compiled. Weights and pixels are random. Four sets
+of them take turns, because a network does not find its weights in the cache. A shape or tiles that fail are left out,
+and their error is printed. The table comes last, after the rows as JSON.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.benchmarks.graph_timing import Failures, Timer, Work, time_choices, time_on_gpu
 from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.checkpoints.random_sdxl import make_network
 from engine_builder.networks.blocks import norm_silu_conv
@@ -31,22 +35,24 @@ from engine_builder.networks.fp8_conv import QuantizedConv, conv_channels, quant
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import UnetNetwork, text_width, time_width
+from engine_builder.networks.vae import VaeDecoderNetwork
 from engine_builder.networks.winograd import WinogradConv
 
 if TYPE_CHECKING:
     from engine_builder.networks.fp8_conv_kernels import Tiles
 
-_SETS, _ROUNDS, _REPLAYS = 4, 5, 20  # sets of tensors, calls of each in a graph, timed launches of the graph
+_BATCHES = {"unet": 2, "vae_decoder": 1}  # of one image
+_SETS = 4  # of tensors
 _TEXT_TOKENS = 77
 _SHARED_BYTES = {True: 227 * 1024, False: 99 * 1024}  # of a program, on a GPU of a data center and on others
-Work = Callable[[], object]
-Timer = Callable[[Sequence[Work]], list[float]]
-"""Return microseconds of one call, once for each repetition. The given calls do the same work on other tensors."""
 
 
 @dataclass(frozen=True)
 class ConvShape:
-    """What decides the time of a convolution, except the batch. height, width: pixels of the input."""
+    """What decides the time of a convolution, except the batch. height, width: pixels of the input.
+
+    in_resnet: group norm and SiLU precede it. adds_bias: of the time embedding, for each entry of the batch.
+    """
 
     channels_in: int
     channels_out: int
@@ -56,6 +62,8 @@ class ConvShape:
     stride: int
     padding: int
     in_resnet: bool
+    adds_bias: bool
+    adds_residual: bool
     uses_winograd: bool
 
     @property
@@ -73,10 +81,10 @@ class ConvShape:
         return 2e-9 * self.kernel**2 * self.channels_in * self.channels_out * height * width
 
     def __str__(self) -> str:
-        return (
-            f"{self.channels_in}>{self.channels_out} {self.height}x{self.width} k{self.kernel} s{self.stride}"
-            f"{'' if self.in_resnet else ' alone'}"
-        )
+        parts = ("norm", self.in_resnet), ("bias", self.adds_bias), ("residual", self.adds_residual)
+        around = "+".join(name for name, has in parts if has)
+        size = f"{self.height}x{self.width}"
+        return f"{self.channels_in}>{self.channels_out} {size} k{self.kernel} s{self.stride} {around or 'alone'}"
 
 
 @dataclass(frozen=True)
@@ -106,40 +114,47 @@ class ConvTimes:
         return statistics.median(self.compiled_fp16) / statistics.median(self.compiled_fp8)
 
 
-def step_convolutions(height: int, width: int, network: nn.Module | None = None) -> dict[ConvShape, tuple[str, ...]]:
-    """Return the convolutions of SDXL's UNet that FP8 suits, by shape. height, width: pixels of the image.
+def network_convolutions(name: str, height: int, width: int) -> dict[ConvShape, tuple[str, ...]]:
+    """Return the layers of SDXL's "unet" or "vae_decoder" that FP8 suits, by shape.
 
-    network: another UNet, on the device "meta".
+    height, width: pixels of the image.
     """
+    found: dict[ConvShape, tuple[str, ...]] = {}
+
+    def observe(layer: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            shape = _shape_of(name, layer, module, inputs[0])
+            found[shape] = (*found.get(shape, ()), layer)
+
+        return add
+
     with torch.device("meta"), torch.inference_mode(), plain_operations():
-        network = make_network("unet") if network is None else network
-        widths = time_width(network), text_width(network)
-        unet = UnetNetwork(network, use_winograd=True)
-        found: dict[ConvShape, tuple[str, ...]] = {}
-
-        def observe(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                shape = _shape_of(name, module, inputs[0])
-                found[shape] = (*found.get(shape, ()), name)
-
-            return add
-
-        for name, module in unet.named_modules():
+        inputs = [torch.empty(1, 4, height // 8, width // 8)]
+        network: nn.Module
+        if name == "vae_decoder":
+            network = VaeDecoderNetwork(make_network("vae"))
+        else:
+            unet = make_network("unet")
+            network = UnetNetwork(unet, use_winograd=True)
+            inputs += [torch.empty(1, time_width(unet)), torch.empty(1, _TEXT_TOKENS, text_width(unet))]
+        for layer, module in network.named_modules():
             if suits_kernel(module):
-                module.register_forward_pre_hook(observe(public_name(name)))
-        sample = torch.empty(1, 4, height // 8, width // 8)
-        unet(sample, torch.empty(1, widths[0]), torch.empty(1, _TEXT_TOKENS, widths[1]))
+                module.register_forward_pre_hook(observe(public_name(layer)))
+        network(*inputs)
     return found
 
 
-def _shape_of(name: str, module: nn.Module, inputs: Tensor) -> ConvShape:
+def _shape_of(network: str, layer: str, module: nn.Module, inputs: Tensor) -> ConvShape:
     assert isinstance(module, nn.Conv2d | WinogradConv)
     kernel, stride, padding = (3, 1, 1)
     if isinstance(module, nn.Conv2d):
         kernel, stride, padding = module.kernel_size[0], module.stride[0], int(module.padding[0])
     return ConvShape(
-        *conv_channels(module), inputs.shape[2], inputs.shape[3], kernel, stride, padding, ".resnets." in name,
-        isinstance(module, WinogradConv),
+        *conv_channels(module), inputs.shape[2], inputs.shape[3], kernel, stride, padding,
+        in_resnet=".resnets." in layer,
+        adds_bias=network == "unet" and layer.endswith(".conv1"),
+        adds_residual=layer.endswith(".conv2"),
+        uses_winograd=isinstance(module, WinogradConv),
     )  # fmt: skip
 
 
@@ -158,11 +173,12 @@ def candidate_tiles() -> dict[str, "Tiles"]:
     return {f"{t.pixels}x{t.channels}x{t.depth} w{t.warps} s{t.stages}": t for t in choices}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(
-    shape: ConvShape, layers: tuple[str, ...], batch: int, device: str, timer: Timer, tiles: dict[str, "Tiles"]
-) -> ConvTimes:
-    """Time all forms of one shape. On a CPU nothing is compiled."""
+    shape: ConvShape, layers: tuple[str, ...], batch: int, device: str, timer: Timer, tiles: dict[str, "Tiles"],
+    failures: Failures,
+) -> ConvTimes:  # fmt: skip
+    """Time all forms of one shape. On a CPU nothing is compiled. Tiles that fail are left out."""
     from engine_builder.networks.fp8_conv_kernels import fp8_conv, run_fp8_conv
 
     dtype = torch.float16 if device == "cuda" else torch.float32
@@ -183,8 +199,8 @@ def measure(
         conv = nn.Conv2d(shape.channels_in, shape.channels_out, shape.kernel, shape.stride, shape.padding)
         conv = conv.to(device, dtype).to(**in_channels_last)  # type: ignore[call-overload]
         hidden = random(batch, shape.channels_in, shape.height, shape.width)
-        time_bias = random(batch, shape.channels_out)
-        residual = random(batch, shape.channels_out, height, width)
+        entry_bias = random(batch, shape.channels_out) if shape.adds_bias else None
+        residual = random(batch, shape.channels_out, height, width) if shape.adds_residual else None
         layer = quantize_conv(conv, 4.0)
         numbers = layer.quantize_inputs(hidden)
         pixels, weight = numbers.permute(0, 2, 3, 1), layer.weight.permute(0, 2, 3, 1)
@@ -202,13 +218,16 @@ def measure(
             by_tiles[name].append(_call(run_fp8_conv, *arguments, choice))
         engine_conv = WinogradConv(conv) if shape.uses_winograd else conv
         if shape.uses_winograd:
-            winograd.append(_call(norm_silu_conv, norm, engine_conv, hidden, time_bias, residual))
+            winograd.append(_call(norm_silu_conv, norm, engine_conv, hidden, entry_bias, residual))
         for in_fp8, module in ((False, engine_conv), (True, layer)):
-            form = _compiled_form(norm, module, shape.in_resnet, device)
-            compiled[in_fp8].append(_call(form, hidden, time_bias, residual))
+            form, inputs = _Form(norm, module, shape.in_resnet), (hidden, entry_bias, residual)
+            compiled[in_fp8].append(compile_module(form, inputs) if device == "cuda" else _call(form, *inputs))
+    times_by_tiles = time_choices(by_tiles, timer, failures)
+    if not times_by_tiles:
+        raise RuntimeError("The FP8 kernel fails with all tiles.")
     return ConvTimes(
-        shape, layers, timer(fp16), timer(winograd) if winograd else None,
-        {name: timer(works) for name, works in by_tiles.items()}, timer(compiled[False]), timer(compiled[True]), error,
+        shape, layers, timer(fp16), timer(winograd) if winograd else None, times_by_tiles, timer(compiled[False]),
+        timer(compiled[True]), error,
     )  # fmt: skip
 
 
@@ -216,57 +235,74 @@ def _call(function: Callable[..., object], *arguments: object) -> Work:
     return lambda: function(*arguments)
 
 
-def _compiled_form(
-    norm: nn.GroupNorm, conv: nn.Conv2d | WinogradConv | QuantizedConv, in_resnet: bool, device: str
-) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return the convolution with what is around it in the UNet, compiled on a GPU."""
+class _Form(nn.Module):
+    """A convolution with what is around it in its network."""
 
-    def run(hidden: Tensor, time_bias: Tensor, residual: Tensor) -> Any:
-        return norm_silu_conv(norm, conv, hidden, time_bias, residual) if in_resnet else conv(hidden)
+    def __init__(self, norm: nn.GroupNorm, conv: nn.Conv2d | WinogradConv | QuantizedConv, in_resnet: bool) -> None:
+        super().__init__()
+        self.norm, self.conv, self.in_resnet = norm, conv, in_resnet
 
-    return torch.compile(run, dynamic=False) if device == "cuda" else run
-
-
-def time_on_gpu(works: Sequence[Work]) -> list[float]:
-    """Time calls in a CUDA graph, so that the host's time does not count. See `Timer`."""
-    for work in works:  # compiles
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_ROUNDS):
-            for work in works:
-                work()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    calls = _ROUNDS * len(works)
-    return [start.elapsed_time(end) * 1000 / calls for start, end in zip(events, events[1:], strict=False)]
+    def forward(self, hidden: Tensor, entry_bias: Tensor | None, residual: Tensor | None) -> Any:
+        if self.in_resnet:
+            return norm_silu_conv(self.norm, self.conv, hidden, entry_bias, residual)
+        return self.conv(hidden)
 
 
-def report(times: Sequence[ConvTimes], batch: int) -> str:
-    """Return the table, the sums over a step, and the layers that FP8 does not make faster."""
-    heading = f"{'convolution':30} {'n':>2} {'fp16':>6} {'Winogr.':>7} {'FP8':>6} {'TFLOP/s':>7} {'best tiles':19}"
-    lines = [f"{heading} {'error':>7} | {'fp16':>6} {'FP8':>6} {'gain':>5}  compiled"]
+def compile_module(module: nn.Module, inputs: tuple[Tensor | None, ...], backend: str = "inductor") -> Work:
+    """Return calls of a module on these inputs, compiled as one graph.
+
+    It is traced by torch.export, as engines are, because torch.compile's own tracing would divide the networks where
+    they read a ContextVar, and fuse less.
+    """
+    module = module.eval().requires_grad_(False)
+    exported = torch.export.export(module, inputs, strict=False).module()
+    return _call(torch.compile(exported, dynamic=False, fullgraph=True, backend=backend), *inputs)
+
+
+@torch.no_grad()
+def time_vae_decoder(batch: int, height: int, width: int, timer: Timer) -> list[float]:
+    """Return microseconds of the whole decoder in fp16, compiled, of each repetition. Weights are random."""
+    network = VaeDecoderNetwork(make_network("vae").half().cuda())
+    network = network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    latents = torch.randn(batch, 4, height // 8, width // 8, dtype=torch.float16, device="cuda")
+    return timer([compile_module(network, (latents,))])
+
+
+_HEADING = (
+    f"{'convolution':42} {'n':>2} {'fp16':>6} {'Winogr.':>7} {'FP8':>6} {'TFLOP/s':>7} {'best tiles':19} "
+    f"{'error':>7} | {'fp16':>6} {'FP8':>6} {'gain':>5}  compiled"
+)
+
+
+def table_line(one: ConvTimes, batch: int) -> str:
+    """Return the line of the table of one shape, under `_HEADING`."""
+    best = statistics.median(one.by_tiles[one.best_tiles])
+    fp16, fp8 = map(statistics.median, (one.compiled_fp16, one.compiled_fp8))
+    winograd = f"{statistics.median(one.winograd):.1f}" if one.winograd else ""
+    speed = batch * one.shape.gigaflops / best * 1e3
+    return (
+        f"{one.shape!s:42} {len(one.layers):2} {statistics.median(one.fp16):6.1f} {winograd:>7} {best:6.1f} "
+        f"{speed:7.0f} {one.best_tiles:19} {one.error:7.5f} | {fp16:6.1f} {fp8:6.1f} {one.ratio:5.2f}"
+    )
+
+
+def report(times: Sequence[ConvTimes], batch: int, whole: Sequence[float] = ()) -> str:
+    """Return the table, the sums over the network, and the layers that FP8 does not make faster.
+
+    whole: microseconds of the whole network in fp16, of each repetition; empty if it was not timed.
+    """
+    lines = [_HEADING]
     totals = [0.0, 0.0, 0.0]
     slower: list[str] = []
     for one in sorted(times, key=lambda one: one.ratio):
-        best, compiled = statistics.median(one.by_tiles[one.best_tiles]), (one.compiled_fp16, one.compiled_fp8)
-        fp16, fp8 = map(statistics.median, compiled)
-        winograd = f"{statistics.median(one.winograd):.1f}" if one.winograd else ""
-        speed = batch * one.shape.gigaflops / best * 1e3
-        lines.append(
-            f"{one.shape!s:30} {len(one.layers):2} {statistics.median(one.fp16):6.1f} {winograd:>7} {best:6.1f} "
-            f"{speed:7.0f} {one.best_tiles:19} {one.error:7.5f} | {fp16:6.1f} {fp8:6.1f} {one.ratio:5.2f}"
-        )
+        lines.append(table_line(one, batch))
+        fp16, fp8 = map(statistics.median, (one.compiled_fp16, one.compiled_fp8))
         totals = [total + len(one.layers) * us for total, us in zip(totals, (fp16, fp8, min(fp16, fp8)), strict=True)]
         slower += one.layers if one.ratio <= 1 else ()
     everywhere, all_fp8, mixed = totals
-    lines.append(f"a step, us: {everywhere:.0f} in fp16, {all_fp8:.0f} in FP8, {mixed:.0f} with the faster of each")
+    lines.append(f"all layers, us: {everywhere:.0f} in fp16, {all_fp8:.0f} in FP8, {mixed:.0f} with the faster of each")
+    if whole:
+        lines.append(f"the whole network, us: {statistics.median(whole):.0f} in fp16")
     lines += ["slower in FP8:", *(f'    "{name}",' for name in sorted(slower))]
     return "\n".join(lines)
 
@@ -289,24 +325,39 @@ def rows_of(times: Sequence[ConvTimes], batch: int) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=2, help="entries of the UNet's batch, two for an image")
+    parser.add_argument("--network", choices=sorted(_BATCHES), default="unet")
+    parser.add_argument("--batch", type=int, help="entries of the network's batch; default: those of one image")
     parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT of the image")
     parser.add_argument("--out", type=Path, help="file of rows to append to")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         parser.error("this benchmark needs a GPU of compute capability 8.9 or newer")
+    batch = arguments.batch or _BATCHES[arguments.network]
     width, height = map(int, arguments.size.split("x"))
     largest = _SHARED_BYTES[torch.cuda.get_device_capability() in ((9, 0), (10, 0))]
     tiles = {
         name: t for name, t in candidate_tiles().items() if (t.pixels + t.channels) * t.depth * t.stages <= largest
     }
-    times = []
-    for shape, layers in step_convolutions(height, width).items():
-        times.append(measure(shape, layers, arguments.batch, "cuda", time_on_gpu, tiles))
+    failures = Failures()
+    times: list[ConvTimes] = []
+    print(_HEADING, flush=True)
+    for shape, layers in network_convolutions(arguments.network, height, width).items():
+        try:
+            times.append(measure(shape, layers, batch, "cuda", time_on_gpu, tiles, failures))
+            print(table_line(times[-1], batch), flush=True)
+        except Exception as error:  # the other shapes are measured all the same
+            failures.print(str(shape), error)
         torch._dynamo.reset()
-        print(f"{shape}: {times[-1].ratio:.2f} times", flush=True)
-    print(report(times, arguments.batch))
-    finish(rows_of(times, arguments.batch), arguments.out)
+    rows = rows_of(times, batch)
+    whole: list[float] = []
+    if arguments.network == "vae_decoder":
+        try:
+            whole = time_vae_decoder(batch, height, width, time_on_gpu)
+            rows.append(make_row("vae_decoder", whole, "us", "float16", 1, batch, digits=2))
+        except Exception as error:
+            failures.print("vae_decoder", error)
+    finish(rows, arguments.out)
+    print(report(times, batch, whole), flush=True)
 
 
 if __name__ == "__main__":

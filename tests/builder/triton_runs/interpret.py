@@ -14,6 +14,7 @@ from torch import Tensor, library, nn
 from triton.runtime import interpreter
 
 from engine_builder.benchmarks import fp8_convolutions
+from engine_builder.benchmarks.graph_timing import Failures
 from engine_builder.networks import blocks, fp8_conv_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
 from model.weights.fp8 import quantize
@@ -139,8 +140,9 @@ def run_benchmark() -> None:
     tiles = dict(list(fp8_convolutions.candidate_tiles().items())[-2:])
     fp8_convolutions._SETS = 1
     for shape in (
-        fp8_convolutions.ConvShape(64, 128, 6, 4, 3, 1, 1, in_resnet=True, uses_winograd=True),
-        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 2, 1, in_resnet=False, uses_winograd=False),
+        fp8_convolutions.ConvShape(64, 128, 6, 4, 3, 1, 1, True, True, False, uses_winograd=True),
+        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 1, 1, True, False, True, uses_winograd=False),
+        fp8_convolutions.ConvShape(64, 64, 6, 4, 3, 2, 1, False, False, False, uses_winograd=False),
     ):
         calls: list[int] = []
 
@@ -148,7 +150,7 @@ def run_benchmark() -> None:
             calls.append(len([work() for work in works]))
             return [1.0]
 
-        times = fp8_convolutions.measure(shape, ("a layer",), 2, "cpu", count, tiles)
+        times = fp8_convolutions.measure(shape, ("a layer",), 2, "cpu", count, tiles, Failures())
         assert calls == [1] * (6 if shape.uses_winograd else 5) and times.by_tiles.keys() == tiles.keys()
         errors[f"benchmark, {shape}"] = times.error
 
