@@ -302,8 +302,8 @@ figure in a reference image. For tests and demos. The caption states shape and b
 
     .venv/bin/preheat build data/tiny-sdxl --ip-adapter colour=data/tiny-sdxl-ip-adapter/{FILE}
 
-Trained by `python -m training.ip_adapter` on {facts["examples"]} pairs of random scenes of {SIDE}x{SIDE} pixels:
-{facts["steps"]} steps of {facts["batch"]} images in {facts["seconds"]:.0f} s on one {facts["device"]} (torch
+Trained by `python -m training.ip_adapter` on {facts["examples"]:,} pairs of random scenes of {SIDE}x{SIDE} pixels:
+{facts["steps"]:,} steps of {facts["batch"]} images in {facts["seconds"]:.0f} s on one {facts["device"]} (torch
 {torch.__version__}, diffusers {diffusers.__version__}). UNet, text encoders and VAE did not change. Weights in fp16.
 All data is drawn by `training/render.py`.
 

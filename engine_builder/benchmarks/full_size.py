@@ -2,8 +2,8 @@
 
     python -m engine_builder.benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
-Takes some 25 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built at the
-same time, and measured one after the other. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output
+Takes some 30 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built one after the
+other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output
 of each command. A command that has succeeded is not run again, so the same call continues after an interruption. A
 failed command ends with its last lines, and what does not need it goes on.
 
@@ -120,8 +120,8 @@ def run_work(folder: Path, work: Work) -> bool:
     return True
 
 
-def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work]) -> bool:
-    """Do the prepared work at the same time, then measure one by one. Returns True if all succeeded.
+def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work], at_once: int = 1) -> bool:
+    """Do the prepared work, `at_once` of it at the same time, then measure one by one. Returns True if all succeeded.
 
     Work of `prepared` may need earlier work of it.
     """
@@ -135,7 +135,7 @@ def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work]) ->
             return False
         return run_work(folder, work)
 
-    with ThreadPoolExecutor(max(1, len(prepared))) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         for work in prepared:
             results[work.name] = pool.submit(run, work)
     return all([run(work) for work in measured]) and all(result.result() for result in results.values())
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=5, help="engines that each build compiles at once")
+    parser.add_argument("--builds", type=int, default=1, help="models that are built at once")
     arguments = parser.parse_args()
     models = Models(arguments.model, arguments.sd_model, tuple(arguments.controlnet))
     folder = arguments.work.absolute()
@@ -178,7 +179,7 @@ def main() -> None:
     if unknown := [name for name in arguments.only if name not in names]:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(names)}")
     measured = [work for work in measured if not arguments.only or work.name in arguments.only]
-    if not run_all(folder, needed_work(prepared, measured), measured):
+    if not run_all(folder, needed_work(prepared, measured), measured, arguments.builds):
         sys.exit(1)
 
 

@@ -99,3 +99,11 @@ def test_an_object_is_placed_only_where_the_scene_has_it(number: int) -> None:
     assert not is_placed(np.full_like(picture, 255), scene)
     assert score_image(picture, parse_caption(caption_of(scene))).ok
     assert scene.triples() & scenes.held_out_triples()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
+def test_the_trained_network_places_the_figure() -> None:
+    network = ControlNetModel.from_pretrained(MODEL_FOLDER.parent / "tiny-sdxl-controlnet")
+    score, _ = evaluate(MODEL_FOLDER, network, 4, 12, CPU)
+    assert score.placed == score.both == 1
+    assert score.chance < 1, "the captions do not state the place"

@@ -114,3 +114,10 @@ def test_a_picture_is_right_only_with_the_colour_of_the_reference(number: int) -
     )
     target = render_scene(as_stated, SIDE, SIDE)
     assert follows_caption(target, case) and score_image(target, case.statement).ok
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
+def test_the_trained_adapter_gives_the_figure_the_colour_of_the_reference() -> None:
+    score, _ = evaluate(MODEL_FOLDER, MODEL_FOLDER.parent / "tiny-sdxl-ip-adapter", 4, 12, CPU)
+    assert score.colour == score.caption == 1
+    assert score.chance < 1, "the captions do not state the colour"
