@@ -2,10 +2,11 @@
 
     python -m engine_builder.benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
-Takes some 30 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built one after the
-other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. WORK/rows/NAME.json has the rows of each measurement, WORK/logs/ the output
-of each command. A command that has succeeded is not run again, so the same call continues after an interruption. A
-failed command ends with its last lines, and what does not need it goes on.
+Takes some 30 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built one after
+the other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. WORK/rows/NAME.json has
+the rows of each measurement, WORK/logs/ the output of each command. A command that has succeeded is not run again, so
+the same call continues after an interruption. A failed command ends with its last lines, and what does not need it goes
+on.
 
 --model, --sd-model and --controlnet name models that take the place of random ones.
 """
