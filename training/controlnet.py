@@ -245,8 +245,8 @@ tests and demos. The control image is white edges on black, as `preprocess: cann
 
 Trained by `python -m training.controlnet` on {facts["scenes"]:,} random scenes of {SIDE}x{SIDE} pixels:
 {facts["steps"]:,} steps of {facts["batch"]} images in {facts["seconds"]:.0f} s on one {facts["device"]} (torch
-{torch.__version__}, diffusers {diffusers.__version__}). UNet, text encoders and VAE did not change. Weights in fp16. All data is drawn by
-`training/render.py`.
+{torch.__version__}, diffusers {diffusers.__version__}). UNet, text encoders and VAE did not change. Weights in fp16.
+All data is drawn by `training/render.py`.
 
 | {score.scenes} held-out scenes, {facts["sampling_steps"]} Euler steps, guidance 3 | share |
 |---|---|
