@@ -143,6 +143,12 @@ class Unavailable(PreheatError):
     """The device has failed and the process is about to be replaced. Answered with status 503."""
 
 
+class RankFailed(PreheatError):
+    """A process that runs a share of each batch (`gpus_per_image`) did not load the release."""
+
+    remedy = "The log above has its reason."
+
+
 class DeadlineExceeded(PreheatError):
     """The request was not finished within the deployment's deadline. Answered with status 504."""
 

@@ -46,6 +46,7 @@ class Model:
             raise
         self._cold_start = ColdStart()
         secrets: Mapping[str, str] = kwargs.get("secrets") or {}
+        self._secrets = secrets
         self._prefetch = Prefetch(self._settings, secrets)
         self._application = find_application()  # now, because the imports of the load add many objects to search
         self._scheduler: Scheduler | None = None
@@ -92,6 +93,11 @@ class Model:
         self._cold_start.record("import", seconds_since_process_start())
         store, release = self._prefetch.store(), settings.required("release")
         targets = find_targets(settings.runtime)
+        followers = None
+        if settings.gpus_per_image > 1:
+            from model.ranks.lead import start_followers  # imports torch.distributed
+
+            followers = start_followers(settings, self._secrets)
         loaded = load_release(
             store,
             release,
@@ -107,6 +113,8 @@ class Model:
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
         comparison = None if every is None else ImageComparison(loaded.model, every)
+        if followers is not None:
+            followers.join(loaded.model)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
         try:
             # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
@@ -121,6 +129,8 @@ class Model:
         # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
         gc.collect()
         gc.freeze()
+        if followers is not None:
+            followers.watch(scheduler.abandon)
         scheduler.when_idle(batch_measurement(loaded))
         scheduler.comparison = comparison
         self._prefetch.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from model.errors import ConfigError
 from model.store.manifest import Fp16Steps
@@ -132,12 +132,21 @@ class Settings(StrictModel):
     limits: Limits = Limits()
     loras: Annotated[list[AdapterName], BeforeValidator(_split_names)] = []
     """The adapters of the store that requests may use."""
+    gpus_per_image: Positive = 1
+    """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""
     log_prompts: bool = False
     safety: Annotated[Safety, BeforeValidator(_name_off)] = "off"
     """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer
     states it (flag); and they are replaced by black images (blank)."""
+
+    @field_validator("gpus_per_image")
+    @classmethod
+    def _check_gpus_per_image(cls, gpus: int, info: ValidationInfo) -> int:
+        if gpus > 1 and info.data.get("loras"):
+            raise refusal(f"{gpus} GPUs for each image, and adapters in `loras`: adapters need gpus_per_image 1")
+        return gpus
 
     @property
     def served_precision(self) -> ServedPrecision:

@@ -50,8 +50,10 @@ def test_reads_each_kind_of_value() -> None:
             "precision": "fp8",
             "fp16_steps": {"first": 2, "last": 1},
             "compare_every": 100,
+            "gpus_per_image": 2,
         }
     )
+    assert settings.gpus_per_image == 2 and read_settings({}).gpus_per_image == 1
     assert settings.served_precision == ServedPrecision(FP8, Fp16Steps(first=2, last=1), compares=True)
     assert read_settings({}).served_precision == ServedPrecision()
     assert settings.runtime == "fastest" and settings.log_prompts and settings.cache_bytes == 20 * 2**30
@@ -100,6 +102,8 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ),
         ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8", "int8"'),
         ({"compare_every": 0}, "compare_every: got 0"),
+        ({"gpus_per_image": 0}, "gpus_per_image: got 0"),
+        ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
         ({"compare_every": "ten"}, 'compare_every: got "ten"'),
         ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),
         ({"fp16_steps": {"first": -1}}, "fp16_steps.first: got -1"),

@@ -107,6 +107,12 @@ CAPABILITIES: Tests = {
         "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",
         "tests/test_runtimes.py::test_targets_of_each_choice",
     ),
+    "several GPUs for each image": (
+        "tests/ranks/test_division.py::test_ranks_compute_the_latents_of_one_loop",
+        "tests/ranks/test_followers.py::test_two_ranks_make_the_pictures_of_one",
+        "tests/ranks/test_rank_failures.py::test_the_end_of_a_rank_is_answered",
+        "tests/ranks/test_server.py::test_a_server_divides_its_batches_and_ends_with_a_rank",
+    ),
     "trust": (
         "tests/store/test_signature.py::test_server_with_key_loads_only_signed_releases",
         "tests/attacks/test_blobs.py::test_uses_only_bytes_that_were_verified",

@@ -30,7 +30,7 @@ class EagerLoop:
 
     def __init__(self, networks: StepNetworks, height: int, width: int) -> None:
         """`height` and `width` in pixels. Raises EngineError if no engine of the UNet serves them."""
-        self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
+        self.capacity = self.efficient_batch = networks.ranks.size * networks.unet.max_batch(height, width)
         self.images: list[ImageState] = []
         self._networks = networks
         self._height, self._width = height, width

@@ -9,6 +9,9 @@ shared buffers, and one with the UNet that reads them. So the number of graphs g
 that of their combinations. A step in which an image uses an IP-Adapter has the graph of a further UNet, which reads
 the ControlNets' outputs too.
 
+With several ranks a batch is divided among them, and the graph of a step has one collective, which gathers the
+predictions. All ranks replay the same graphs in the same order.
+
 Each image owns a latent slot: the index of its latents, noise, coefficients and step counter in their buffers. It also
 owns a conditioning slot for each of its one or two texts. A mapping assigns the slots to the entries of the UNet's
 batch, and the batch's predictions to the latent slots.
@@ -64,8 +67,9 @@ class GraphLoop:
 
         Raises EngineError if no engine of the UNet serves the size.
         """
-        _, cfg_engines_by_batch = divide_batches(networks.unet, height, width)
-        self.capacity = self.efficient_batch = networks.unet.max_batch(height, width)
+        self._ranks = networks.ranks
+        _, cfg_engines_by_batch = divide_batches(networks.unet, height, width, self._ranks.size)
+        self.capacity = self.efficient_batch = self._max_batch(networks.unet, height, width)
         self.images: list[ImageState] = []
         self._image_latent_slot: dict[ImageState, int] = {}
         self._image_cond_slots: dict[ImageState, list[int]] = {}  # the unconditional text's first
@@ -74,7 +78,8 @@ class GraphLoop:
         self._networks = networks
         self._height, self._width = height, width
         with torch.inference_mode():
-            batches = [engine.bucket.batch.max for engine in networks.unet.serving(height, width)]
+            serving = networks.unet.serving(height, width)
+            batches = [self._ranks.size * engine.bucket.batch.max for engine in serving]
             shapes = buffer_shapes(
                 networks.signatures,
                 networks.by_step,
@@ -123,12 +128,12 @@ class GraphLoop:
             if self._residuals:
                 self._clear = self._queue.capture(self._clear_residuals, True, "clear_residuals")
             if networks.image_prompted is not None:
-                self.capacity = min(self.capacity, networks.image_prompted.max_batch(height, width))
+                self.capacity = min(self.capacity, self._max_batch(networks.image_prompted, height, width))
                 self._image_prompted_replays = self._capture_batches(
                     networks.image_prompted, partial(self._step, residuals=self._residuals)
                 )
             if networks.controlled is not None:
-                self.capacity = min(self.capacity, networks.controlled.max_batch(height, width))
+                self.capacity = min(self.capacity, self._max_batch(networks.controlled, height, width))
                 self._control_replays = {
                     name: self._capture_batches(engines, partial(self._control_step, name))
                     for name, engines in networks.controlnets.items()
@@ -329,7 +334,7 @@ class GraphLoop:
 
     def _capture_batches(self, network: EngineSet, work: Callable[[Sequence[Engine]], None]) -> Replays:
         """Capture a network's part of a step for each of its batch sizes. `work` gets the engines that divide it."""
-        by_batch, _ = divide_batches(network, self._height, self._width)
+        by_batch, _ = divide_batches(network, self._height, self._width, self._ranks.size)
         replays = {batch: self._capture(by_batch[batch], partial(work, by_batch[batch])) for batch in sorted(by_batch)}
         single_image = None
         if 1 in by_batch:
@@ -348,7 +353,7 @@ class GraphLoop:
         return self._queue.capture(work, workspace, name)
 
     def _step(self, engines: Sequence[Engine], residuals: Mapping[str, torch.Tensor] = _NO_RESIDUALS) -> None:
-        """Run one step of each latent slot at the slot's own counter. `engines` divide the batch, in order.
+        """Run one step of each latent slot at the slot's own counter. `engines` divide this rank's entries, in order.
 
         `residuals`: by batch entry, what ControlNets add. The results of free slots are never read.
         """
@@ -357,7 +362,7 @@ class GraphLoop:
         self._scale_latents(c_in)
         results = self._run(engines, partial(self._unet_inputs, engines[0].signature, residuals))
         predicted = [result["noise"] for result in results]
-        eps = torch.cat(predicted) if len(predicted) > 1 else predicted[0]
+        eps = self._ranks.gather(torch.cat(predicted) if len(predicted) > 1 else predicted[0])
         uncond, cond = eps[self._prediction_entries].float().chunk(2)
         advance(self._latents, self._denoised, guide(uncond, cond, scale, rescale), self._noise, update)
         keep_known(self._latents, self._known, (known, known_noise), out=self._latents)
@@ -366,7 +371,7 @@ class GraphLoop:
     def _control_step(self, controlnet: str, engines: Sequence[Engine]) -> None:
         """Add the outputs of a ControlNet to the residuals. They are zeros for entries that do not use it."""
         self._scale_latents(self._coefficients[self._latent_slot_indices, self._steps_done][:, 0].reshape(-1, 1, 1, 1))
-        begin = 0
+        begin = self._first_entry(engines)
         for result in self._run(engines, partial(self._control_inputs, controlnet, engines[0].signature)):
             for name, output in result.items():
                 self._residuals[name][begin : begin + len(output)].add_(output)
@@ -382,12 +387,20 @@ class GraphLoop:
     def _run(
         self, engines: Sequence[Engine], inputs_of: Callable[[slice], dict[str, torch.Tensor]]
     ) -> list[dict[str, torch.Tensor]]:
-        """Run the engines that divide a batch, each with the inputs of its entries."""
-        ends = accumulate((engine.bucket.batch.max for engine in engines), initial=0)
+        """Run the engines that divide this rank's entries of a batch, each with the inputs of its own."""
+        ends = accumulate((engine.bucket.batch.max for engine in engines), initial=self._first_entry(engines))
         inputs = [inputs_of(slice(begin, end)) for begin, end in pairwise(ends)]
         runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
         concurrent = all(engine.concurrent for engine in engines)
         return self._queue.run_concurrently(runs) if concurrent else [run() for run in runs]
+
+    def _first_entry(self, engines: Sequence[Engine]) -> int:
+        """Return this rank's first entry of a batch that `engines` divide on each rank."""
+        return self._ranks.rank * sum(engine.bucket.batch.max for engine in engines)
+
+    def _max_batch(self, network: EngineSet, height: int, width: int) -> int:
+        """Return the largest batch that all ranks run together."""
+        return self._ranks.size * network.max_batch(height, width)
 
     def _conditioning(self, entries: slice, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Return the latents, and the conditioning inputs of these names, of these entries of the batch."""

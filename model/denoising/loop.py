@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.cuda.streams import Outputs
+from model.denoising.ranks import ALONE, Ranks
 from model.denoising.samplers import SamplerSchedule
 from model.engines.engine import EngineSet
 from model.images.pending import PendingImage
@@ -31,6 +32,7 @@ class StepNetworks:
         outputs of `controlnets`, by name.
     controlnets: by name. Each runs for the images that use it (`ImageState.controls`).
     image_prompted: takes the place of `unet` in a step in which an image uses an IP-Adapter, also with a ControlNet.
+    ranks: those that divide the batch of a step.
     """
 
     unet: EngineSet
@@ -39,6 +41,7 @@ class StepNetworks:
     controlled: EngineSet | None = None
     controlnets: Mapping[str, EngineSet] = field(default_factory=dict)
     image_prompted: EngineSet | None = None
+    ranks: Ranks = ALONE
 
     @property
     def signatures(self) -> tuple[Signature, ...]:

@@ -18,15 +18,18 @@ def predict_noise(
 ) -> torch.Tensor:
     """Return the guided prediction for the next step of each image, float32 [images, channels, height/8, width/8].
 
-    The UNet's batch has the unconditional halves first. model_input: the UNet's input of each image, with its extra
-    channels if the UNet has more than latents. height, width: in pixels. Raises EngineError.
+    The UNet's batch has the unconditional halves first. Each rank runs its share of it. model_input: the UNet's input
+    of each image, with its extra channels if the UNet has more than latents. height, width: in pixels. Raises
+    EngineError.
     """
     of_step = _Step(networks, height, width)
     guided = [index for index, image in enumerate(images) if image.guided]
     order = [*guided, *range(len(images))]
     halves = [(images[index].uncond, images[index].step) for index in guided]
     halves += [(image.cond, image.step) for image in images]
-    entries = [(conditioning, step) for conditioning, step in halves if conditioning is not None]
+    share = networks.ranks.share(len(order))
+    order = [order[entry] for entry in share]
+    entries = [(conditioning, step) for conditioning, step in (halves[entry] for entry in share) if conditioning]
     tensors = {SAMPLE: model_input[torch.tensor(order, device=model_input.device)]}
     unet = networks.unet
     residuals = of_step.control([images[index] for index in order], entries, tensors[SAMPLE])
@@ -45,7 +48,7 @@ def predict_noise(
             for spec in engines.signature.inputs
         }
         tensors |= engines.run(inputs, height, width)
-    eps = tensors["noise"].float()
+    eps = networks.ranks.gather(tensors["noise"])[: len(halves)].float()
     uncond, cond = eps[: len(guided)], eps[len(guided) :]
     if guided:
         cond = cond.clone()

@@ -30,13 +30,19 @@ def call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def divide_batches(
-    network: EngineSet, height: int, width: int
+    network: EngineSet, height: int, width: int, ranks: int = 1
 ) -> tuple[dict[int, list[Engine]], dict[int, list[Engine]]]:
     """Return the engines that run a step together, by the batch of the step: for any images, and for the CFG variants.
 
     The variants serve images that are all guided against zeros (see `GraphLoop._map_for_cfg_variants`). Two engines of
     batch 1 each run one half of a single guided image.
+
+    With several `ranks` each of them runs the engines for its entries, and no variants: a half of guidance without text
+    would not be faster than the rank that runs the other half.
     """
+    if ranks > 1:
+        of_a_rank, _ = divide_batches(network, height, width)
+        return {ranks * batch: engines for batch, engines in of_a_rank.items()}, {}
     engines_by_batch = {engine.bucket.batch.max: [engine] for engine in network.serving(height, width)}
     cfg_engines_by_batch = {engine.bucket.batch.max: [engine] for engine in network.of_size(height, width, "both")}
     if 1 in engines_by_batch:

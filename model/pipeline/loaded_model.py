@@ -1,7 +1,8 @@
 """A release in memory, as the pipeline uses it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from model.denoising.edm_schedule import AnyNoiseSchedule
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import Loop, StepNetworks
 from model.denoising.mixed_loop import MixedLoop
+from model.denoising.ranks import ALONE, Ranks
 from model.engines.engine import EngineSet
 from model.engines.signatures import text_chunks
 from model.pipeline.spec import (
@@ -56,6 +58,10 @@ class LoadedModel:
     """The adapters that requests may name; None: none are offered."""
     efficient_pixels: int | None = None
     """Pixels per step from which `efficient_batch` is derived for sizes that were not measured. None: not measured."""
+    ranks: Ranks = ALONE
+    """The ranks that divide the batches of the loops."""
+    lead: "Callable[[Callable[[], Loop], LoopKey], Loop] | None" = None
+    """Makes a loop that the other ranks follow, with the given function. None: there are none, or this is one."""
     text_stream: SideStream = field(init=False)
     first_text_stream: SideStream = field(init=False)
     encode_stream: SideStream = field(init=False)
@@ -76,9 +82,19 @@ class LoadedModel:
         self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 
     def with_fp16_unets(self) -> "LoadedModel":
-        """Return the same model with its UNets in fp16 in all steps. It has no adapters, and shares everything else."""
+        """Return the same model with its UNets in fp16 in all steps, on this rank only.
+
+        It has no adapters, and shares everything else.
+        """
         other = replace(
-            self, engines=self.engines | self.fp16_unets, fp16_unets={}, fp16_steps=Fp16Steps(), loops={}, adapters=None
+            self,
+            engines=self.engines | self.fp16_unets,
+            fp16_unets={},
+            fp16_steps=Fp16Steps(),
+            loops={},
+            adapters=None,
+            ranks=ALONE,
+            lead=None,
         )
         other.text_stream, other.first_text_stream = self.text_stream, self.first_text_stream
         other.encode_stream, other.decode_stream = self.encode_stream, self.decode_stream
@@ -108,7 +124,8 @@ class LoadedModel:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""
         key = (unet, height, width)
         if key not in self.loops:
-            loop = self.loops[key] = make_loop(self, unet, height, width)
+            make = partial(make_loop, self, unet, height, width)
+            loop = self.loops[key] = make() if self.lead is None else self.lead(make, key)
             self._limit_batch(loop, height, width)
         return self.loops[key]
 
@@ -144,7 +161,7 @@ class LoadedModel:
         specs, by_step = step_components(unet, self.engines, self.components)
         *before, last = (self.engines[spec.name] for spec in specs)
         prompted = _of_size(self.engines, ip_unet(unet), height, width)
-        networks = StepNetworks(last, by_step, tuple(before), image_prompted=prompted)
+        networks = StepNetworks(last, by_step, tuple(before), image_prompted=prompted, ranks=self.ranks)
         controlled = _of_size(self.engines, controlled_unet(unet), height, width)
         found = {name: _of_size(self.engines, f"{CONTROLNET}.{name}", height, width) for name in self.controlnets}
         controlnets = {name: engines for name, engines in found.items() if engines is not None}

@@ -14,6 +14,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -62,7 +63,8 @@ class _Call:
 
 
 class Scheduler:
-    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `retry_after` and `close`."""
+    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `retry_after`, `abandon` and
+    `close`."""
 
     def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
         """Start the thread. `on_device_failure` is called once, when this process can no longer use the device."""
@@ -73,13 +75,14 @@ class Scheduler:
         self.preview_map: PreviewMap | None = None
         self.comparison: ImageComparison | None = None
         self._unets = [spec.name for spec in loop_unets(self.model.components)]
-        self._wakeup = threading.Condition()  # guards the next seven attributes
+        self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
         self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
         self._inbox: deque[Job | _Call] = deque()
         self._cancelled: deque[Job] = deque()
         self._queued_images = 0
         self._failure: str | None = None
+        self._accepted: weakref.WeakSet[Job] = weakref.WeakSet()
         self._closed = False
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
         self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # images between two loops
@@ -120,6 +123,7 @@ class Scheduler:
             raise
         with self._wakeup:
             job.images_ahead = self._queued_images - count
+            self._accepted.add(job)
             self._inbox.append(job)
             metrics.QUEUE.set(self._queued_images)
             self._wakeup.notify()
@@ -164,6 +168,15 @@ class Scheduler:
     def retry_after(self) -> int:
         """Return the seconds, 1 to 60, in which half of the queue should be finished."""
         return min(60, max(1, math.ceil(self._seconds_per_image * self._queued_images / 2)))
+
+    def abandon(self, reason: str) -> None:
+        """Answer all requests with Unavailable from now on, also while a step hangs, and report a device failure."""
+        with self._wakeup:
+            self._failure = self._failure or reason
+            accepted = list(self._accepted)
+        for job in accepted:
+            job.fail(Unavailable(reason))
+        self._on_device_failure()
 
     def close(self) -> None:
         """End the thread after the current step. All accepted requests are answered with Unavailable."""

@@ -1,0 +1,101 @@
+"""The process of a rank other than 0. It loads the release, and then makes the calls of rank 0's loops.
+
+It ends when rank 0 ends, and with an error of its own: rank 0 then knows that a share of the batch is missing.
+"""
+
+import logging
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from model.cold_start import ColdStart
+from model.denoising.loop import ImageState
+from model.errors import PreheatError
+from model.loading.load import load_release
+from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.ranks.group import GroupRanks
+from model.ranks.messages import AddImage, MakeLoop, RemoveImage, Start, with_tensors
+from model.store.store import open_store
+
+FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
+
+
+def main(connection_number: int) -> None:
+    """Run a follower. `connection_number`: the file descriptor of the connection to rank 0."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes, and rank 0 handles it
+    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    logging.basicConfig(level=logging.INFO)
+    connection = Connection(connection_number)
+    try:
+        _run(connection)
+    except EOFError:
+        os._exit(0)  # rank 0 has ended
+    except Exception:
+        logging.getLogger("preheat").critical("A rank failed.", exc_info=True)
+        os._exit(FAILED_EXIT_CODE)
+
+
+def _run(connection: Connection) -> None:
+    start: Start = connection.recv()
+    try:
+        model = _load(start)
+    except PreheatError as error:
+        connection.send(str(error))
+        return
+    connection.send(None)
+    connection.recv()  # Join
+    ranks = GroupRanks(start.rank, start.size, Path(start.meeting), model.device)
+    model.ranks = ranks
+    _follow(model, ranks, connection)
+
+
+def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> None:
+    images: dict[tuple[LoopKey, int], ImageState] = {}
+    with torch.inference_mode():
+        while True:
+            message = connection.recv()
+            if isinstance(message, AddImage):
+                tensors = {}
+                for name, (shape, dtype) in message.tensors.items():
+                    tensors[name] = torch.empty(shape, dtype=dtype, device=model.device)
+                    ranks.broadcast(tensors[name])
+                image = with_tensors(message.image, message.generator, tensors)
+                model.loop(*message.key).add(image)
+                images[message.key, message.number] = image
+            elif isinstance(message, RemoveImage):
+                image = images.pop((message.key, message.number))
+                if image in model.loop(*message.key).images:
+                    model.loop(*message.key).remove(image)
+            elif isinstance(message, MakeLoop):
+                model.loop(*message.key)
+            else:
+                finished = model.loop(*message.key).step()
+                images = {name: image for name, image in images.items() if image not in finished}
+
+
+def _load(start: Start) -> LoadedModel:
+    settings = start.settings
+    options = settings.store_options(start.secrets)
+    targets = find_targets(settings.runtime)
+    loaded = load_release(
+        open_store(settings.required("store"), options),
+        settings.required("release"),
+        targets,
+        settings.buckets,
+        ColdStart(),
+        settings.public_key,
+        runtime_cache_folder(options.cache_folder, targets),
+        settings.served_precision,
+    )
+    return loaded.model
+
+
+def _end_with_rank_0() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)

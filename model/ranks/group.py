@@ -1,0 +1,53 @@
+"""The group of ranks of one replica: collectives of torch.distributed, by NCCL between GPUs and by gloo on a CPU.
+
+The processes are on one machine. They find each other by a file, and their sockets are on its loopback interface.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from model.denoising.ranks import Ranks
+
+COLLECTIVE_SECONDS = 120.0  # after which a collective fails that a rank does not take part in
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class GroupRanks(Ranks):
+    """One rank of several. Its collectives run on the current stream, also in a captured CUDA graph."""
+
+    def __init__(self, rank: int, size: int, meeting: Path, device: torch.device) -> None:
+        """Wait for the other ranks. `meeting`: the file by which they find each other; it must not exist before.
+
+        Raises RuntimeError if they do not come within COLLECTIVE_SECONDS.
+        """
+        self.rank, self.size = rank, size
+        for name, value in _INTERFACES.items():
+            os.environ.setdefault(name, value)
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=meeting.absolute().as_uri(),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+            device_id=device if on_gpu else None,
+        )
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        own = own.contiguous()
+        gathered = own.new_empty((self.size * len(own), *own.shape[1:]))
+        _all_gather(gathered, own)
+        return gathered
+
+    def close(self) -> None:
+        """Leave the group. Another one can be made afterwards."""
+        dist.destroy_process_group()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a contiguous tensor by that of rank 0."""
+        dist.broadcast(tensor, 0)

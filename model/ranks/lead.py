@@ -1,0 +1,254 @@
+"""Rank 0: it starts the processes of the other ranks, and sends them each call of its loops before it makes it itself.
+
+The other ranks are followers (`model.ranks.follower`). They decide nothing. If one of them ends, no further step is
+possible, because its share of each batch is missing. Then all requests are answered with Unavailable, and this process
+ends, so that the platform replaces the replica.
+"""
+
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from model.denoising.loop import ImageState, Loop
+from model.errors import ConfigError, RankFailed, Unavailable
+from model.pipeline.loaded_model import LoadedModel, LoopKey
+from model.ranks.group import GroupRanks
+from model.ranks.messages import (
+    AddImage,
+    Join,
+    MakeLoop,
+    Message,
+    RemoveImage,
+    Start,
+    Step,
+    TensorShape,
+    tensors_of,
+    without_tensors,
+)
+from model.settings import Settings
+
+logger = logging.getLogger("preheat")
+
+_START_SECONDS = 1800.0  # in which all ranks must have loaded the release
+_EXIT_SECONDS = 2.0  # in which a rank whose connection broke is seen to have ended
+_POLL_SECONDS = 0.1
+
+
+def start_followers(settings: Settings, secrets: Mapping[str, str]) -> "Followers":
+    """Start the processes of the ranks that `gpus_per_image` asks for. Raises ConfigError if there are too few GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus and gpus < settings.gpus_per_image:
+        raise ConfigError(
+            f"gpus_per_image is {settings.gpus_per_image}, and this machine has {gpus} GPU{'s' if gpus > 1 else ''}.",
+            f"Deploy with as many GPUs (`accelerator: H100:{settings.gpus_per_image}`), or lower gpus_per_image.",
+        )
+    return Followers(settings, secrets, gpus)
+
+
+class Followers:
+    """The processes of all ranks but 0. Constructing it starts them. They load the release on their own."""
+
+    def __init__(self, settings: Settings, secrets: Mapping[str, str], gpus: int) -> None:
+        """`gpus`: those that this process sees, 0 on a CPU; each rank uses one. Raises OSError."""
+        self.size = settings.gpus_per_image
+        self._folder = tempfile.TemporaryDirectory(prefix="preheat-ranks-")
+        self._meeting = Path(self._folder.name) / "meeting"
+        self._closing = False
+        self._ended = threading.Event()
+        self._ranks: GroupRanks | None = None
+        self._reason = "A process that runs a share of each batch has ended; this server is being replaced."
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, self.size):
+            process, connection = _start_process(_visible_gpu(rank) if gpus else None)
+            self._processes.append(process)
+            self._connections.append(connection)
+            connection.send(Start(settings, dict(secrets), rank, self.size, str(self._meeting)))
+
+    def join(self, model: LoadedModel) -> None:
+        """Wait until all ranks have loaded the release, and divide the batches of the model's loops among them.
+
+        Raises RankFailed if one of them could not load it.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        for rank, (process, connection) in enumerate(zip(self._processes, self._connections, strict=True), start=1):
+            while not connection.poll(_POLL_SECONDS):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RankFailed(f"Rank {rank} of {self.size} did not load the release.")
+            try:
+                error = connection.recv()
+            except EOFError:
+                error = "its process has ended"
+            if error is not None:
+                raise RankFailed(f"Rank {rank} of {self.size} did not load the release: {error}")
+        for connection in self._connections:
+            connection.send(Join())
+        self._ranks = GroupRanks(0, self.size, self._meeting, model.device)
+        model.ranks, model.lead = self._ranks, self._lead
+
+    def watch(self, on_end: Callable[[str], None]) -> None:
+        """Call `on_end` with the reason once a process ends, from a thread of its own."""
+        for process in self._processes:
+            threading.Thread(target=self._watch, args=[process, on_end], name="preheat-rank", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return [process.pid for process in self._processes]
+
+    def send(self, message: Message) -> None:
+        """Send a message to all followers. Raises Unavailable if one has ended."""
+        with self.guard():
+            for connection in self._connections:
+                connection.send(message)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send a tensor to all followers, by a collective."""
+        assert self._ranks is not None
+        with self.guard():
+            self._ranks.broadcast(tensor.contiguous())
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Raise Unavailable for an error that the end of a follower has caused."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while time.monotonic() < deadline:
+                if any(process.poll() is not None for process in self._processes):
+                    raise Unavailable(self._reason) from error
+                time.sleep(_POLL_SECONDS)
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closing = True
+        for process, connection in zip(self._processes, self._connections, strict=True):
+            connection.close()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_EXIT_SECONDS)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        if self._ranks is not None:
+            self._ranks.close()
+        self._folder.cleanup()
+
+    def _lead(self, make: Callable[[], Loop], key: LoopKey) -> Loop:
+        self.send(MakeLoop(key))
+        with self.guard():
+            return LeadLoop(make(), key, self)
+
+    def _watch(self, process: "subprocess.Popen[bytes]", on_end: Callable[[str], None]) -> None:
+        code = process.wait()
+        if not self._closing and not self._ended.is_set():
+            self._ended.set()
+            logger.critical("a rank ended with exit code %d", code)
+            on_end(self._reason)
+
+
+class LeadLoop:
+    """A loop of rank 0, whose calls the followers repeat. Implements `model.denoising.loop.Loop`."""
+
+    def __init__(self, loop: Loop, key: LoopKey, followers: Followers) -> None:
+        self._loop = loop
+        self._key = key
+        self._followers = followers
+        self._numbers = itertools.count()
+        self._number_of: dict[ImageState, int] = {}
+        self.images = loop.images  # the same list, which the loop changes
+
+    @property
+    def capacity(self) -> int:
+        return self._loop.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: int) -> None:
+        self._loop.capacity = capacity
+
+    @property
+    def efficient_batch(self) -> int:
+        return self._loop.efficient_batch
+
+    @efficient_batch.setter
+    def efficient_batch(self, batch: int) -> None:
+        self._loop.efficient_batch = batch
+
+    def add(self, image: ImageState) -> None:
+        image.wait_for_inputs()
+        number = next(self._numbers)
+        tensors = tensors_of(image)
+        shapes = {name: TensorShape(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        generator = image.generator.get_state().numpy().tobytes()
+        self._followers.send(AddImage(self._key, number, without_tensors(image), generator, shapes))
+        for tensor in tensors.values():
+            self._followers.broadcast(tensor)
+        try:
+            self._loop.add(image)
+        except BaseException:
+            self._followers.send(RemoveImage(self._key, number))
+            raise
+        self._number_of[image] = number
+
+    def remove(self, image: ImageState) -> None:
+        self._loop.remove(image)
+        self._send_removal(image)
+
+    def take(self, image: ImageState) -> None:
+        self._loop.take(image)
+        self._send_removal(image)
+
+    def step(self) -> list[ImageState]:
+        self._followers.send(Step(self._key))
+        with self._followers.guard():
+            finished = self._loop.step()
+        for image in finished:
+            del self._number_of[image]
+        return finished
+
+    def latents(self, image: ImageState) -> torch.Tensor:
+        return self._loop.latents(image)
+
+    def _send_removal(self, image: ImageState) -> None:
+        with suppress(Unavailable):  # an image leaves also if no step is possible any more
+            self._followers.send(RemoveImage(self._key, self._number_of.pop(image)))
+
+
+def _start_process(gpu: str | None) -> "tuple[subprocess.Popen[bytes], Connection]":
+    """Start a follower, which sees only this GPU. Its stdin is never written: the follower ends when it is closed."""
+    own, others = socket.socketpair()
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    environment = os.environ | {"PYTHONPATH": path}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    with others:
+        process = subprocess.Popen(
+            # -S: no .pth files; what they add is already in `path`. -P: not the current folder.
+            [sys.executable, "-S", "-P", "-c", f"from model.ranks.follower import main; main({others.fileno()})"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            pass_fds=[others.fileno()],
+        )
+    return process, Connection(own.detach())
+
+
+def _visible_gpu(rank: int) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for a rank."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[rank].strip() if visible else str(rank)

@@ -1,0 +1,94 @@
+"""Loops that divide their batches among ranks, which are threads here, give the latents of one loop."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model.denoising.eager_loop import EagerLoop
+from model.denoising.graph_loop import GraphLoop
+from model.denoising.loop import ImageState, Loop, StepNetworks
+from model.denoising.ranks import ALONE, Ranks
+from model.pipeline import spec
+from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.runner import Runner
+from model.pipeline.text_to_image import denoise
+from tests.support.linear_networks import PLAIN, linear_model
+
+HEIGHT, WIDTH = 64, 96
+DEADLINE = 30.0  # seconds, of a collective
+REQUESTS = (
+    {"seed": 1},
+    {"seed": 2, "scheduler": "Euler a", "num_inference_steps": 3},
+    {"seed": 3, "guidance_scale": 1.0, "num_inference_steps": 5},
+)
+
+
+class ThreadRanks(Ranks):
+    """Ranks that are threads of this process. `results` and `barrier` are common to all of them."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, results: list[torch.Tensor | None]) -> None:
+        self.rank, self.size = rank, barrier.parties
+        self._barrier, self._results = barrier, results
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        self._results[self.rank] = own.clone()
+        self._barrier.wait(DEADLINE)
+        gathered = torch.cat([result for result in self._results if result is not None])
+        self._barrier.wait(DEADLINE)
+        return gathered
+
+
+def graph_loop(networks: StepNetworks) -> GraphLoop:
+    return GraphLoop(networks, HEIGHT, WIDTH, torch.device("cpu"))
+
+
+def eager_loop(networks: StepNetworks) -> EagerLoop:
+    return EagerLoop(networks, HEIGHT, WIDTH)
+
+
+def latents_of(model: LoadedModel, make_loop: Callable[[StepNetworks], Loop], ranks: Ranks) -> list[torch.Tensor]:
+    """Return the latents of REQUESTS, which share a loop of these ranks."""
+    runner, images = Runner(model), list[ImageState]()
+    for changes in REQUESTS:
+        plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
+        images += plan.images()
+        runner.advance(plan, images[-1])
+    networks = replace(model.step_networks(spec.UNET, HEIGHT, WIDTH), ranks=ranks)
+    with torch.inference_mode():
+        denoise(make_loop(networks), images)
+    return [image.latents for image in images]
+
+
+@pytest.mark.parametrize(("entries", "size", "shares"), [
+    (2, 2, [[0], [1]]),
+    (3, 2, [[0, 1], [2, 2]]),
+    (1, 4, [[0], [0], [0], [0]]),
+    (5, 4, [[0, 1], [2, 3], [4, 4], [4, 4]]),
+])  # fmt: skip
+def test_each_entry_has_a_rank_and_all_shares_are_equal(entries: int, size: int, shares: list[list[int]]) -> None:
+    for rank, share in enumerate(shares):
+        assert ThreadRanks(rank, threading.Barrier(size), [None] * size).share(entries) == share
+
+
+def test_a_single_rank_runs_all_entries() -> None:
+    own = torch.arange(3.0)
+    assert ALONE.share(3) == [0, 1, 2] and ALONE.gather(own) is own
+
+
+@pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_compute_the_latents_of_one_loop(make_loop: Callable[[StepNetworks], Loop], size: int) -> None:
+    expected = latents_of(linear_model(), make_loop, ALONE)
+    barrier, results = threading.Barrier(size), list[torch.Tensor | None]([None] * size)
+    ranks = [ThreadRanks(rank, barrier, results) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        of_ranks = list(pool.map(lambda one: latents_of(linear_model(), make_loop, one), ranks))
+    for latents in of_ranks:
+        for got, wanted in zip(latents, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+    for latents in of_ranks[1:]:
+        assert all(torch.equal(*pair) for pair in zip(latents, of_ranks[0], strict=True)), "ranks must agree exactly"

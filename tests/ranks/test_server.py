@@ -1,0 +1,61 @@
+"""A real server whose batches are divided among two processes."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine_builder.local_server.server import Layout, Server, with_metadata
+from engine_builder.stores.store import WritableStore
+from tests.conftest import READY_SECONDS
+from tests.support.images import largest_difference, pixels
+from tests.support.predictions import PREDICT_PATH, http_client
+from tests.support.waiting import eventually
+
+REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
+
+
+def child_pids(pid: int) -> list[int]:
+    """Return the processes that run a share of the batches of a server process."""
+    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    found = [line.split(None, 2) for line in lines.splitlines() if "model.ranks.follower" in line]
+    return [int(child) for child, parent, _ in found if int(parent) == pid]
+
+
+@pytest.fixture
+def divided(layout: Layout, store: WritableStore, release: str, tmp_path: Path) -> Iterator[Server]:
+    """A server whose batches are divided among two processes."""
+    root = tmp_path / "root"
+    shutil.copytree(layout.root, root)
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    metadata = layout.config["model_metadata"]
+    metadata = metadata | {"preheat": metadata["preheat"] | {"gpus_per_image": 2}}
+    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
+    with Server(with_metadata(copied, metadata), environment=environment, log=tmp_path / "server.log") as running:
+        running.wait_ready(READY_SECONDS)
+        yield running
+
+
+def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divided: Server, tmp_path: Path) -> None:
+    with http_client(server) as one, http_client(divided) as two:
+        pictures = [pixels(client.post(PREDICT_PATH, json=REQUEST).json()["images"][0]) for client in (one, two)]
+        assert largest_difference(*pictures) <= 1
+        [rank] = child_pids(divided.pid)
+        with two.stream("POST", PREDICT_PATH, json=REQUEST | {"num_inference_steps": 100, "stream": True}) as events:
+            lines = events.iter_lines()
+            next(lines)
+            os.kill(rank, signal.SIGKILL)
+            assert "being replaced" in list(lines)[-1]
+    eventually(lambda: not divided.running, "the end of the server", 30)
+    assert "device_failed" in (tmp_path / "server.log").read_text()
+
+
+def test_a_rank_ends_with_a_killed_server(divided: Server) -> None:
+    [rank] = child_pids(divided.pid)
+    os.kill(divided.pid, signal.SIGKILL)
+    eventually(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank", 30)
