@@ -152,6 +152,10 @@ ACCEPTED: dict[str, tuple[dict[str, object], list[str]]] = {
     "TensorRT-RTX for an A100 of 40 GB": (rtx_config("A100_40GB"), ["target cuda-sm80-rtx1.7"]),
     "TensorRT-RTX for an L40S": (rtx_config("L40S"), ["target cuda-sm89-rtx1.7"]),
     "fastest runtime, only plans of TensorRT-RTX": (rtx_config("L4", runtime="fastest"), ["target cuda-sm89-rtx1.7"]),
+    "two GPUs for each image": (
+        {"gpus_per_image": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
+        ["target cuda-h100-sm90-torch2.11-cu130"],
+    ),
     "environment variable": (
         {"release": "tiny-sdxl/never", "environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/signed"}},
         ["release tiny-sdxl/signed"],
@@ -305,6 +309,10 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
         r"requests the GPU A10G\. Release .* has engines for cuda-sm80-rtx1\.7, cuda-sm86-rtx1\.7, cuda-sm89-rtx1\.7\.",
     ),
     "TensorRT alone": ({"release": "tiny-sdxl/plans"}, r"requests the GPU H100\. Release .* for cuda-sm90-trt11\.4"),
+    "too few GPUs": (
+        {"gpus_per_image": 2},
+        r"gpus_per_image is 2, and the config requests 1 H100\. Set resources\.accelerator to H100:2",
+    ),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
     "unpublished, in a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},

@@ -65,6 +65,7 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
     if store is not None:
         settings = settings.model_copy(update={"store": store})
     _check_secrets(check, config, settings)
+    check.attempt(lambda: _check_gpus(config, settings))
     torch = check.attempt(lambda: _pinned_torch(check, config))
     manifest = check.attempt(lambda: _read_release(settings))
     if manifest is None:
@@ -146,6 +147,17 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
                     "Set it to null, and keep the value in the workspace's secrets.",
                 )
             )
+
+
+def _check_gpus(config: Any, settings: Settings) -> None:
+    """Raise InvalidConfig if `gpus_per_image` needs more GPUs than the config requests."""
+    spec, needed = config.resources.accelerator, settings.gpus_per_image
+    if spec.accelerator and spec.count < needed:
+        name = spec.accelerator.value
+        raise InvalidConfig(
+            f"gpus_per_image is {needed}, and the config requests {spec.count} {name}.",
+            f"Set resources.accelerator to {name}:{needed}, or lower gpus_per_image.",
+        )
 
 
 def _pinned_torch(check: DeploymentCheck, config: Any) -> str:

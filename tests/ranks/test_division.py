@@ -12,11 +12,13 @@ from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import ImageState, Loop, StepNetworks
 from model.denoising.ranks import ALONE, Ranks
+from model.engines.engine import EngineSet
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise
-from tests.support.linear_networks import PLAIN, linear_model
+from model.store.manifest import Bucket, Span
+from tests.support.linear_networks import PLAIN, Stub, linear_model, stub
 
 HEIGHT, WIDTH = 64, 96
 DEADLINE = 30.0  # seconds, of a collective
@@ -42,6 +44,15 @@ class ThreadRanks(Ranks):
         return gathered
 
 
+def static_unet(model: LoadedModel, *batches: int) -> EngineSet:
+    """Return the UNet in static buckets, as on a GPU."""
+    engines = [Stub(spec.UNET, stub(model, spec.UNET).signature) for _ in batches]
+    sides = {"height": Span(min=HEIGHT, max=HEIGHT), "width": Span(min=WIDTH, max=WIDTH)}
+    for engine, batch in zip(engines, batches, strict=True):
+        engine.bucket = Bucket(batch=Span(min=batch, max=batch), **sides)
+    return EngineSet(engines)
+
+
 def graph_loop(networks: StepNetworks) -> GraphLoop:
     return GraphLoop(networks, HEIGHT, WIDTH, torch.device("cpu"))
 
@@ -57,7 +68,8 @@ def latents_of(model: LoadedModel, make_loop: Callable[[StepNetworks], Loop], ra
         plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
         images += plan.images()
         runner.advance(plan, images[-1])
-    networks = replace(model.step_networks(spec.UNET, HEIGHT, WIDTH), ranks=ranks)
+    networks = model.step_networks(spec.UNET, HEIGHT, WIDTH)
+    networks = replace(networks, unet=static_unet(model, 1, 2, 5), ranks=ranks)
     with torch.inference_mode():
         denoise(make_loop(networks), images)
     return [image.latents for image in images]

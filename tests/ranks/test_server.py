@@ -43,7 +43,9 @@ def divided(layout: Layout, store: WritableStore, release: str, tmp_path: Path) 
 
 def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divided: Server, tmp_path: Path) -> None:
     with http_client(server) as one, http_client(divided) as two:
-        pictures = [pixels(client.post(PREDICT_PATH, json=REQUEST).json()["images"][0]["data"]) for client in (one, two)]
+        pictures = [
+            pixels(client.post(PREDICT_PATH, json=REQUEST).json()["images"][0]["data"]) for client in (one, two)
+        ]
         assert largest_difference(*pictures) <= 1
         [rank] = child_pids(divided.pid)
         with two.stream("POST", PREDICT_PATH, json=REQUEST | {"num_inference_steps": 100, "stream": True}) as events:
