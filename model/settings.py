@@ -132,7 +132,7 @@ class Settings(StrictModel):
     limits: Limits = Limits()
     loras: Annotated[list[AdapterName], BeforeValidator(_split_names)] = []
     """The adapters of the store that requests may use."""
-    gpus_per_image: Positive = 1
+    gpus_per_image: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""

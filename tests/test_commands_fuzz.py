@@ -142,6 +142,8 @@ def every_command(files: OddFiles) -> list[Command]:
                                   "--images": NUMBERS, "--prompt": TEXTS, "--warm-ups": NUMBERS, "--runs": NUMBERS,
                                   "--peer": models, "--out": json_files},
                 good, (NAMES,), ("--refiner", "--compiled")),
+        Command("bench multi-gpu", {**store, "--gpus": NUMBERS, "--size": SIZES, "--steps": NUMBERS, "--runs": NUMBERS},
+                {**good, "--gpus": "1"}),
         Command("bench cold-start", {**store, "--s3": stores, "--config": [*paths, *files.configs], "--size": SIZES,
                                      "--steps": NUMBERS, "--bucket": SIZES, "--runs": NUMBERS, "--out": json_files},
                 good, (missing,)),

@@ -103,6 +103,7 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ({"precision": "int4"}, 'precision: got "int4", expected one of "fp16", "bf16", "fp32", "fp8", "int8"'),
         ({"compare_every": 0}, "compare_every: got 0"),
         ({"gpus_per_image": 0}, "gpus_per_image: got 0"),
+        ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
         ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
         ({"compare_every": "ten"}, 'compare_every: got "ten"'),
         ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),

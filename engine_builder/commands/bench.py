@@ -106,6 +106,37 @@ def latency(
     finish(rows, out)
 
 
+@bench_app.command(name="multi-gpu")
+def multi_gpu(
+    release: ReleaseArgument,
+    store: StoreOption = DEFAULT_STORE,
+    gpus: Annotated[int, typer.Option(min=2, max=8, help="GPUs that share an image; on a CPU, processes.")] = 2,
+    prompt: str = DEFAULT_PROMPT,
+    size: SizeOption = None,
+    steps: StepsOption = 30,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Number of warm-up runs, which are not counted.")] = 3,
+    runs: RunsOption = 10,
+    out: OutOption = None,
+) -> None:
+    """Measure one image on several GPUs and on one, alternating, and predict the speed-up. The last line is JSON."""
+    width, height = parse_size(size) if size else (None, None)
+    with console.status("Loading"):
+        from engine_builder.benchmarks.multi_gpu import compare, load_ranked
+        from model.api.request import GenerationRequest
+
+        request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
+        url = open_cli_store(store, None).url
+    with load_ranked(url, release, gpus) as ranked, console.status(f"Measuring {plain(release)} on {gpus} GPUs"):
+        result = compare(ranked, request, warm_ups, runs)
+    _print_table(result.rows, "stages", "ms")
+    exchanged = result.communication
+    console.print(
+        f"Denoising is {result.measured:.2f} times as fast; predicted: {result.predicted:.2f}. A step has "
+        f"{exchanged.calls} all-gather of {exchanged.bytes} bytes of each GPU, {1e6 * exchanged.seconds:.0f} us alone."
+    )
+    finish(result.rows, out)
+
+
 @bench_app.command(name="cold-start")
 def cold_start(
     release: ReleaseArgument,

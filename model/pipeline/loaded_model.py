@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -86,16 +87,13 @@ class LoadedModel:
 
         It has no adapters, and shares everything else.
         """
-        other = replace(
-            self,
-            engines=self.engines | self.fp16_unets,
-            fp16_unets={},
-            fp16_steps=Fp16Steps(),
-            loops={},
-            adapters=None,
-            ranks=ALONE,
-            lead=None,
+        return self.sharing(
+            engines=self.engines | self.fp16_unets, fp16_unets={}, fp16_steps=Fp16Steps(), adapters=None
         )
+
+    def sharing(self, **changes: Any) -> "LoadedModel":
+        """Return a model of the same engines, with loops of its own, on this rank only. `changes`: other fields."""
+        other = replace(self, loops={}, ranks=ALONE, lead=None, **changes)
         other.text_stream, other.first_text_stream = self.text_stream, self.first_text_stream
         other.encode_stream, other.decode_stream = self.encode_stream, self.decode_stream
         return other

@@ -19,7 +19,7 @@ from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks
-from model.ranks.messages import AddImage, MakeLoop, RemoveImage, Start, with_tensors
+from model.ranks.messages import AddImage, Gather, MakeLoop, RemoveImage, Start, with_tensors
 from model.store.store import open_store
 
 FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
@@ -73,6 +73,10 @@ def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> No
                     model.loop(*message.key).remove(image)
             elif isinstance(message, MakeLoop):
                 model.loop(*message.key)
+            elif isinstance(message, Gather):
+                own = torch.zeros(message.tensor.shape, dtype=message.tensor.dtype, device=model.device)
+                for _ in range(message.times):
+                    ranks.gather(own)
             else:
                 finished = model.loop(*message.key).step()
                 images = {name: image for name, image in images.items() if image not in finished}

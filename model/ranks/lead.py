@@ -27,6 +27,7 @@ from model.pipeline.loaded_model import LoadedModel, LoopKey
 from model.ranks.group import GroupRanks
 from model.ranks.messages import (
     AddImage,
+    Gather,
     Join,
     MakeLoop,
     Message,
@@ -119,6 +120,15 @@ class Followers:
         assert self._ranks is not None
         with self.guard():
             self._ranks.broadcast(tensor.contiguous())
+
+    def repeat_gather(self, own: torch.Tensor, times: int) -> None:
+        """Gather tensors like this one of all ranks, `times` times. For a benchmark. May return before the device has
+        finished."""
+        assert self._ranks is not None
+        self.send(Gather(TensorShape(tuple(own.shape), own.dtype), times))
+        with self.guard():
+            for _ in range(times):
+                self._ranks.gather(own)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

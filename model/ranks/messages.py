@@ -74,7 +74,15 @@ class Step:
     key: LoopKey
 
 
-Message = MakeLoop | AddImage | RemoveImage | Step
+@dataclass(frozen=True)
+class Gather:
+    """Take part in all-gathers of such a tensor. For a benchmark."""
+
+    tensor: TensorShape
+    times: int
+
+
+Message = MakeLoop | AddImage | RemoveImage | Step | Gather
 
 
 def tensors_of(image: ImageState) -> dict[str, torch.Tensor]:
