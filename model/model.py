@@ -116,6 +116,8 @@ class Model:
         if followers is not None:
             followers.join(loaded.model)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
+        if followers is not None:
+            followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
         try:
             # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
             scheduler.preview_map = scheduler.call(
@@ -129,8 +131,6 @@ class Model:
         # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
         gc.collect()
         gc.freeze()
-        if followers is not None:
-            followers.watch(scheduler.abandon)
         scheduler.when_idle(batch_measurement(loaded))
         scheduler.comparison = comparison
         self._prefetch.close()

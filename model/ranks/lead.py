@@ -132,16 +132,28 @@ class Followers:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Raise Unavailable for an error that the end of a follower has caused."""
+        """Kill the followers after an error: the ranks are no longer at the same call, so no step is possible.
+
+        Raises Unavailable for an error that the end of a follower has caused.
+        """
         try:
             yield
-        except (RuntimeError, OSError) as error:
-            deadline = time.monotonic() + _EXIT_SECONDS
-            while time.monotonic() < deadline:
-                if any(process.poll() is not None for process in self._processes):
-                    raise Unavailable(self._reason) from error
-                time.sleep(_POLL_SECONDS)
+        except Exception as error:
+            by_follower = isinstance(error, RuntimeError | OSError) and self._one_ends()
+            for process in self._processes:
+                process.kill()
+            if by_follower:
+                raise Unavailable(self._reason) from error
             raise
+
+    def _one_ends(self) -> bool:
+        """True if a follower has ended, or ends within _EXIT_SECONDS."""
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while time.monotonic() < deadline:
+            if any(process.poll() is not None for process in self._processes):
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
 
     def close(self) -> None:
         """End the processes."""

@@ -57,7 +57,7 @@ def _find_efficient_batch(
     """
     runner, outer = Runner(model), model.fp16_steps
     plan = runner.plan(replace(params, num_inference_steps=min(outer.first + outer.last + _STEPS, _MAX_STEPS)))
-    batches = _batches(model.engines[UNET], params.height, params.width, loop.capacity)
+    batches = _batches(model.engines[UNET], model.ranks.size, params.height, params.width, loop.capacity)
     counts = sorted({max(1, batch // plan.unet_batch) for batch in batches})
     if len(counts) <= 1:
         return  # a smaller batch would take as long
@@ -77,10 +77,11 @@ def _find_efficient_batch(
     loop.efficient_batch = plan.unet_batch * efficient_images(measured)
 
 
-def _batches(unet: EngineSet, height: int, width: int, capacity: int) -> list[int]:
-    """Return the batch sizes of static buckets, or 1, 2, 4 and so on for a dynamic engine."""
+def _batches(unet: EngineSet, ranks: int, height: int, width: int, capacity: int) -> list[int]:
+    """Return the batch sizes of static buckets on all ranks together, or 1, 2, 4 and so on for a dynamic engine."""
     if unet.is_static(height, width):
-        return [e.bucket.batch.max for e in unet.serving(height, width) if e.bucket.batch.max <= capacity]
+        batches = [ranks * engine.bucket.batch.max for engine in unet.serving(height, width)]
+        return [batch for batch in batches if batch <= capacity]
     return [2**power for power in range(capacity.bit_length())]
 
 

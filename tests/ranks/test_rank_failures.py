@@ -7,9 +7,10 @@ from concurrent.futures import Future
 import pytest
 
 from engine_builder.stores.store import WritableStore
-from model.errors import RankFailed, Unavailable
+from model.errors import EngineError, RankFailed, Unavailable
 from model.loading.load import Loaded
 from model.pipeline.runner import Runner
+from model.pipeline.spec import UNET
 from model.pipeline.text_to_image import generate
 from model.ranks.lead import Followers
 from model.scheduling.job import GenerationResult
@@ -44,6 +45,30 @@ def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> No
             scheduler.submit(params(loaded))
         scheduler.close()
     assert failures == ["called"]
+
+
+def test_a_failed_step_of_rank_0_is_answered(
+    store: WritableStore, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for its share of the batch. A later call would otherwise meet that of the failed step."""
+    failures: list[str] = []
+    with ranked(store, release, 2) as (loaded, followers):
+        scheduler = Scheduler(Runner(loaded.model), Limits(), lambda: failures.append("called"))
+        followers.watch(scheduler.abandon)
+        scheduler.submit(params(loaded)).result.result(ERROR_SECONDS)
+
+        def fail(*_: object) -> None:
+            raise EngineError("The engine failed.")
+
+        monkeypatch.setattr(loaded.model.engines[UNET], "run", fail)
+        failed = scheduler.submit(params(loaded)).result
+        with pytest.raises((EngineError, Unavailable)):
+            failed.result(ERROR_SECONDS)
+        eventually(lambda: failures, "the report of the failure")
+        assert not scheduler.healthy()
+        with pytest.raises(Unavailable, match="being replaced"):
+            scheduler.submit(params(loaded))
+        scheduler.close()
 
 
 def test_a_rank_that_cannot_load_is_reported(store: WritableStore, release: str, loaded: Loaded) -> None:
