@@ -25,6 +25,7 @@ from model.settings import read_settings
 
 if TYPE_CHECKING:
     from model.api.service import Service
+    from model.ranks.lead import Followers
     from model.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("preheat")
@@ -51,6 +52,7 @@ class Model:
         self._application = find_application()  # now, because the imports of the load add many objects to search
         self._scheduler: Scheduler | None = None
         self._service: Service | None = None
+        self._followers: Followers | None = None
         self._failed = False
 
     def load(self) -> None:
@@ -65,6 +67,9 @@ class Model:
         except Exception as error:
             self._failed = True
             _log_failed_load(error)
+            if self._followers is not None:
+                self._followers.close()
+                self._followers = None
             raise
         finally:
             gc.enable()
@@ -93,11 +98,10 @@ class Model:
         self._cold_start.record("import", seconds_since_process_start())
         store, release = self._prefetch.store(), settings.required("release")
         targets = find_targets(settings.runtime)
-        followers = None
         if settings.gpus_per_image > 1:
             from model.ranks.lead import start_followers  # imports torch.distributed
 
-            followers = start_followers(settings, self._secrets)
+            self._followers = start_followers(settings, self._secrets)
         loaded = load_release(
             store,
             release,
@@ -113,11 +117,11 @@ class Model:
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
         comparison = None if every is None else ImageComparison(loaded.model, every)
-        if followers is not None:
-            followers.join(loaded.model)
+        if self._followers is not None:
+            self._followers.join(loaded.model)
         scheduler = Scheduler(Runner(loaded.model), settings.limits, _end_process)
-        if followers is not None:
-            followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
+        if self._followers is not None:
+            self._followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
         try:
             # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
             scheduler.preview_map = scheduler.call(

@@ -40,6 +40,7 @@ from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.engine import Engine, EngineSet
 from model.engines.shapes import DTYPES
 from model.engines.signatures import KEYS_VALUES, control_input
+from model.errors import EngineError
 from model.store.manifest import Signature
 from model.validation import MAX_STEPS
 
@@ -80,6 +81,7 @@ class GraphLoop:
         with torch.inference_mode():
             serving = networks.unet.serving(height, width)
             batches = [self._ranks.size * engine.bucket.batch.max for engine in serving]
+            self._batches = divide_batches(networks.unet, height, width, self._ranks.size)[0].keys()
             shapes = buffer_shapes(
                 networks.signatures,
                 networks.by_step,
@@ -335,6 +337,12 @@ class GraphLoop:
     def _capture_batches(self, network: EngineSet, work: Callable[[Sequence[Engine]], None]) -> Replays:
         """Capture a network's part of a step for each of its batch sizes. `work` gets the engines that divide it."""
         by_batch, _ = divide_batches(network, self._height, self._width, self._ranks.size)
+        if self._ranks.size > 1 and by_batch.keys() != self._batches:
+            raise EngineError(
+                f"{network.component} has engines for other batches than the UNet at {self._width}x{self._height}, and "
+                "ranks divide equal batches only.",
+                "Build all of them for the same sizes, or set gpus_per_image to 1.",
+            )
         replays = {batch: self._capture(by_batch[batch], partial(work, by_batch[batch])) for batch in sorted(by_batch)}
         single_image = None
         if 1 in by_batch:

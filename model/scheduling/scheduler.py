@@ -127,6 +127,9 @@ class Scheduler:
             self._inbox.append(job)
             metrics.QUEUE.set(self._queued_images)
             self._wakeup.notify()
+            failure = self._failure
+        if failure is not None:  # since the check above; the thread may hang
+            job.fail(Unavailable(failure))
         return job
 
     def call(self, work: Callable[[], Any]) -> "Future[Any]":
