@@ -56,7 +56,10 @@ class Model:
         self._failed = False
 
     def load(self) -> None:
-        """Select this device's engines, load the weights, warm up. Truss calls it again after a failure."""
+        """Select this device's engines, load the weights, warm up.
+
+        Truss calls it again after a failure. With several GPUs for each image, the process ends instead.
+        """
         if self._service is not None:
             return
         if self._failed:
@@ -68,8 +71,7 @@ class Model:
             self._failed = True
             _log_failed_load(error)
             if self._followers is not None:
-                self._followers.close()
-                self._followers = None
+                _exit_soon()  # the graphs of this load keep the group's communicator, so there can be no second load
             raise
         finally:
             gc.enable()
@@ -113,6 +115,7 @@ class Model:
             settings.served_precision,
             ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
             safety=settings.safety,
+            ranks=settings.gpus_per_image,
         )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
@@ -189,6 +192,10 @@ def _end_process() -> None:
     A failed GPU stays failed until its process ends. The platform then replaces the replica.
     """
     logger.critical(json.dumps({"event": "device_failed", "exit_code": DEVICE_FAILED_EXIT_CODE}))
+    _exit_soon()
+
+
+def _exit_soon() -> None:
     timer = threading.Timer(SHUTDOWN_GRACE_SECONDS, os._exit, [DEVICE_FAILED_EXIT_CODE])
     timer.daemon = True
     timer.start()

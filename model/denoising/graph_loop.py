@@ -79,9 +79,10 @@ class GraphLoop:
         self._networks = networks
         self._height, self._width = height, width
         with torch.inference_mode():
-            serving = networks.unet.serving(height, width)
-            batches = [self._ranks.size * engine.bucket.batch.max for engine in serving]
+            serving = [engine.bucket.batch.max for engine in networks.unet.serving(height, width)]
             self._batches = divide_batches(networks.unet, height, width, self._ranks.size)[0].keys()
+            # One rank has at least two conditioning slots, in which an engine of batch 1 runs twice.
+            batches = serving if self._ranks.size == 1 else sorted(self._batches)
             shapes = buffer_shapes(
                 networks.signatures,
                 networks.by_step,

@@ -68,6 +68,7 @@ def load_release(
     adapters: ServedAdapters = NO_ADAPTERS,
     components: Collection[str] | None = None,
     safety: Safety = "off",
+    ranks: int = 1,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
@@ -75,7 +76,7 @@ def load_release(
     `caches`: the folder of kernels that TensorRT-RTX compiles on this GPU; None: they are not kept. `precision`: see
     `select`. `adapters`: those that requests may use. `components`: the only ones to fetch and open, for a process that
     runs a part of the pipeline; None: all. `safety`: what happens with images that the release's safety checker flags.
-    It is loaded unless this is off.
+    It is loaded unless this is off. `ranks`: the number of those that will divide the batches of the loops.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
@@ -105,7 +106,7 @@ def load_release(
         noise_schedules: dict[str, AnyNoiseSchedule] = {
             name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()
         }
-        check_memory(device, selection)
+        check_memory(device, selection, ranks=ranks)
     with WeightsCache(store, device) as cache:
         also_streamed = [unquantized] if unquantized else []
         cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)

@@ -21,11 +21,12 @@ from model.pipeline.spec import (
 from model.store.manifest import EngineRecord, Signature
 
 
-def check_memory(device: torch.device, selection: Selection, free: int | None = None) -> None:
+def check_memory(device: torch.device, selection: Selection, free: int | None = None, ranks: int = 1) -> None:
     """Raise OutOfDeviceMemory if the weights, and on a GPU the loops and TensorRT, do not fit into free memory.
 
     Without this check, a server on a CPU would be killed while it loads. The warm-up allocates the further memory of
-    steps and decoding. `free`: the bytes of free memory; None: those that the device reports.
+    steps and decoding. `free`: the bytes of free memory; None: those that the device reports. `ranks`: those that
+    divide the batches of the loops.
     """
     needed = sum(blob.bytes for blob in selection.weight_blobs())
     if device.type != "cuda":
@@ -37,7 +38,7 @@ def check_memory(device: torch.device, selection: Selection, free: int | None = 
             )
         return
     engines = selection.engines if selection.fp16_steps is not None else _of_first_precision(selection.engines)
-    needed += tensorrt_bytes(selection) + loop_bytes(engines)
+    needed += tensorrt_bytes(selection) + loop_bytes(engines, ranks)
     free = torch.cuda.mem_get_info(device)[0] if free is None else free
     if needed > free:
         raise OutOfDeviceMemory(
@@ -77,14 +78,17 @@ def _read_numbers(path: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}
 
 
-def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]]) -> int:
-    """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component."""
+def loop_bytes(engines: Mapping[str, Sequence[EngineRecord]], ranks: int = 1) -> int:
+    """Return the device memory of the buffers of all denoising loops on a GPU. `engines`: by component.
+
+    `ranks`: those that divide the batches. Each has buffers for all entries.
+    """
     total = 0
     for spec in loop_unets():
         of_unet = [engine for engine in engines.get(spec.name, ()) if engine.component == spec.name]
         by_precision = _by_precision(of_unet)
         for records in by_precision:
-            total += _loop_bytes(spec.name, records, engines, keeps_conditioning=len(by_precision) > 1)
+            total += _loop_bytes(spec.name, records, engines, ranks, keeps_conditioning=len(by_precision) > 1)
     return total
 
 
@@ -97,6 +101,7 @@ def _loop_bytes(
     unet: str,
     records: Sequence[EngineRecord],
     engines: Mapping[str, Sequence[EngineRecord]],
+    ranks: int,
     keeps_conditioning: bool,
 ) -> int:
     """Return the bytes of the buffers of one UNet's loops, one for each size.
@@ -108,7 +113,7 @@ def _loop_bytes(
     for height, width in sizes:
         serving = [e for e in records if e.bucket.holds(e.bucket.batch.min, height, width)]
         if all(e.bucket.batch.min == e.bucket.batch.max for e in serving):
-            batches = [e.bucket.batch.max for e in serving]
+            batches = [ranks * e.bucket.batch.max for e in serving]
             networks, by_step = step_components(unet, engines)
             signatures = [engines[network.name][0].signature for network in networks]
             controlnets = {}

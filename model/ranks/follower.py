@@ -27,7 +27,8 @@ FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 def main(connection_number: int) -> None:
     """Run a follower. `connection_number`: the file descriptor of the connection to rank 0."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes, and rank 0 handles it
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; rank 0 handles them
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
     logging.basicConfig(level=logging.INFO)
     connection = Connection(connection_number)
@@ -95,6 +96,7 @@ def _load(start: Start) -> LoadedModel:
         settings.public_key,
         runtime_cache_folder(options.cache_folder, targets),
         settings.served_precision,
+        ranks=start.size,
     )
     return loaded.model
 

@@ -97,6 +97,7 @@ class Followers:
         for connection in self._connections:
             connection.send(Join())
         self._ranks = GroupRanks(0, self.size, self._meeting, model.device)
+        self._folder.cleanup()  # now, because nothing is cleaned up when a process is killed
         model.ranks, model.lead = self._ranks, self._lead
 
     def watch(self, on_end: Callable[[str], None]) -> None:
@@ -139,7 +140,8 @@ class Followers:
         try:
             yield
         except Exception as error:
-            by_follower = isinstance(error, RuntimeError | OSError) and self._one_ends()
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)  # of this rank, so perhaps of all
+            by_follower = isinstance(error, RuntimeError | OSError) and not out_of_memory and self._one_ends()
             for process in self._processes:
                 process.kill()
             if by_follower:

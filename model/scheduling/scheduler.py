@@ -175,11 +175,13 @@ class Scheduler:
     def abandon(self, reason: str) -> None:
         """Answer all requests with Unavailable from now on, also while a step hangs, and report a device failure."""
         with self._wakeup:
+            is_first = self._failure is None
             self._failure = self._failure or reason
             accepted = list(self._accepted)
         for job in accepted:
             job.fail(Unavailable(reason))
-        self._on_device_failure()
+        if is_first:
+            self._on_device_failure()
 
     def close(self) -> None:
         """End the thread after the current step. All accepted requests are answered with Unavailable."""

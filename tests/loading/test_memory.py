@@ -83,6 +83,7 @@ def test_counts_the_buffers_of_all_loops(tmp_path: Path) -> None:
     larger = unets[-1].bucket.model_copy(update={"batch": Span(min=16, max=16)})
     variant = unets[-1].model_copy(update={"component": "unet_guided", "bucket": larger})
     assert loop_bytes({"unet": [*unets, variant]}) == buffers
+    assert 1.5 * buffers < loop_bytes({"unet": unets}, ranks=2) <= 2 * buffers
     in_fp16 = [engine.model_copy(update={"precision": FP16}) for engine in unets]
     kept = (8 + 4) * (77 * 166_400 + MAX_STEPS * 1280) * 4
     both = loop_bytes({"unet": [*unets, *in_fp16]})

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.cuda.graphs import StepQueue
 from model.denoising.eager_loop import EagerLoop
 from model.denoising.graph_loop import GraphLoop
 from model.denoising.loop import ImageState, Loop, StepNetworks
@@ -53,23 +54,34 @@ def static_unet(model: LoadedModel, *batches: int) -> EngineSet:
     return EngineSet(engines)
 
 
+class CapturingQueue(StepQueue):
+    """Runs what is captured once, as a capture on a GPU does."""
+
+    def capture(self, work: Callable[[], None], workspace: bool, name: str) -> Callable[[], None]:
+        work()
+        return work
+
+
 def graph_loop(networks: StepNetworks) -> GraphLoop:
-    return GraphLoop(networks, HEIGHT, WIDTH, torch.device("cpu"))
+    device = torch.device("cpu")
+    return GraphLoop(networks, HEIGHT, WIDTH, device, CapturingQueue(device))
 
 
 def eager_loop(networks: StepNetworks) -> EagerLoop:
     return EagerLoop(networks, HEIGHT, WIDTH)
 
 
-def latents_of(model: LoadedModel, make_loop: Callable[[StepNetworks], Loop], ranks: Ranks) -> list[torch.Tensor]:
-    """Return the latents of REQUESTS, which share a loop of these ranks."""
+def latents_of(
+    model: LoadedModel, make_loop: Callable[[StepNetworks], Loop], ranks: Ranks, batches: tuple[int, ...]
+) -> list[torch.Tensor]:
+    """Return the latents of REQUESTS, which share a loop of these ranks. `batches`: those of the UNet's engines."""
     runner, images = Runner(model), list[ImageState]()
     for changes in REQUESTS:
         plan = runner.plan(replace(PLAIN, **changes))  # type: ignore[arg-type]
         images += plan.images()
         runner.advance(plan, images[-1])
     networks = model.step_networks(spec.UNET, HEIGHT, WIDTH)
-    networks = replace(networks, unet=static_unet(model, 1, 2, 5), ranks=ranks)
+    networks = replace(networks, unet=static_unet(model, *batches), ranks=ranks)
     with torch.inference_mode():
         denoise(make_loop(networks), images)
     return [image.latents for image in images]
@@ -93,12 +105,15 @@ def test_a_single_rank_runs_all_entries() -> None:
 
 @pytest.mark.parametrize("make_loop", [eager_loop, graph_loop])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_compute_the_latents_of_one_loop(make_loop: Callable[[StepNetworks], Loop], size: int) -> None:
-    expected = latents_of(linear_model(), make_loop, ALONE)
+@pytest.mark.parametrize("batches", [(1,), (2,), (1, 2, 5)])
+def test_ranks_compute_the_latents_of_one_loop(
+    make_loop: Callable[[StepNetworks], Loop], size: int, batches: tuple[int, ...]
+) -> None:
+    expected = latents_of(linear_model(), make_loop, ALONE, batches)
     barrier, results = threading.Barrier(size), list[torch.Tensor | None]([None] * size)
     ranks = [ThreadRanks(rank, barrier, results) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        of_ranks = list(pool.map(lambda one: latents_of(linear_model(), make_loop, one), ranks))
+        of_ranks = list(pool.map(lambda one: latents_of(linear_model(), make_loop, one, batches), ranks))
     for latents in of_ranks:
         for got, wanted in zip(latents, expected, strict=True):
             torch.testing.assert_close(got, wanted)
