@@ -1,7 +1,7 @@
 """Loops that divide their batches among ranks, which are threads here, give the latents of one loop."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -45,9 +45,17 @@ class ThreadRanks(Ranks):
         return gathered
 
 
+class StaticStub(Stub):
+    """An engine of one batch size, as those of a GPU are."""
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert {len(tensor) for tensor in inputs.values()} == {self.bucket.batch.max}
+        return super().run(inputs)
+
+
 def static_unet(model: LoadedModel, *batches: int) -> EngineSet:
     """Return the UNet in static buckets, as on a GPU."""
-    engines = [Stub(spec.UNET, stub(model, spec.UNET).signature) for _ in batches]
+    engines = [StaticStub(spec.UNET, stub(model, spec.UNET).signature) for _ in batches]
     sides = {"height": Span(min=HEIGHT, max=HEIGHT), "width": Span(min=WIDTH, max=WIDTH)}
     for engine, batch in zip(engines, batches, strict=True):
         engine.bucket = Bucket(batch=Span(min=batch, max=batch), **sides)
