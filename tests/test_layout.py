@@ -22,7 +22,7 @@ LAYERS: tuple[set[str], ...] = (
     {"adapters", "pipeline"},
     {"metrics"},
     {"scheduling"},
-    {"loading"},
+    {"loading", "ranks"},
     {"api"},
     {"model"},
 )
