@@ -97,7 +97,6 @@ class Followers:
         for connection in self._connections:
             connection.send(Join())
         self._ranks = GroupRanks(0, self.size, self._meeting, model.device)
-        self._folder.cleanup()  # now, because nothing is cleaned up when a process is killed
         model.ranks, model.lead = self._ranks, self._lead
 
     def watch(self, on_end: Callable[[str], None]) -> None:
