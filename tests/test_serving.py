@@ -177,10 +177,10 @@ def test_measures_the_cold_start(client: httpx.Client) -> None:
     metrics = client.get("/metrics/").text
     samples = re.findall(r'^preheat_cold_start_seconds\{phase="(\w+)"\} (\S+)$', metrics, re.MULTILINE)
     seconds = {phase: float(value) for phase, value in samples}
-    assert {"import", "resolve", "weights", "engines", "warm_up", "first_image"} <= seconds.keys()
+    in_turns = {"import", "resolve", "weights", "engines", "warm_up"}  # "stream" and parts of the warm-up overlap them
+    assert in_turns | {"first_image"} <= seconds.keys()
     assert all(value > 0 for value in seconds.values())
-    parts = sum(value for phase, value in seconds.items() if phase != "first_image")
-    assert seconds["first_image"] > parts - 0.01
+    assert seconds["first_image"] > sum(seconds[phase] for phase in in_turns) - 0.01
 
 
 # -- what cannot be served --------------------------------------------------------------------------------------------

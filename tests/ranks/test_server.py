@@ -3,11 +3,11 @@
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine_builder.local_server.server import Layout, Server, with_metadata
@@ -22,9 +22,8 @@ REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_infere
 
 def child_pids(pid: int) -> list[int]:
     """Return the processes that run a share of the batches of a server process."""
-    lines = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    found = [line.split(None, 2) for line in lines.splitlines() if "model.ranks.follower" in line]
-    return [int(child) for child, parent, _ in found if int(parent) == pid]
+    children = psutil.Process(pid).children()
+    return [child.pid for child in children if "model.ranks.follower" in " ".join(child.cmdline())]
 
 
 @pytest.fixture
