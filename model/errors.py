@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 REBUILD = "Build and publish the release again (`preheat build`, `preheat publish`)."
 
 
@@ -21,6 +23,16 @@ class PreheatError(Exception):
 
     def __str__(self) -> str:
         return f"{super().__str__()} {self.remedy}".strip()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let another process restore the error. Constructors of subclasses take other arguments than `args`."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[PreheatError], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> PreheatError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(attributes)
+    return error
 
 
 class ConfigError(PreheatError):
@@ -140,11 +152,17 @@ class Overloaded(PreheatError):
 
 
 class Unavailable(PreheatError):
-    """The device has failed and the process is about to be replaced. Answered with status 503."""
+    """No device can generate the images: it has failed, and its process is being replaced. Answered with status 503."""
 
 
 class RankFailed(PreheatError):
     """A process that runs a share of each batch (`gpus_per_image`) did not load the release."""
+
+    remedy = "The log above has its reason."
+
+
+class WorkerFailed(PreheatError):
+    """A process that generates images (`workers`) ended before it had loaded the release."""
 
     remedy = "The log above has its reason."
 

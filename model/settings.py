@@ -134,6 +134,8 @@ class Settings(StrictModel):
     """The adapters of the store that requests may use."""
     gpus_per_image: Annotated[int, Field(ge=1, le=8)] = 1
     """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
+    workers: Annotated[int, Field(ge=1, le=8)] | None = None
+    """Processes that generate images, each on `gpus_per_image` GPUs of its own; None: as many as the GPUs allow."""
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""
     log_prompts: bool = False
@@ -153,6 +155,26 @@ class Settings(StrictModel):
         """The configured precision and fp16 steps, and whether images are compared with fp16."""
         unet = None if self.precision is None else Precision.named(self.precision)
         return ServedPrecision(unet, self.fp16_steps, self.compare_every is not None)
+
+    def has_one_worker(self, gpus: int) -> bool:
+        """True if images are generated in the server's own process; see `worker_count`."""
+        return (self.workers or gpus // self.gpus_per_image) <= 1
+
+    def worker_count(self, gpus: int) -> int:
+        """Return the number of workers on a machine with this number of visible GPUs, 0 for a CPU.
+
+        Raises ConfigError if there are too few GPUs.
+        """
+        if self.workers is None:
+            return max(1, gpus // self.gpus_per_image)
+        needed = self.workers * self.gpus_per_image
+        if gpus and self.workers > 1 and gpus < needed:
+            raise ConfigError(
+                f"{self.workers} workers with {self.gpus_per_image} GPUs for each image need {needed} GPUs, and this "
+                f"machine has {gpus}.",
+                f"Deploy with as many GPUs (`accelerator: H100:{needed}`), or lower workers.",
+            )
+        return self.workers
 
     def required(self, name: Literal["store", "release"]) -> str:
         """Return a setting that has no default. Raises ConfigError if it is missing."""

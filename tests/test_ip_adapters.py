@@ -405,7 +405,7 @@ def test_fewer_sizes_limit_only_requests_that_use_them(fewer_sizes: Manifest, to
     warm_up(replace(loaded, served=replace(loaded.served, native_width=256, native_height=256)))
     networks = model.step_networks(UNET, 256, 256)
     assert networks.image_prompted is None and networks.controlled is None and not networks.controlnets
-    described = describe(loaded)
+    described = describe(loaded.summary)
     assert described["ip_adapter_sizes"] == {"sizes": [[64, 64]]}
     assert described["control_sizes"]["edges"]["max"] == 128
     for params in (params_of(toy, prompt("plain")), params_of(toy, width=256, height=256)):

@@ -15,7 +15,7 @@ LAYERS: tuple[set[str], ...] = (
     {"errors"},
     {"validation"},
     {"store"},
-    {"settings", "cold_start"},
+    {"settings", "cold_start", "child_process"},
     {"cuda", "images", "weights"},
     {"engines"},
     {"denoising"},
@@ -23,6 +23,7 @@ LAYERS: tuple[set[str], ...] = (
     {"metrics"},
     {"scheduling"},
     {"loading", "ranks"},
+    {"workers"},
     {"api"},
     {"model"},
 )
@@ -34,7 +35,9 @@ TORCH_FREE = (
     "model.engines.tensorrt.libraries", "model.engines.tensorrt.execution", "model.engines.tensorrt.runtime_caches",
     "model.pipeline.spec", "model.loading.select", "model.loading.runtimes",
     "model.loading.served", "model.loading.target", "model.loading.prefetch", "model.loading.prefetch_worker",
-    "model.loading.preload_torch",
+    "model.loading.preload_torch", "model.child_process",
+    "model.workers.channel", "model.workers.messages", "model.workers.pool", "model.workers.process",
+    "model.workers.worker",
 )  # fmt: skip
 Graph = dict[str, set[str]]
 

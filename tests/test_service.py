@@ -284,7 +284,7 @@ def make_service(model: LoadedModel, deadline_seconds: float = 300.0) -> tuple[S
     served = ServedModel(64, 64, sizes, True, Defaults(num_inference_steps=2), image_sizes=sizes)
     scheduler = Scheduler(Runner(model), Limits(deadline_seconds=deadline_seconds), lambda: None)
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
-    return Service(loaded, scheduler, ColdStart(), False), scheduler
+    return Service(loaded.summary, scheduler, ColdStart(), False), scheduler
 
 
 def test_ended_server_does_not_decode_images() -> None:

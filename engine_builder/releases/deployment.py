@@ -150,13 +150,15 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
 
 
 def _check_gpus(config: Any, settings: Settings) -> None:
-    """Raise InvalidConfig if `gpus_per_image` needs more GPUs than the config requests."""
-    spec, needed = config.resources.accelerator, settings.gpus_per_image
+    """Raise InvalidConfig if `workers` and `gpus_per_image` need more GPUs than the config requests."""
+    spec, workers = config.resources.accelerator, settings.workers or 1
+    needed = workers * settings.gpus_per_image
     if spec.accelerator and spec.count < needed:
         name = spec.accelerator.value
+        asked = f"{workers} workers with {settings.gpus_per_image} GPUs for each image need {needed} GPUs"
         raise InvalidConfig(
-            f"gpus_per_image is {needed}, and the config requests {spec.count} {name}.",
-            f"Set resources.accelerator to {name}:{needed}, or lower gpus_per_image.",
+            f"{f'gpus_per_image is {needed}' if workers == 1 else asked}, and the config requests {spec.count} {name}.",
+            f"Set resources.accelerator to {name}:{needed}, or lower {'workers' if workers > 1 else 'gpus_per_image'}.",
         )
 
 

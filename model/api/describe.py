@@ -2,12 +2,7 @@
 
 from typing import Literal, TypedDict
 
-import torch
-
-from model.denoising.edm_schedule import EdmSchedule
-from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
-from model.loading.load import Loaded
-from model.loading.served import SizeRange, Sizes
+from model.loading.served import ServedRelease, SizeRange, Sizes
 from model.validation import (
     MAX_CONTROLS,
     MAX_GUIDANCE,
@@ -46,22 +41,21 @@ class Description(TypedDict):
     limits: dict[str, int]  # largest values of a request
 
 
-def describe(loaded: Loaded) -> Description:
+def describe(release: ServedRelease) -> Description:
     """Return the description of a loaded release."""
-    served, device = loaded.served, loaded.model.device
-    is_edm = isinstance(loaded.model.noise_schedules["base"], EdmSchedule)
+    served = release.served
     return {
         "status": "success",
-        "release": loaded.release,
-        "target": loaded.target,
-        "runtime": loaded.runtime,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "release": release.release,
+        "target": release.target,
+        "runtime": release.runtime,
+        "device": release.device,
         "native_size": [served.native_width, served.native_height],
         "sizes": _sizes(served.sizes),
         "image_sizes": None if served.image_sizes is None else _sizes(served.image_sizes),
         "requires_masks": served.requires_masks,
         "has_refiner": served.has_refiner,
-        "samplers": list(EDM_SAMPLERS if is_edm else SAMPLERS),
+        "samplers": list(release.samplers),
         "safety": served.safety,
         "loras": list(served.loras),
         "controlnets": dict(served.controlnets),

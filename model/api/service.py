@@ -2,7 +2,7 @@
 
 Every answer carries X-Request-Id, the caller's own if it sent one. Every request is logged as one JSON line, except one
 with `describe`. The line has the prompt only if the deployment logs prompts. This module uses the device only through a
-`Scheduler`.
+`JobScheduler`.
 """
 
 import asyncio
@@ -38,10 +38,10 @@ from model.errors import (
     RequestRefused,
     Unavailable,
 )
-from model.loading.load import Loaded
+from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
-from model.scheduling.job import GenerationResult, ImageEvent, Job, StepEvent
-from model.scheduling.scheduler import Scheduler
+from model.scheduling.interface import JobScheduler, RequestJob
+from model.scheduling.job import GenerationResult, ImageEvent, StepEvent
 
 logger = logging.getLogger("preheat")
 
@@ -78,8 +78,10 @@ class RequestContext:
 class Service:
     """Answers requests for one loaded model, on the server's event loop."""
 
-    def __init__(self, loaded: Loaded, scheduler: Scheduler, cold_start: ColdStart, log_prompts: bool) -> None:
-        self._loaded = loaded
+    def __init__(
+        self, release: ServedRelease, scheduler: JobScheduler[Any], cold_start: ColdStart, log_prompts: bool
+    ) -> None:
+        self._release = release
         self._scheduler = scheduler
         self._cold_start = cold_start
         self._log_prompts = log_prompts
@@ -91,7 +93,7 @@ class Service:
         context = RequestContext(_request_id(http.headers), time.perf_counter(), request.stream, request.prompt)
         headers = {"X-Request-Id": context.id}
         if request.describe:
-            return JSONResponse(describe(self._loaded), headers=headers)
+            return JSONResponse(describe(self._release), headers=headers)
         events: asyncio.Queue[StepEvent | ImageEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -102,7 +104,7 @@ class Service:
         try:
             context.params = await self._resolve(request, watcher)
             preview_every = request.preview_every if request.stream else 0
-            job = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
+            job: RequestJob = self._scheduler.submit(context.params, emit if request.stream else None, preview_every)
         except BaseException as error:
             watcher.cancel()
             if isinstance(error, PreheatError):
@@ -113,6 +115,10 @@ class Service:
         watcher.add_done_callback(partial(self._cancel, job))
         request.release_images()
         if request.stream:
+            if not job.planned.done():
+                await asyncio.wait([asyncio.wrap_future(job.planned)])
+            if (refusal := job.planned.exception()) is not None:
+                return self._error_response(context, refusal)
             events_as_lines = self._stream_events(context, job, events)
             return StreamingResponse(events_as_lines, media_type="application/x-ndjson", headers=headers)
         await events.get()
@@ -132,7 +138,7 @@ class Service:
         Raises the error of `watcher` as soon as it has one. No further image of the request is then decoded.
         """
         if request.image is None and not request.controls and not request.ip_adapters:
-            return resolve(request, self._loaded.served)
+            return resolve(request, self._release.served)
         self._scheduler.check_acceptable(request.num_images)  # a full queue is known before images are decoded
         decoding = asyncio.create_task(self._decode(request, watcher))
         try:
@@ -147,7 +153,7 @@ class Service:
     async def _decode(self, request: GenerationRequest, watcher: Watcher) -> GenerationParams:
         await self._decoders.acquire()
         thread = asyncio.ensure_future(
-            asyncio.to_thread(resolve_with_images, request, self._loaded.served, watcher.done)
+            asyncio.to_thread(resolve_with_images, request, self._release.served, watcher.done)
         )
         # If this coroutine is cancelled, its thread still runs until the end of the image.
         thread.add_done_callback(lambda _: self._decoders.release())
@@ -165,7 +171,7 @@ class Service:
         watcher.add_done_callback(self._watchers.discard)
         return watcher
 
-    def _cancel(self, job: Job, watcher: Watcher) -> None:
+    def _cancel(self, job: RequestJob, watcher: Watcher) -> None:
         if not watcher.cancelled():
             self._scheduler.cancel(job, watcher.result())
 
@@ -182,9 +188,9 @@ class Service:
         return Cancelled("The client left.")
 
     async def _stream_events(
-        self, context: RequestContext, job: Job, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
+        self, context: RequestContext, job: RequestJob, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
-        accepted = {"request_id": context.id, "release": self._loaded.release, "seed": job.params.seed}
+        accepted = {"request_id": context.id, "release": self._release.release, "seed": job.params.seed}
         yield _line("accepted", **accepted, steps=job.steps, ahead=job.images_ahead)
         try:
             while True:
@@ -229,7 +235,7 @@ class Service:
             images=images,
             timings={stage: round(milliseconds, 2) for stage, milliseconds in result.timings.items()},
             warnings=result.warnings,
-            engine={"release": self._loaded.release, "target": self._loaded.target, "runtime": self._loaded.runtime},
+            engine={"release": self._release.release, "target": self._release.target, "runtime": self._release.runtime},
         )
 
     def _error_response(self, context: RequestContext, error: BaseException) -> JSONResponse:

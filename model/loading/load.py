@@ -13,7 +13,8 @@ import torch
 
 from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
-from model.denoising.edm_schedule import AnyNoiseSchedule, schedule_from_dict
+from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_dict
+from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
@@ -24,7 +25,7 @@ from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import NO_ADAPTERS, ServedAdapters, open_library, read_adapters, unquantized_weights
 from model.loading.memory import check_memory
 from model.loading.select import Selection, select
-from model.loading.served import ServedModel, served_model
+from model.loading.served import ServedModel, ServedRelease, served_model
 from model.loading.target import Target
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.spec import ADDED_COMPONENTS, COMPONENTS, UNET, UNET_LORA, find_component
@@ -54,6 +55,19 @@ class Loaded:
     weight_bytes: int
     plans: Plans | None = None
     precision: Precision = FP16
+
+    @property
+    def summary(self) -> ServedRelease:
+        """What requests and their answers name of the release."""
+        device = self.model.device
+        return ServedRelease(
+            self.served,
+            self.release,
+            self.target,
+            self.runtime,
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+            EDM_SAMPLERS if isinstance(self.model.noise_schedules["base"], EdmSchedule) else SAMPLERS,
+        )
 
 
 def load_release(

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
+from model.child_process import start_child, wait_for_parent
 from model.errors import PreheatError
 from model.loading.select import select
 from model.loading.target import Target
@@ -41,12 +42,10 @@ class PrefetchProcess:
     """The parent's side. The constructor starts the process, and raises OSError if that fails."""
 
     def __init__(self, python: str = sys.executable) -> None:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        self._process = subprocess.Popen(
-            # -S: no .pth files, which take time; what they add is already in `path`. -P: not the current folder.
-            [python, "-S", "-P", "-c", "from model.loading.prefetch_worker import main; main()"],
-            env=os.environ | {"PYTHONPATH": path, "PYDANTIC_DISABLE_PLUGINS": "__all__"},  # it searches the disk
-            stdin=subprocess.PIPE,
+        self._process = start_child(
+            "model.loading.prefetch_worker.main",
+            python=python,
+            environment={"PYDANTIC_DISABLE_PLUGINS": "__all__"},  # it searches the disk
             stdout=subprocess.PIPE,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -171,7 +170,6 @@ def _read_line() -> bytes:
 
 def _end_with_parent(done: threading.Event) -> None:
     """Wait until stdin is closed, and then end the process unless it is done."""
-    while os.read(0, 1):
-        pass
+    wait_for_parent()
     if not done.is_set():
         os._exit(0)

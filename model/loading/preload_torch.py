@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -45,11 +45,11 @@ def import_torch() -> None:
         set_metaclass(OpaqueBaseMeta)
 
 
-def start() -> list[threading.Thread]:
+def start(wants_context: Callable[[int], bool]) -> list[threading.Thread]:
     """Start `load_libraries` and `create_context` on threads of their own, and return the threads."""
     threads = [
         threading.Thread(target=load_libraries, name="preheat-torch-libraries", daemon=True),
-        threading.Thread(target=create_context, name="preheat-gpu-context", daemon=True),
+        threading.Thread(target=create_context, args=[wants_context], name="preheat-gpu-context", daemon=True),
     ]
     for thread in threads:
         thread.start()
@@ -67,15 +67,44 @@ def load_libraries() -> None:
             ctypes.CDLL(str(folder / "libtorch.so"))
 
 
-def create_context() -> None:
-    """Create the context of the first GPU now. Does nothing without a GPU, or if torch was not built for one."""
-    if not any((folder / "libtorch_cuda.so").exists() for folder in _library_folders()):
+def create_context(wanted: Callable[[int], bool]) -> None:
+    """Create the context of the first GPU now, if `wanted` is true for the number of visible GPUs.
+
+    Does nothing without a GPU, or if torch was not built for one.
+    """
+    if (driver := _initialized_driver()) is None:
         return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if wanted(_count(driver)) and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+
+def count_gpus() -> int:
+    """Return the number of GPUs that this process can use, 0 for a CPU. Creates no context."""
+    if len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 and _is_built_for_gpus():
+        return 1  # without waiting for the driver, which the start of a server with one GPU need not do
+    driver = _initialized_driver()
+    return 0 if driver is None else _count(driver)
+
+
+def _initialized_driver() -> ctypes.CDLL | None:
+    """Return the initialized driver, or None without a GPU, or if torch was not built for one."""
+    if not _is_built_for_gpus():
+        return None
     with suppress(OSError):
         driver = ctypes.CDLL("libcuda.so.1")
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if driver.cuInit(0) == 0:
+            return driver
+    return None
+
+
+def _count(driver: ctypes.CDLL) -> int:
+    count = ctypes.c_int()
+    return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def _is_built_for_gpus() -> bool:
+    return any((folder / "libtorch_cuda.so").exists() for folder in _library_folders())
 
 
 def _library_folders() -> Iterator[Path]:

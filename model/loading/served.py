@@ -165,6 +165,21 @@ class ServedModel:
     """The sizes at which IP-Adapters can be used; None without IP-Adapters."""
 
 
+@dataclass(frozen=True)
+class ServedRelease:
+    """A loaded release, as far as requests and their answers name it. It can be sent to another process.
+
+    device: the name of the GPU, or "CPU". samplers: the accepted values of `scheduler`.
+    """
+
+    served: ServedModel
+    release: str
+    target: str
+    runtime: str
+    device: str
+    samplers: tuple[str, ...]
+
+
 def served_model(
     selection: Selection, buckets: Sequence[ServedBucket], loras: Sequence[str] = (), safety: Safety = "off"
 ) -> ServedModel:

@@ -6,12 +6,12 @@ It ends when rank 0 ends, and with an error of its own: rank 0 then knows that a
 import logging
 import os
 import signal
-import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from model.child_process import FAILED_EXIT_CODE, end_with_parent
 from model.cold_start import ColdStart
 from model.denoising.loop import ImageState
 from model.errors import PreheatError
@@ -22,14 +22,12 @@ from model.ranks.group import GroupRanks
 from model.ranks.messages import AddImage, Gather, MakeLoop, RemoveImage, Start, with_tensors
 from model.store.store import open_store
 
-FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
-
 
 def main(connection_number: int) -> None:
     """Run a follower. `connection_number`: the file descriptor of the connection to rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a group; rank 0 handles them
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_rank_0, daemon=True).start()
+    end_with_parent()
     logging.basicConfig(level=logging.INFO)
     connection = Connection(connection_number)
     try:
@@ -99,9 +97,3 @@ def _load(start: Start) -> LoadedModel:
         ranks=start.size,
     )
     return loaded.model
-
-
-def _end_with_rank_0() -> None:
-    while os.read(0, 1):
-        pass
-    os._exit(0)

@@ -7,10 +7,7 @@ ends, so that the platform replaces the replica.
 
 import itertools
 import logging
-import os
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from model.child_process import start_connected_child, visible_gpu
 from model.denoising.loop import ImageState, Loop
 from model.errors import ConfigError, RankFailed, Unavailable
 from model.pipeline.loaded_model import LoadedModel, LoopKey
@@ -73,7 +71,8 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         for rank in range(1, self.size):
-            process, connection = _start_process(_visible_gpu(rank) if gpus else None)
+            variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {}
+            process, connection = start_connected_child("model.ranks.follower.main", variables)
             self._processes.append(process)
             self._connections.append(connection)
             connection.send(Start(settings, dict(secrets), rank, self.size, str(self._meeting)))
@@ -251,27 +250,3 @@ class LeadLoop:
     def _send_removal(self, image: ImageState) -> None:
         with suppress(Unavailable):  # an image leaves also if no step is possible any more
             self._followers.send(RemoveImage(self._key, self._number_of.pop(image)))
-
-
-def _start_process(gpu: str | None) -> "tuple[subprocess.Popen[bytes], Connection]":
-    """Start a follower, which sees only this GPU. Its stdin is never written: the follower ends when it is closed."""
-    own, others = socket.socketpair()
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    environment = os.environ | {"PYTHONPATH": path}
-    if gpu is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
-    with others:
-        process = subprocess.Popen(
-            # -S: no .pth files; what they add is already in `path`. -P: not the current folder.
-            [sys.executable, "-S", "-P", "-c", f"from model.ranks.follower import main; main({others.fileno()})"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            pass_fds=[others.fileno()],
-        )
-    return process, Connection(own.detach())
-
-
-def _visible_gpu(rank: int) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES for a rank."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[rank].strip() if visible else str(rank)

@@ -3,12 +3,14 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from model.pipeline.plan import RequestPlan
+if TYPE_CHECKING:  # a process without engines needs the results and events before torch is imported
+    from model.pipeline.plan import RequestPlan
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,24 @@ class StepEvent:
 
 @dataclass(frozen=True)
 class ImageEvent:
-    """Image `index` of a request is finished: base64 of its file. `flagged`: see `GenerationResult`."""
+    """Image `index` of a request is finished: base64 of its file. `flagged`: see `GenerationResult`.
+
+    warning: for the result, not for the listener.
+    """
 
     index: int
     data: str
     flagged: bool | None = None
+    warning: str | None = None
+
+
+def assemble(images: Mapping[int, ImageEvent], timings: dict[str, float], warnings: Sequence[str]) -> GenerationResult:
+    """Return the result of a request from its images by index. `warnings`: those of the whole request."""
+    ordered = [image for _, image in sorted(images.items())]
+    of_images = [image.warning for image in ordered if image.warning is not None]
+    return GenerationResult(
+        [image.data for image in ordered], [image.flagged for image in ordered], timings, [*warnings, *of_images]
+    )
 
 
 class Job:
@@ -50,12 +65,18 @@ class Job:
 
     def __init__(
         self,
-        plan: RequestPlan,
+        plan: "RequestPlan",
         listener: Callable[[StepEvent | ImageEvent], None] | None,
         preview_every: int,
+        indices: Collection[int] | None = None,
     ) -> None:
-        """`listener` is called on the threads that emit events. `preview_every`: steps between previews; 0: none."""
+        """`listener` is called on the threads that emit events. `preview_every`: steps between previews; 0: none.
+
+        indices: the images of the request that are generated; None: all.
+        """
         self.result: Future[GenerationResult] = Future()
+        self.planned: Future[None] = Future()
+        self.planned.set_result(None)
         self.images_ahead = 0
         """Images that wait before this job's, when last counted; 0 after its first image has joined a loop."""
         self.plan = plan
@@ -63,23 +84,24 @@ class Job:
         self.listener = listener
         self.preview_every = preview_every
         self.accepted_at = time.monotonic()
-        self.waiting_images = deque(plan.images())  # those that have not joined a loop, in order
+        images = [image for image in plan.images() if indices is None or image.index in indices]
+        self.num_images = len(images)
+        self.waiting_images = deque(images)  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
-        self._lock = threading.Lock()  # guards the next four: the scheduler and the output workers change them
+        self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them
         self._last_event = time.perf_counter()
         self._seconds: dict[str, float] = {}  # by stage
         self._encoded_images: dict[int, ImageEvent] = {}
-        self._warnings: dict[int, str] = {}  # by image
 
     @property
     def steps(self) -> int:
         """Steps of all images, on all UNets and in all passes."""
-        return self.plan.steps * self.params.num_images
+        return self.plan.steps * self.num_images
 
     @property
     def joined_count(self) -> int:
         """The number of images that have joined a loop."""
-        return self.params.num_images - len(self.waiting_images)
+        return self.num_images - len(self.waiting_images)
 
     @property
     def done(self) -> bool:
@@ -95,20 +117,15 @@ class Job:
             return False
         return True
 
-    def add_encoded_image(self, image: ImageEvent, warning: str | None = None) -> None:
-        """Store a finished image, and a warning for the result. The last image sets `result`, unless it is set."""
+    def add_encoded_image(self, image: ImageEvent) -> None:
+        """Store a finished image. The last image sets `result`, unless it is set."""
         with self._lock:
             self._encoded_images[image.index] = image
-            if warning is not None:
-                self._warnings[image.index] = warning
-            if len(self._encoded_images) < self.params.num_images:
+            if len(self._encoded_images) < self.num_images:
                 return
         self.end_stage("encode")
-        images = [self._encoded_images[index] for index in range(self.params.num_images)]
-        warnings = [*self.plan.warnings, *(text for _, text in sorted(self._warnings.items()))]
-        data, flagged = [image.data for image in images], [image.flagged for image in images]
         with suppress(InvalidStateError):  # `fail` was called before
-            self.result.set_result(GenerationResult(data, flagged, self.timings(), warnings))
+            self.result.set_result(assemble(self._encoded_images, self.timings(), self.plan.warnings))
 
     def end_stage(self, stage: str) -> None:
         """Record that an image has finished a stage now. The time since the last such event counts for this stage."""

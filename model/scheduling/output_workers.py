@@ -65,10 +65,10 @@ class OutputWorkers:
                     finished, warning = np.zeros_like(finished), _BLANKED.format(index=index)
             text = "" if params.metadata is None else metadata_text(params.metadata, params.seeds[index])
             data = encode_base64(finished, params.output_format, params.quality, text)
-            image = ImageEvent(index, data, flagged)
+            image = ImageEvent(index, data, flagged, warning)
             job.emit(image)
             self._on_image(job, index, pixels)
-            job.add_encoded_image(image, warning)
+            job.add_encoded_image(image)
         except Exception as error:
             self._on_failure(job, error)
 

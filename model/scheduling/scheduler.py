@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 
 from model import metrics
 from model.denoising.loop import ImageState, has_room, unet_batch
-from model.errors import BrokenImage, Overloaded, PreheatError, Unavailable
+from model.errors import BrokenImage, PreheatError, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
@@ -35,6 +35,7 @@ from model.pipeline.spec import loop_unets
 from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
+from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
 from model.settings import Limits
@@ -63,8 +64,8 @@ class _Call:
 
 
 class Scheduler:
-    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `retry_after`, `abandon` and
-    `close`."""
+    """Other threads may call `submit`, `call`, `when_idle`, `cancel`, `healthy`, `queued_images`, `retry_after`,
+    `abandon` and `close`."""
 
     def __init__(self, runner: Runner, limits: Limits, on_device_failure: Callable[[], None]) -> None:
         """Start the thread. `on_device_failure` is called once, when this process can no longer use the device."""
@@ -106,18 +107,19 @@ class Scheduler:
         params: GenerationParams,
         listener: Callable[[StepEvent | ImageEvent], None] | None = None,
         preview_every: int = 0,
+        indices: Collection[int] | None = None,
     ) -> Job:
-        """Accept a request.
+        """Accept a request. `indices`: the images of it to generate; None: all.
 
         Raises Overloaded if the queue has no room, Unavailable after a device failure, RequestRefused for a request
         that cannot be planned.
         """
-        count = params.num_images
+        count = params.num_images if indices is None else len(indices)
         with self._wakeup:
             self.check_acceptable(count)
             self._queued_images += count
         try:
-            job = Job(self.runner.plan(params), listener, preview_every)
+            job = Job(self.runner.plan(params), listener, preview_every, indices)
         except BaseException:
             self._leave_queue(count)
             raise
@@ -168,6 +170,11 @@ class Scheduler:
         stuck = last is not None and time.monotonic() - last > self.limits.stuck_seconds
         return self._thread.is_alive() and self._failure is None and not stuck
 
+    @property
+    def queued_images(self) -> int:
+        """Accepted images that wait for a loop."""
+        return self._queued_images
+
     def retry_after(self) -> int:
         """Return the seconds, 1 to 60, in which half of the queue should be finished."""
         return min(60, max(1, math.ceil(self._seconds_per_image * self._queued_images / 2)))
@@ -202,13 +209,7 @@ class Scheduler:
         """Raise Unavailable after a failure, Overloaded if the queue has no room for `count` images."""
         if self._failure is not None:
             raise Unavailable(self._failure)
-        if self._queued_images + count > self.limits.max_queue:
-            seconds = self.retry_after()
-            raise Overloaded(
-                f"{self._queued_images} images are waiting, and this server queues {self.limits.max_queue}. Repeat the "
-                f"request in {seconds} s.",
-                seconds,
-            )
+        check_queue(self._queued_images, count, self.limits.max_queue, self.retry_after)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -389,7 +390,7 @@ class Scheduler:
         ]
         waiting = sum(other.plan.unet_batch * len(other.waiting_images) for other in same_size)
         steps_left = min((owner.plan.steps_left(image) for image, owner in running.items()), default=0)
-        job_batch = needed * job.params.num_images
+        job_batch = needed * job.num_images
         admitted = (
             job.joined_count > 0
             or may_join(batch, waiting, needed, loop.efficient_batch, loop.capacity)

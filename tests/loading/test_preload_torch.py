@@ -49,6 +49,7 @@ CUDA_DRIVER = r"""
     #define RECORD(...) (length += snprintf(calls + length, sizeof calls - length, __VA_ARGS__), 0)
     extern "C" {
     int cuInit(unsigned flags) { return RECORD("init %u, ", flags), FAILS; }
+    int cuDeviceGetCount(int *count) { *count = 2; return RECORD("count, "); }
     int cuDeviceGet(int *device, int ordinal) { *device = 7; return RECORD("device %d, ", ordinal); }
     int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = 0, RECORD("context of %d", device); }
     const char *recorded_calls() { return calls; }
@@ -57,11 +58,16 @@ CUDA_DRIVER = r"""
 
 
 @pytest.mark.parametrize(
-    ("built_for", "fails", "calls"),
-    [("cuda", 0, "init 0, device 0, context of 7"), ("cuda", 100, "init 0, "), ("cpu", 0, "")],
-    ids=["GPU", "driver fails", "torch for CPUs"],
+    ("built_for", "fails", "wanted", "calls"),
+    [
+        ("cuda", 0, 2, "init 0, count, device 0, context of 7"),
+        ("cuda", 0, 1, "init 0, count, "),
+        ("cuda", 100, 2, "init 0, "),
+        ("cpu", 0, 2, ""),
+    ],
+    ids=["GPU", "workers", "driver fails", "torch for CPUs"],
 )
-def test_creates_the_gpu_context(tmp_path: Path, built_for: str, fails: int, calls: str) -> None:
+def test_creates_the_gpu_context(tmp_path: Path, built_for: str, fails: int, wanted: int, calls: str) -> None:
     """The driver is compiled here. torch is a folder with the library that it has if it is built for GPUs."""
     driver = tmp_path / "libcuda.so.1"
     subprocess.run(
@@ -78,12 +84,12 @@ def test_creates_the_gpu_context(tmp_path: Path, built_for: str, fails: int, cal
         sys.path.insert(0, sys.argv[1])
         from model.loading import preload_torch
 
-        for thread in preload_torch.start():
+        for thread in preload_torch.start(lambda gpus: gpus == int(sys.argv[3])):
             thread.join()
         driver.recorded_calls.restype = ctypes.c_char_p
         assert driver.recorded_calls().decode() == sys.argv[2], driver.recorded_calls()
     """
-    modules, _ = imports_of(script, tmp_path, calls)
+    modules, _ = imports_of(script, tmp_path, calls, wanted)
     assert "torch" not in modules
 
 

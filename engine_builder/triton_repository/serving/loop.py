@@ -35,6 +35,7 @@ from engine_builder.triton_repository.serving.limits import Unread, Watch
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.child_process import FAILED_EXIT_CODE
 from model.errors import PreheatError, RequestRefused
 from model.loading.warmup import batch_measurement, warm_up
 from model.pipeline.params import GenerationParams
@@ -44,7 +45,6 @@ from model.scheduling.scheduler import Scheduler
 from model.settings import read_settings
 
 _READERS = 2  # requests whose images are decoded at once
-_DEVICE_FAILED_EXIT_CODE = 70
 
 
 class GenerateLoop:
@@ -58,9 +58,7 @@ class GenerateLoop:
             settings = read_settings()
             store, release = open_release(args)
             self._loaded = load(store, release, settings)
-            self._scheduler = Scheduler(
-                Runner(self._loaded.model), settings.limits, lambda: os._exit(_DEVICE_FAILED_EXIT_CODE)
-            )
+            self._scheduler = Scheduler(Runner(self._loaded.model), settings.limits, lambda: os._exit(FAILED_EXIT_CODE))
             self._scheduler.preview_map = self._scheduler.call(lambda: warm_up(self._loaded)).result()
         except Exception as error:
             raise as_triton_error(self._model, error) from error

@@ -1,0 +1,106 @@
+"""Load a release on this process's GPUs and start the scheduler of its engines, with the warm-up."""
+
+import gc
+import json
+import logging
+from collections.abc import Callable, Mapping
+
+from model import metrics
+from model.child_process import FAILED_EXIT_CODE, exit_soon
+from model.cold_start import ColdStart
+from model.loading.adapters import ServedAdapters
+from model.loading.load import Loaded, load_release
+from model.loading.runtimes import find_targets, runtime_cache_folder
+from model.loading.warmup import batch_measurement, warm_up
+from model.pipeline.runner import Runner
+from model.scheduling.comparison import ImageComparison
+from model.scheduling.scheduler import Scheduler
+from model.settings import Settings
+from model.store.store import Store
+
+logger = logging.getLogger("preheat")
+
+
+def load_scheduler(
+    settings: Settings,
+    secrets: Mapping[str, str],
+    open_store: Callable[[], Store],
+    cold_start: ColdStart,
+    on_device_failure: Callable[[], None],
+) -> tuple[Loaded, Scheduler]:
+    """Load, warm up and return a release and its running scheduler. `on_device_failure`: see `Scheduler`.
+
+    Raises what `load_release` raises, and RankFailed. If ranks were started, the process also ends soon after an error:
+    the graphs of this load keep the group's communicator, so there can be no second load.
+    """
+    gc.freeze()  # modules are permanent, and the collection below takes 0.14 s with them
+    store, release = open_store(), settings.required("release")
+    targets = find_targets(settings.runtime)
+    followers = None
+    if settings.gpus_per_image > 1:
+        from model.ranks.lead import start_followers  # imports torch.distributed
+
+        followers = start_followers(settings, secrets)
+    try:
+        loaded = load_release(
+            store,
+            release,
+            targets,
+            settings.buckets,
+            cold_start,
+            settings.public_key,
+            runtime_cache_folder(settings.store_options().cache_folder, targets),
+            settings.served_precision,
+            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
+            safety=settings.safety,
+            ranks=settings.gpus_per_image,
+        )
+        metrics.watch_gpu_memory(loaded.model.device)
+        every = settings.compare_every
+        comparison = None if every is None else ImageComparison(loaded.model, every)
+        if followers is not None:
+            followers.join(loaded.model)
+        scheduler = Scheduler(Runner(loaded.model), settings.limits, on_device_failure)
+        if followers is not None:
+            followers.watch(scheduler.abandon)  # also during the warm-up, whose graphs wait for all ranks
+        try:
+            # Warm-up runs on the scheduler's thread, like all generation. It also fits the map for previews.
+            scheduler.preview_map = scheduler.call(
+                lambda: warm_up(loaded, cold_start=cold_start, comparison=comparison)
+            ).result()
+        except BaseException:
+            scheduler.close()
+            raise
+    except Exception:
+        if followers is not None:
+            exit_soon()
+        raise
+    if loaded.plans is not None:
+        loaded.plans.keep_compiled_kernels()
+    # Loaded objects are permanent. The collector would otherwise scan all of them, and every thread would wait.
+    gc.collect()
+    gc.freeze()
+    scheduler.when_idle(batch_measurement(loaded))
+    scheduler.comparison = comparison
+    logger.info(
+        json.dumps(
+            {
+                "event": "loaded",
+                "release": loaded.release,
+                "target": loaded.target,
+                "weight_bytes": loaded.weight_bytes,
+                "gpu_bytes": metrics.gpu_memory(loaded.model.device),
+                "seconds": cold_start.phases,
+            }
+        )
+    )
+    return loaded, scheduler
+
+
+def end_failed_process() -> None:
+    """End this process after a grace period for answers in flight.
+
+    A failed GPU stays failed until its process ends. The platform, or the parent of a worker, then starts another one.
+    """
+    logger.critical(json.dumps({"event": "device_failed", "exit_code": FAILED_EXIT_CODE}))
+    exit_soon()

@@ -1,0 +1,329 @@
+"""Several workers behind one scheduler: each is a process with its own GPUs, which loads and generates by itself.
+
+The pool limits the queue and gives each request to the worker with the least work left. If a worker ends, hangs or
+reports a failure of its device, its requests go to other workers, without the images that have arrived. The worker is
+started again in the background. While none is left, requests are answered with Unavailable.
+
+This module imports no torch, so that workers can be started before that import.
+"""
+
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from model.cold_start import ColdStart
+from model.errors import PreheatError, Unavailable
+from model.loading.served import ServedRelease
+from model.pipeline.params import GenerationParams
+from model.scheduling.interface import Listener, check_queue
+from model.scheduling.job import ImageEvent, StepEvent
+from model.settings import Settings
+from model.workers.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    FromWorker,
+    LoadFailed,
+    Logged,
+    Planned,
+    Progress,
+    Ready,
+    Status,
+    Submit,
+)
+from model.workers.worker import PoolJob, Worker, load_error, worker_variables
+
+if TYPE_CHECKING:
+    from model.workers.metrics import AddedMetrics
+
+logger = logging.getLogger("preheat")
+
+LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
+MAX_ATTEMPTS = 3  # workers that a request is given to: it may itself be what ends them
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # before a worker is started again
+_WATCH_SECONDS = 0.2
+_NONE_LEFT = "All processes that generate images have ended; they are being started again."
+
+
+class WorkerPool:
+    """Implements `JobScheduler`. Constructing it starts the workers. Any thread may call it."""
+
+    def __init__(self, settings: Settings, secrets: Mapping[str, str], workers: int, gpus: int) -> None:
+        """`gpus`: those that this process sees, 0 for a CPU. Raises OSError."""
+        self.limits = settings.limits
+        self._size = workers
+        self._start = {
+            number: partial(Worker, number, settings, secrets, worker_variables(number, workers, settings, gpus))
+            for number in range(workers)
+        }
+        self._numbers = itertools.count(1)
+        self._lock = threading.Condition()  # guards the next four, the workers' jobs and the jobs
+        self._outcomes: dict[int, Ready | Exception] = {}  # of each worker's first load
+        self._failure = _NONE_LEFT  # the last reason why a worker ended
+        self._last_given: dict[int, int] = {}  # the number of the last request of each worker
+        self._metrics: AddedMetrics | None = None
+        self._closed = threading.Event()
+        self._workers = {number: start() for number, start in self._start.items()}
+        for number in self._workers:
+            threading.Thread(target=self._run, args=[number], name=f"preheat-worker-{number}", daemon=True).start()
+        threading.Thread(target=self._watch, name="preheat-watch", daemon=True).start()
+
+    def wait_ready(self, cold_start: ColdStart) -> ServedRelease:
+        """Wait until each worker has loaded the release or failed to. One that loaded it suffices.
+
+        Records the phases of the slowest. Raises the error of the first worker if none has loaded it.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: len(self._outcomes) == self._size, LOAD_SECONDS + _LONGEST_PAUSE_SECONDS)
+            outcomes = [self._outcomes.get(number) for number in range(self._size)]
+        loaded = [outcome for outcome in outcomes if isinstance(outcome, Ready)]
+        if not loaded:
+            errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            raise errors[0] if errors else load_error(0, self._size, None)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                logger.error(json.dumps({"event": "load_failed", "error": str(outcome)}))
+        slowest = max(loaded, key=lambda ready: sum(ready.phases.values()))
+        for phase, seconds in slowest.phases.items():
+            cold_start.record(phase, seconds)
+        return loaded[0].release
+
+    def add_metrics(self) -> None:
+        """Add the metrics of the workers to those of this process. Imports torch."""
+        from model.workers.metrics import AddedMetrics
+
+        self._metrics = AddedMetrics()
+        self._metrics.install()
+
+    # -- JobScheduler -------------------------------------------------------------------------------------------------
+
+    def submit(self, params: GenerationParams, listener: Listener | None, preview_every: int) -> PoolJob:
+        """See `JobScheduler`. What only a worker can refuse is the error of the job."""
+        with self._lock:
+            self.check_acceptable(params.num_images)
+            job = PoolJob(params, listener, preview_every)
+            self._give(job)
+        return job
+
+    def check_acceptable(self, count: int) -> None:
+        with self._lock:
+            serving = self._serving()
+            if not serving:
+                raise Unavailable(self._failure)
+            check_queue(sum(worker.queued for worker in serving), count, self.limits.max_queue, self.retry_after)
+
+    def retry_after(self) -> int:
+        """Return the seconds, 1 to 60, in which half of the queue should be finished."""
+        with self._lock:
+            return max((worker.status.retry_after for worker in self._serving()), default=1)
+
+    def cancel(self, job: PoolJob, error: PreheatError) -> None:
+        if not job.fail(error):
+            return
+        with self._lock:
+            for worker in self._workers.values():
+                for number in [number for number, given in worker.jobs.items() if given is job]:
+                    del worker.jobs[number]
+                    worker.send(Cancel(number))
+
+    def healthy(self) -> bool:
+        """True if at least one worker serves."""
+        with self._lock:
+            return bool(self._serving())
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        with self._lock:
+            return [worker.process.pid for worker in self._workers.values()]
+
+    def close(self) -> None:
+        """End the workers. All accepted requests are answered with Unavailable."""
+        self._closed.set()
+        with self._lock:
+            self._failure = "This server has ended."
+            workers = list(self._workers.values())
+        for worker in workers:
+            worker.kill("the server ended")
+            self._retire(worker)
+            worker.reap()
+        if self._metrics is not None:
+            self._metrics.remove()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> list[Worker]:
+        return [worker for worker in self._workers.values() if worker.ready]
+
+    def _give(self, job: PoolJob) -> bool:
+        """Give a request's missing images to the worker with the least work. Return False if none is left.
+
+        Among equal workers the one is chosen that was given a request the longest time ago. Called with the lock.
+        """
+        serving = self._serving()
+        if not serving or job.attempts >= MAX_ATTEMPTS:
+            return False
+        worker = min(serving, key=lambda worker: (worker.work, self._last_given.get(worker.number, 0)))
+        number = next(self._numbers)
+        self._last_given[worker.number] = number
+        job.attempts += 1
+        worker.jobs[number] = job
+        worker.send(Submit(number, job.params, job.missing, job.listener is not None, job.preview_every))
+        return True
+
+    def _retire(self, worker: Worker) -> int:
+        """Give a worker no further requests, and its own to others. Returns how many moved."""
+        unavailable: list[PoolJob] = []
+        moved = 0
+        with self._lock:
+            worker.ready = False
+            jobs, worker.jobs = list(worker.jobs.values()), {}
+            complete = [job for job in jobs if not job.missing]
+            for job in jobs:
+                if job.missing and not job.result.done():
+                    if self._give(job):
+                        moved += 1
+                    else:
+                        unavailable.append(job)
+            reason = self._failure if not self._serving() else _REPEATED
+        for job in complete:  # outside the lock, because callbacks of results run here
+            job.finish({})
+        for job in unavailable:
+            job.fail(Unavailable(reason))
+        return moved
+
+    def _receive(self, worker: Worker, message: FromWorker) -> None:
+        """Handle a message of a worker that serves."""
+        if isinstance(message, Status):
+            self._take_status(worker, message)
+            return
+        if isinstance(message, Logged):
+            logger.log(message.level, message.text)
+            return
+        if isinstance(message, Ready | LoadFailed):
+            return
+        with self._lock:
+            job = worker.jobs.get(message.number)
+            if job is None:  # it was answered
+                return
+            if isinstance(message, Finished | Failed) and not _is_unavailable(message):
+                del worker.jobs[message.number]
+            if isinstance(message, Planned):
+                job.warnings, job.images_ahead = message.warnings, message.images_ahead
+            if isinstance(message, Progress) and isinstance(message.event, ImageEvent):
+                job.images[message.event.index] = message.event
+        if isinstance(message, Planned):
+            job.plan(message.steps)
+        elif isinstance(message, Progress):
+            self._emit(job, message.event)
+        elif isinstance(message, Finished):
+            job.finish(message.timings)
+        elif _is_unavailable(message):
+            with self._lock:
+                self._failure = str(message.error)
+            worker.kill_later("its device failed")
+            self._retire(worker)
+        else:
+            job.fail(message.error)
+
+    def _emit(self, job: PoolJob, event: StepEvent | ImageEvent) -> None:
+        """Call the listener. The steps of images that arrived from another worker count as done."""
+        if isinstance(event, StepEvent):
+            job.plan(event.steps)
+            event = StepEvent(job.steps - event.steps + event.step, job.steps, event.preview)
+        if job.listener is not None and not job.result.done():
+            job.listener(event)
+
+    def _take_status(self, worker: Worker, status: Status) -> None:
+        with self._lock:
+            worker.status = status
+            for number, ahead in status.images_ahead.items():
+                if number in worker.jobs:
+                    worker.jobs[number].images_ahead = ahead
+        if self._metrics is not None and (status.counters or status.gauges):
+            self._metrics.update(worker.number, status.counters, status.gauges)
+        if not status.healthy and worker.ready:
+            self._retire_hanging(worker)
+
+    def _retire_hanging(self, worker: Worker) -> None:
+        reason = f"no step ended within {self.limits.stuck_seconds:g} s"
+        worker.kill(reason)
+        self._retire(worker)
+
+    # -- the life of the workers --------------------------------------------------------------------------------------
+
+    def _run(self, number: int) -> None:
+        """Serve with one worker after the other, each in place of the one before."""
+        worker, pause = self._workers[number], _FIRST_PAUSE_SECONDS
+        while True:
+            began, served = time.monotonic(), self._serve(worker)
+            if self._closed.is_set():
+                return
+            if served and time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
+                pause = _FIRST_PAUSE_SECONDS
+            while True:
+                if self._closed.wait(pause):
+                    return
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                with suppress(OSError):
+                    worker = self._start[number]()
+                    break
+            with self._lock:
+                self._workers[number] = worker
+            if self._closed.is_set():
+                worker.kill("the server ended")
+
+    def _serve(self, worker: Worker) -> bool:
+        """Handle the messages of a worker until it ends, and hand on its requests. True if it became ready."""
+        outcome: Ready | Exception | None = None
+        for message in worker.messages():
+            if isinstance(message, Ready):
+                outcome = message
+                with self._lock:
+                    worker.ready = True
+                self._set_outcome(worker, message)
+                logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.process.pid}))
+            elif isinstance(message, LoadFailed):
+                outcome = message.error
+            self._receive(worker, message)
+        moved = self._retire(worker)
+        code = worker.reap()
+        if self._metrics is not None:
+            self._metrics.end(worker.number)
+        if not self._closed.is_set():
+            entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": moved}
+            if isinstance(outcome, Exception):
+                entry["error"] = str(outcome)
+            logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
+        self._set_outcome(worker, outcome or load_error(worker.number, self._size, code))
+        return isinstance(outcome, Ready)
+
+    def _set_outcome(self, worker: Worker, outcome: Ready | Exception) -> None:
+        with self._lock:
+            self._outcomes.setdefault(worker.number, outcome)
+            self._lock.notify_all()
+
+    def _watch(self) -> None:
+        """End workers that are silent for too long. A time in which this process itself stood still does not count."""
+        while not self._closed.wait(_WATCH_SECONDS):
+            with self._lock:
+                workers = list(self._workers.values())
+            for worker in workers:
+                worker.silent_seconds += _WATCH_SECONDS
+                if worker.ready and worker.silent_seconds > self.limits.stuck_seconds:
+                    self._retire_hanging(worker)
+                elif not worker.ready and worker.silent_seconds > LOAD_SECONDS:
+                    worker.kill(f"it did not load the release within {LOAD_SECONDS:g} s")
+
+
+_REPEATED = "The processes that had this request have ended, so it may be their cause."
+
+
+def _is_unavailable(message: object) -> bool:
+    return isinstance(message, Failed) and isinstance(message.error, Unavailable)
