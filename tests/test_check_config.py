@@ -313,6 +313,10 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
         {"gpus_per_image": 2},
         r"gpus_per_image is 2, and the config requests 1 H100\. Set resources\.accelerator to H100:2",
     ),
+    "too few GPUs for workers": (
+        {"gpus_per_image": 2, "workers": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
+        r"2 workers with 2 GPUs for each image need 4 GPUs, and the config requests 2 H100\. Set .* to H100:4",
+    ),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
     "unpublished, in a variable": (
         {"environment_variables": {"PREHEAT_RELEASE": "tiny-sdxl/never"}},

@@ -64,6 +64,31 @@ def test_reads_each_kind_of_value() -> None:
     assert read_settings({"cache_bytes": 1000}).cache_bytes == 1000
 
 
+@pytest.mark.parametrize(
+    ("section", "gpus", "workers"),
+    [
+        ({}, 0, 1),
+        ({}, 1, 1),
+        ({}, 2, 2),
+        ({"gpus_per_image": 2}, 2, 1),
+        ({"gpus_per_image": 2}, 1, 1),
+        ({"gpus_per_image": 2}, 4, 2),
+        ({"workers": 1}, 2, 1),
+        ({"workers": 2}, 0, 2),
+        ({"workers": 2, "gpus_per_image": 2}, 4, 2),
+    ],
+)
+def test_workers_use_all_gpus(section: dict[str, object], gpus: int, workers: int) -> None:
+    settings = read_settings(section)
+    assert settings.worker_count(gpus) == workers
+    assert settings.has_one_worker(gpus) == (workers == 1)
+
+
+def test_refuses_more_workers_than_gpus() -> None:
+    with pytest.raises(ConfigError, match="2 workers with 2 GPUs for each image need 4 GPUs, and this machine has 3"):
+        read_settings({"workers": 2, "gpus_per_image": 2}).worker_count(3)
+
+
 def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"store": "s3://config", "runtime": "tensorrt", "region": "config", "cache_bytes": 5}
     monkeypatch.setenv("PREHEAT_STORE", "s3://environment")
@@ -104,6 +129,7 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ({"compare_every": 0}, "compare_every: got 0"),
         ({"gpus_per_image": 0}, "gpus_per_image: got 0"),
         ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
+        ({"workers": 0}, "workers: got 0"),
         ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
         ({"compare_every": "ten"}, 'compare_every: got "ten"'),
         ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),

@@ -1,0 +1,258 @@
+"""A real server with two workers: its images are those of one process, and the end of a worker loses no request."""
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from engine_builder.local_server.server import Layout, Server, ServerFailed, with_metadata
+from engine_builder.stores.store import WritableStore
+from model.workers.process import METRICS_SECONDS
+from tests.conftest import READY_SECONDS
+from tests.support.images import largest_difference, pixels
+from tests.support.predictions import PREDICT_PATH, http_client
+from tests.support.waiting import TIMEOUT_SECONDS, eventually
+
+REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
+LONG = REQUEST | {"num_inference_steps": 60, "num_images": 2}
+STUCK_SECONDS = 6
+
+
+def worker_pids(server: Server) -> list[int]:
+    """Return the processes of a server's workers."""
+    children = psutil.Process(server.pid).children()
+    return [child.pid for child in children if "model.workers.process" in " ".join(child.cmdline())]
+
+
+@contextmanager
+def started(layout: Layout, store: WritableStore, release: str, folder: Path, **settings: Any) -> Iterator[Server]:
+    root = folder / "root"
+    shutil.copytree(layout.root, root)
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    metadata = layout.config["model_metadata"]
+    limits = {"stuck_seconds": STUCK_SECONDS, "max_queue": 16}
+    metadata = metadata | {"preheat": metadata["preheat"] | {"workers": 2, "limits": limits} | settings}
+    environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}
+    with Server(with_metadata(copied, metadata), environment=environment, log=folder / "server.log") as running:
+        running.wait_ready(READY_SECONDS)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def shared(layout: Layout, store: WritableStore, release: str, folder: Path) -> Iterator[Server]:
+    with started(layout, store, release, folder) as running:
+        yield running
+
+
+@pytest.fixture
+def pool(shared: Server) -> Server:
+    """A server with two workers, both of which serve."""
+    eventually(lambda: len(serving(shared)) == 2, "two workers that serve", READY_SECONDS)
+    return shared
+
+
+@pytest.fixture
+def client(pool: Server) -> Iterator[httpx.Client]:
+    with http_client(pool) as client:
+        yield client
+
+
+def serving(server: Server) -> list[int]:
+    """Return the processes of the workers that have reported to be ready."""
+    log = Path(server.layout.root.parent / "server.log").read_text()
+    ready = {int(pid) for pid in re.findall(r"worker_ready\W.*?pid\D+(\d+)", log)}
+    return [pid for pid in worker_pids(server) if pid in ready]
+
+
+def picture(response: httpx.Response, index: int = 0) -> Any:
+    assert response.status_code == 200, response.text
+    return pixels(response.json()["images"][index]["data"])
+
+
+def metric(client: httpx.Client, name: str) -> float:
+    text = client.get("/metrics/").text
+    return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
+
+
+def settled(client: httpx.Client, name: str) -> float:
+    """Return a metric that no longer changes. Workers send their metrics every METRICS_SECONDS."""
+    value = metric(client, name)
+    for _ in range(TIMEOUT_SECONDS):
+        time.sleep(METRICS_SECONDS + 0.5)
+        before, value = value, metric(client, name)
+        if before == value:
+            return value
+    raise AssertionError(f"{name} still changes")
+
+
+def wait_for_image_in_loop(client: httpx.Client) -> None:
+    eventually(lambda: metric(client, "preheat_active_images") >= 1, "an image in a loop")
+
+
+def test_pictures_are_those_of_one_process(server: Server, client: httpx.Client) -> None:
+    with http_client(server) as one:
+        expected = picture(one.post(PREDICT_PATH, json=REQUEST))
+        described = [c.post(PREDICT_PATH, json={"prompt": "", "describe": True}).json() for c in (one, client)]
+    for _ in range(2):  # one on each worker
+        assert largest_difference(picture(client.post(PREDICT_PATH, json=REQUEST)), expected) <= 1
+    assert described[0] == described[1]
+
+
+def test_concurrent_requests_use_both_workers(pool: Server, client: httpx.Client) -> None:
+    pids = worker_pids(pool)
+
+    def cpu() -> list[float]:
+        return [psutil.Process(pid).cpu_times().user for pid in pids]
+
+    before = cpu()
+    with ThreadPoolExecutor(4) as threads:
+        requests = [REQUEST | {"seed": seed, "num_inference_steps": 30} for seed in range(4)]
+        answers = list(threads.map(lambda request: client.post(PREDICT_PATH, json=request), requests))
+    spent = [after - earlier for after, earlier in zip(cpu(), before, strict=True)]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert min(spent) > 0.2 * max(spent), spent
+
+
+def test_streams_previews_and_images(client: httpx.Client) -> None:
+    request = REQUEST | {"stream": True, "preview_every": 2, "num_images": 2}
+    with client.stream("POST", PREDICT_PATH, json=request) as answer:
+        events = [httpx.Response(200, text=line).json() for line in answer.iter_lines()]
+    kinds = [event["event"] for event in events if event["event"] != "heartbeat"]
+    assert kinds[0] == "accepted" and kinds[-1] == "done" and kinds.count("image") == 2
+    steps = [event for event in events if event["event"] == "step"]
+    assert len(steps) == 12 and {event["steps"] for event in steps} == {events[0]["steps"]} == {12}
+    assert sum("preview" in event for event in steps) == 4
+    whole = client.post(PREDICT_PATH, json=REQUEST | {"num_images": 2})
+    streamed = {event["index"]: pixels(event["data"]) for event in events if event["event"] == "image"}
+    for index in range(2):
+        assert largest_difference(picture(whole, index), streamed[index]) <= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refuses_what_only_a_worker_can_plan(stream: bool, client: httpx.Client) -> None:
+    """The weight of a prompt is checked when the request is planned."""
+    request = REQUEST | {"prompt": "(word:1000)", "prompt_syntax": "weighted", "stream": stream}
+    answer = client.post(PREDICT_PATH, json=request)
+    assert answer.status_code == 400 and answer.json()["field"] == "prompt", answer.text
+
+
+def test_refuses_requests_beyond_the_queue(client: httpx.Client) -> None:
+    with ThreadPoolExecutor(40) as threads:
+        requests = [REQUEST | {"seed": seed, "num_inference_steps": 20} for seed in range(40)]
+        answers = list(threads.map(lambda request: client.post(PREDICT_PATH, json=request), requests))
+    statuses = [answer.status_code for answer in answers]
+    assert {*statuses} == {200, 429}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["Retry-After"]) >= 1 and "this server queues 16" in refused.json()["error"]
+
+
+def test_client_that_leaves_ends_its_request(client: httpx.Client) -> None:
+    before = settled(client, "preheat_cancellations_total")
+    settled(client, "preheat_active_images")
+    with client.stream("POST", PREDICT_PATH, json=LONG | {"stream": True, "num_images": 8}) as answer:
+        next(answer.iter_lines())
+        wait_for_image_in_loop(client)
+    eventually(lambda: metric(client, "preheat_cancellations_total") == before + 1, "the cancellation")
+    eventually(lambda: metric(client, "preheat_active_images") == 0, "empty loops")
+
+
+def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx.Client) -> None:
+    images, steps = (settled(client, f"preheat_{name}_total") for name in ("images", "steps"))
+    for seed in range(2):
+        picture(client.post(PREDICT_PATH, json=REQUEST | {"seed": seed}))
+    eventually(lambda: metric(client, "preheat_images_total") == images + 2, "two more images")
+    assert settled(client, "preheat_steps_total") == metric(client, "preheat_step_seconds_count") == steps + 12
+    for pid in worker_pids(pool):
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: metric(client, "preheat_healthy") == 0, "an unhealthy server")
+    assert metric(client, "preheat_images_total") == images + 2
+    assert metric(client, "preheat_cold_start_seconds") > 0
+
+
+def test_a_release_that_no_worker_can_load_is_named(layout: Layout, store: WritableStore, tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match="Release tiny-sdxl/999 was not found"):
+        with started(layout, store, "tiny-sdxl/999", tmp_path):
+            pass
+
+
+def begin_long_request(client: httpx.Client, threads: ThreadPoolExecutor) -> Any:
+    """Start LONG, and return its future answer once its images are in a loop."""
+    answer = threads.submit(client.post, PREDICT_PATH, json=LONG)
+    wait_for_image_in_loop(client)
+    return answer
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_another_worker_answers_for_one_that_ends(sent: int, pool: Server, client: httpx.Client) -> None:
+    expected = client.post(PREDICT_PATH, json=LONG)
+    pids = worker_pids(pool)
+    with ThreadPoolExecutor(1) as threads:
+        before = {pid: psutil.Process(pid).cpu_times().user for pid in pids}
+        answer = begin_long_request(client, threads)
+        spent = {pid: psutil.Process(pid).cpu_times().user - before[pid] for pid in pids}
+        os.kill(max(pids, key=lambda pid: spent[pid]), sent)
+        got = answer.result()
+    for index in range(2):
+        assert largest_difference(picture(got, index), picture(expected, index)) <= 1
+
+
+def test_stream_has_each_image_once_after_the_end_of_a_worker(pool: Server, client: httpx.Client) -> None:
+    """The request has so many images that the last ones wait for the first."""
+    request = REQUEST | {"num_images": 8, "num_inference_steps": 20, "stream": True, "width": 256, "height": 256}
+    pids = worker_pids(pool)
+    before = {pid: psutil.Process(pid).cpu_times().user for pid in pids}
+    events = []
+    with client.stream("POST", PREDICT_PATH, json=request) as answer:
+        for line in answer.iter_lines():
+            event = httpx.Response(200, text=line).json()
+            events.append(event)
+            if [event["event"] for event in events].count("image") == 1 and event["event"] == "image":
+                busiest = max(pids, key=lambda pid: psutil.Process(pid).cpu_times().user - before[pid])
+                os.kill(busiest, signal.SIGKILL)
+    assert events[-1]["event"] == "done", events[-1]
+    indices = [event["index"] for event in events if event["event"] == "image"]
+    assert sorted(indices) == list(range(8))
+    seeds = {event["index"]: event["seed"] for event in events if event["event"] == "image"}
+    assert seeds == {index: 3 + index for index in range(8)}
+    whole = client.post(PREDICT_PATH, json={**request, "stream": False})
+    for event in events:
+        if event["event"] == "image":
+            assert largest_difference(pixels(event["data"]), picture(whole, event["index"])) <= 1
+
+
+def test_without_workers_requests_are_unavailable_until_one_is_back(pool: Server, client: httpx.Client) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        answer = begin_long_request(client, threads)
+        for pid in worker_pids(pool):
+            os.kill(pid, signal.SIGKILL)
+        answer = answer.result()
+    assert (answer.status_code, answer.json()["kind"]) == (503, "unavailable"), answer.text
+    assert "being started again" in answer.json()["error"]
+    assert client.post(PREDICT_PATH, json=REQUEST).status_code == 503
+    assert client.get("/v1/models/model").status_code == 503
+    eventually(lambda: client.get("/v1/models/model").status_code == 200, "a worker that serves", READY_SECONDS)
+    assert client.post(PREDICT_PATH, json=REQUEST).status_code == 200
+
+
+def test_workers_end_with_a_killed_server(layout: Layout, store: WritableStore, release: str, tmp_path: Path) -> None:
+    with started(layout, store, release, tmp_path) as running:
+        workers = worker_pids(running)
+        assert len(workers) == 2
+        os.kill(running.pid, signal.SIGKILL)
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "the end of the workers", 30)
