@@ -107,6 +107,13 @@ CAPABILITIES: Tests = {
         "tests/builder/test_publish.py::test_drafts_of_two_targets_become_one_release",
         "tests/test_runtimes.py::test_targets_of_each_choice",
     ),
+    "all GPUs of a replica": (
+        "tests/workers/test_server.py::test_concurrent_requests_use_both_workers",
+        "tests/workers/test_server.py::test_another_worker_answers_for_one_that_ends",
+        "tests/workers/test_server.py::test_stream_has_each_image_once_after_the_end_of_a_worker",
+        "tests/workers/test_server.py::test_without_workers_requests_are_unavailable_until_one_is_back",
+        "tests/workers/test_server.py::test_workers_end_with_a_killed_server",
+    ),
     "several GPUs for each image": (
         "tests/ranks/test_division.py::test_ranks_compute_the_latents_of_one_loop",
         "tests/ranks/test_followers.py::test_two_ranks_make_the_pictures_of_one",

@@ -115,9 +115,9 @@ class Service:
         watcher.add_done_callback(partial(self._cancel, job))
         request.release_images()
         if request.stream:
-            if not job.planned.done():
-                await asyncio.wait([asyncio.wrap_future(job.planned)])
-            if (refusal := job.planned.exception()) is not None:
+            planned = asyncio.wrap_future(job.planned)
+            await asyncio.wait([planned])
+            if (refusal := planned.exception()) is not None:
                 return self._error_response(context, refusal)
             events_as_lines = self._stream_events(context, job, events)
             return StreamingResponse(events_as_lines, media_type="application/x-ndjson", headers=headers)

@@ -6,6 +6,8 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+_END_SECONDS = 1.0
+
 
 class Sender:
     """Any thread may call `send`. Messages that the other process can no longer receive are dropped."""
@@ -13,15 +15,18 @@ class Sender:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=self._run, name="preheat-send", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="preheat-send", daemon=True)
+        self._thread.start()
 
     def send(self, message: Any) -> None:
         """Send a message, after those before it. Returns at once."""
         self._messages.put(message)
 
-    def close(self) -> None:
-        """End the thread after the messages so far."""
+    def close(self) -> bool:
+        """End the thread after the messages so far. Return False if it still waits for the other process."""
         self._messages.put(None)
+        self._thread.join(_END_SECONDS)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         with suppress(OSError):  # the other process has ended

@@ -116,4 +116,5 @@ class Logged:
     text: str
 
 
-FromWorker = Ready | LoadFailed | Planned | Progress | Finished | Failed | Status | Logged
+WhileServing = Planned | Progress | Finished | Failed | Status | Logged
+FromWorker = Ready | LoadFailed | WhileServing

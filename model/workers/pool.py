@@ -8,12 +8,9 @@ This module imports no torch, so that workers can be started before that import.
 """
 
 import itertools
-import json
 import logging
 import threading
-import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,67 +25,55 @@ from model.workers.messages import (
     Cancel,
     Failed,
     Finished,
-    FromWorker,
-    LoadFailed,
     Logged,
     Planned,
     Progress,
-    Ready,
     Status,
     Submit,
+    WhileServing,
 )
-from model.workers.worker import PoolJob, Worker, load_error, worker_variables
+from model.workers.supervisor import LOAD_SECONDS, Events, Supervisor
+from model.workers.worker import PoolJob, Worker, worker_variables
 
 if TYPE_CHECKING:
     from model.workers.metrics import AddedMetrics
 
 logger = logging.getLogger("preheat")
 
-LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
 MAX_ATTEMPTS = 3  # workers that a request is given to: it may itself be what ends them
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # before a worker is started again
 _WATCH_SECONDS = 0.2
+_REPEATED = "The processes that had this request have ended, so it may be their cause."
 _NONE_LEFT = "All processes that generate images have ended; they are being started again."
 
 
 class WorkerPool:
     """Implements `JobScheduler`. Constructing it starts the workers. Any thread may call it."""
 
-    def __init__(self, settings: Settings, secrets: Mapping[str, str], workers: int, gpus: int) -> None:
-        """`gpus`: those that this process sees, 0 for a CPU. Raises OSError."""
+    def __init__(
+        self,
+        settings: Settings,
+        secrets: Mapping[str, str],
+        workers: int,
+        gpus: int,
+        start: Callable[[int], Worker] | None = None,
+    ) -> None:
+        """`gpus`: those that this process sees, 0 for a CPU. `start`: starts a worker; may raise OSError."""
         self.limits = settings.limits
-        self._size = workers
-        self._start = {
-            number: partial(Worker, number, settings, secrets, worker_variables(number, workers, settings, gpus))
-            for number in range(workers)
-        }
         self._numbers = itertools.count(1)
-        self._lock = threading.Condition()  # guards the next four, the workers' jobs and the jobs
-        self._outcomes: dict[int, Ready | Exception] = {}  # of each worker's first load
+        self._lock = threading.RLock()  # guards the next three, the workers' jobs and the jobs
         self._failure = _NONE_LEFT  # the last reason why a worker ended
         self._last_given: dict[int, int] = {}  # the number of the last request of each worker
+        self._workers: dict[int, Worker] = {}
         self._metrics: AddedMetrics | None = None
         self._closed = threading.Event()
-        self._workers = {number: start() for number, start in self._start.items()}
-        for number in self._workers:
-            threading.Thread(target=self._run, args=[number], name=f"preheat-worker-{number}", daemon=True).start()
+        start = start or partial(_start_worker, settings, secrets, workers, gpus)
+        events = Events(self._add, self._begin, self._receive, self._end)
+        self._supervisor = Supervisor(workers, start, events, self._closed)
         threading.Thread(target=self._watch, name="preheat-watch", daemon=True).start()
 
     def wait_ready(self, cold_start: ColdStart) -> ServedRelease:
-        """Wait until each worker has loaded the release or failed to. One that loaded it suffices.
-
-        Records the phases of the slowest. Raises the error of the first worker if none has loaded it.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: len(self._outcomes) == self._size, LOAD_SECONDS + _LONGEST_PAUSE_SECONDS)
-            outcomes = [self._outcomes.get(number) for number in range(self._size)]
-        loaded = [outcome for outcome in outcomes if isinstance(outcome, Ready)]
-        if not loaded:
-            errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-            raise errors[0] if errors else load_error(0, self._size, None)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                logger.error(json.dumps({"event": "load_failed", "error": str(outcome)}))
+        """See `Supervisor.wait_ready`. Records the phases of the slowest worker."""
+        loaded = self._supervisor.wait_ready()
         slowest = max(loaded, key=lambda ready: sum(ready.phases.values()))
         for phase, seconds in slowest.phases.items():
             cold_start.record(phase, seconds)
@@ -141,7 +126,7 @@ class WorkerPool:
     def pids(self) -> list[int]:
         """The process ids of the workers."""
         with self._lock:
-            return [worker.process.pid for worker in self._workers.values()]
+            return [worker.pid for worker in self._workers.values()]
 
     def close(self) -> None:
         """End the workers. All accepted requests are answered with Unavailable."""
@@ -192,21 +177,19 @@ class WorkerPool:
                     else:
                         unavailable.append(job)
             reason = self._failure if not self._serving() else _REPEATED
-        for job in complete:  # outside the lock, because callbacks of results run here
+        for job in complete:  # outside the lock: callbacks of results run here
             job.finish({})
         for job in unavailable:
             job.fail(Unavailable(reason))
         return moved
 
-    def _receive(self, worker: Worker, message: FromWorker) -> None:
-        """Handle a message of a worker that serves."""
+    def _receive(self, worker: Worker, message: WhileServing) -> None:
+        """Handle a message of a worker."""
         if isinstance(message, Status):
             self._take_status(worker, message)
             return
         if isinstance(message, Logged):
             logger.log(message.level, message.text)
-            return
-        if isinstance(message, Ready | LoadFailed):
             return
         with self._lock:
             job = worker.jobs.get(message.number)
@@ -237,8 +220,12 @@ class WorkerPool:
         if isinstance(event, StepEvent):
             job.plan(event.steps)
             event = StepEvent(job.steps - event.steps + event.step, job.steps, event.preview)
-        if job.listener is not None and not job.result.done():
+        if job.listener is None or job.result.done():
+            return
+        try:
             job.listener(event)
+        except Exception:  # of this request only
+            logger.exception("An event cannot be sent.")
 
     def _take_status(self, worker: Worker, status: Status) -> None:
         with self._lock:
@@ -258,56 +245,20 @@ class WorkerPool:
 
     # -- the life of the workers --------------------------------------------------------------------------------------
 
-    def _run(self, number: int) -> None:
-        """Serve with one worker after the other, each in place of the one before."""
-        worker, pause = self._workers[number], _FIRST_PAUSE_SECONDS
-        while True:
-            began, served = time.monotonic(), self._serve(worker)
-            if self._closed.is_set():
-                return
-            if served and time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
-                pause = _FIRST_PAUSE_SECONDS
-            while True:
-                if self._closed.wait(pause):
-                    return
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                with suppress(OSError):
-                    worker = self._start[number]()
-                    break
-            with self._lock:
-                self._workers[number] = worker
-            if self._closed.is_set():
-                worker.kill("the server ended")
+    def _add(self, worker: Worker) -> None:
+        with self._lock:
+            self._workers[worker.number] = worker
 
-    def _serve(self, worker: Worker) -> bool:
-        """Handle the messages of a worker until it ends, and hand on its requests. True if it became ready."""
-        outcome: Ready | Exception | None = None
-        for message in worker.messages():
-            if isinstance(message, Ready):
-                outcome = message
-                with self._lock:
-                    worker.ready = True
-                self._set_outcome(worker, message)
-                logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.process.pid}))
-            elif isinstance(message, LoadFailed):
-                outcome = message.error
-            self._receive(worker, message)
+    def _begin(self, worker: Worker) -> None:
+        with self._lock:
+            worker.ready = True
+
+    def _end(self, worker: Worker) -> int:
+        """Hand on the requests of a worker that has ended. Returns how many moved to others."""
         moved = self._retire(worker)
-        code = worker.reap()
         if self._metrics is not None:
             self._metrics.end(worker.number)
-        if not self._closed.is_set():
-            entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": moved}
-            if isinstance(outcome, Exception):
-                entry["error"] = str(outcome)
-            logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
-        self._set_outcome(worker, outcome or load_error(worker.number, self._size, code))
-        return isinstance(outcome, Ready)
-
-    def _set_outcome(self, worker: Worker, outcome: Ready | Exception) -> None:
-        with self._lock:
-            self._outcomes.setdefault(worker.number, outcome)
-            self._lock.notify_all()
+        return moved
 
     def _watch(self) -> None:
         """End workers that are silent for too long. A time in which this process itself stood still does not count."""
@@ -318,11 +269,12 @@ class WorkerPool:
                 worker.silent_seconds += _WATCH_SECONDS
                 if worker.ready and worker.silent_seconds > self.limits.stuck_seconds:
                     self._retire_hanging(worker)
-                elif not worker.ready and worker.silent_seconds > LOAD_SECONDS:
+                elif worker.silent_seconds > LOAD_SECONDS:
                     worker.kill(f"it did not load the release within {LOAD_SECONDS:g} s")
 
 
-_REPEATED = "The processes that had this request have ended, so it may be their cause."
+def _start_worker(settings: Settings, secrets: Mapping[str, str], workers: int, gpus: int, number: int) -> Worker:
+    return Worker(number, settings, secrets, worker_variables(number, workers, settings, gpus))
 
 
 def _is_unavailable(message: object) -> bool:

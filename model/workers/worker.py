@@ -75,7 +75,7 @@ class Worker:
     ) -> None:
         """`number`: from 0. `variables`: see `worker_variables`."""
         self.number = number
-        self.process, self._connection = start_connected_child("model.workers.process.main", variables)
+        self._process, self._connection = start_connected_child("model.workers.process.main", variables)
         self._sender = Sender(self._connection)
         self.send(Start(settings, dict(secrets)))
         self.ready = False
@@ -83,6 +83,11 @@ class Worker:
         self.status = Status(True, 0, 0, 1, {})  # the last one
         self.silent_seconds = 0.0  # since the last message
         self.reason = ""  # why it was ended
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
 
     @property
     def work(self) -> int:
@@ -110,7 +115,7 @@ class Worker:
     def kill(self, reason: str) -> None:
         """End the process and its connection. `messages` then ends, even if the process cannot be killed."""
         self.reason = self.reason or reason
-        self.process.kill()
+        self._process.kill()
         with suppress(OSError):
             shut_down(self._connection)
 
@@ -123,15 +128,16 @@ class Worker:
 
     def reap(self) -> int | None:
         """Wait for the end of the process after the end of its connection. Returns its exit code, None if it hangs."""
-        self._sender.close()
-        assert self.process.stdin is not None
+        if self._sender.close():
+            self._connection.close()
+        assert self._process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.close()
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(EXIT_SECONDS)
-        self.process.kill()
+            return self._process.wait(EXIT_SECONDS)
+        self._process.kill()
         with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(EXIT_SECONDS)
+            return self._process.wait(EXIT_SECONDS)
         return None
 
 

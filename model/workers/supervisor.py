@@ -1,0 +1,113 @@
+"""The life of the workers: one thread for each reads its messages, and starts it again when it has ended."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from model.workers.messages import LoadFailed, Ready, WhileServing
+from model.workers.worker import Worker, load_error
+
+logger = logging.getLogger("preheat")
+
+LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # before a worker is started again
+
+
+class Events(NamedTuple):
+    """Functions that are called on a worker's thread.
+
+    started: with each new worker.
+    ready: once it has loaded the release.
+    message: with each further message.
+    ended: after its last message; returns how many of its requests moved to other workers.
+    """
+
+    started: Callable[[Worker], None]
+    ready: Callable[[Worker], None]
+    message: Callable[[Worker, WhileServing], None]
+    ended: Callable[[Worker], int]
+
+
+class Supervisor:
+    """Constructing it starts the workers."""
+
+    def __init__(self, size: int, start: Callable[[int], Worker], events: Events, closed: threading.Event) -> None:
+        """`start`: starts the worker of a number; may raise OSError. `closed`: set when none is started any more."""
+        self._size = size
+        self._start = start
+        self._events = events
+        self._closed = closed
+        self._changed = threading.Condition()  # guards the next one
+        self._outcomes: dict[int, Ready | Exception] = {}  # of each worker's first load
+        for number in range(size):
+            threading.Thread(target=self._run, args=[number], name=f"preheat-worker-{number}", daemon=True).start()
+
+    def wait_ready(self) -> list[Ready]:
+        """Wait until each worker has loaded the release or failed to. One that loaded it suffices.
+
+        Raises the error of the first worker if none has loaded it.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._outcomes) == self._size, LOAD_SECONDS + _LONGEST_PAUSE_SECONDS)
+            outcomes = [self._outcomes.get(number) for number in range(self._size)]
+        loaded = [outcome for outcome in outcomes if isinstance(outcome, Ready)]
+        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+        if not loaded:
+            raise errors[0] if errors else load_error(0, self._size, None)
+        for error in errors:
+            logger.error(json.dumps({"event": "load_failed", "error": str(error)}))
+        return loaded
+
+    def _run(self, number: int) -> None:
+        """Serve with one process after the other, each in place of the one before."""
+        pause = _FIRST_PAUSE_SECONDS
+        while not self._closed.is_set():
+            began, served = time.monotonic(), False
+            try:
+                worker = self._start(number)
+            except OSError as error:
+                self._set_outcome(number, error)
+            else:
+                self._events.started(worker)
+                if self._closed.is_set():
+                    worker.kill("the server ended")
+                served = self._serve(worker)
+            if served and time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
+                pause = _FIRST_PAUSE_SECONDS
+            self._closed.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _serve(self, worker: Worker) -> bool:
+        """Handle the messages of a worker until it ends, and hand on its requests. True if it became ready."""
+        outcome: Ready | Exception | None = None
+        try:
+            for message in worker.messages():
+                if isinstance(message, Ready):
+                    outcome = message
+                    self._events.ready(worker)
+                    self._set_outcome(worker.number, message)
+                    logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.pid}))
+                elif isinstance(message, LoadFailed):
+                    outcome = message.error
+                else:
+                    self._events.message(worker, message)
+        except Exception:
+            logger.exception("A message of a worker cannot be handled.")
+            worker.kill("a message of it cannot be handled")
+        moved = self._events.ended(worker)
+        code = worker.reap()
+        if not self._closed.is_set():
+            entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": moved}
+            if isinstance(outcome, Exception):
+                entry["error"] = str(outcome)
+            logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
+        self._set_outcome(worker.number, outcome or load_error(worker.number, self._size, code))
+        return isinstance(outcome, Ready)
+
+    def _set_outcome(self, number: int, outcome: Ready | Exception) -> None:
+        with self._changed:
+            self._outcomes.setdefault(number, outcome)
+            self._changed.notify_all()
