@@ -162,10 +162,9 @@ class WorkerPool:
         worker.send(Submit(number, job.params, job.missing, job.listener is not None, job.preview_every))
         return True
 
-    def _retire(self, worker: Worker) -> int:
-        """Give a worker no further requests, and its own to others. Returns how many moved."""
+    def _retire(self, worker: Worker) -> None:
+        """Give a worker no further requests, and its own to others."""
         unavailable: list[PoolJob] = []
-        moved = 0
         with self._lock:
             worker.ready = False
             jobs, worker.jobs = list(worker.jobs.values()), {}
@@ -173,7 +172,7 @@ class WorkerPool:
             for job in jobs:
                 if job.missing and not job.result.done():
                     if self._give(job):
-                        moved += 1
+                        worker.moved += 1
                     else:
                         unavailable.append(job)
             reason = self._failure if not self._serving() else _REPEATED
@@ -181,7 +180,6 @@ class WorkerPool:
             job.finish({})
         for job in unavailable:
             job.fail(Unavailable(reason))
-        return moved
 
     def _receive(self, worker: Worker, message: WhileServing) -> None:
         """Handle a message of a worker."""
@@ -253,12 +251,10 @@ class WorkerPool:
         with self._lock:
             worker.ready = True
 
-    def _end(self, worker: Worker) -> int:
-        """Hand on the requests of a worker that has ended. Returns how many moved to others."""
-        moved = self._retire(worker)
+    def _end(self, worker: Worker) -> None:
+        self._retire(worker)
         if self._metrics is not None:
             self._metrics.end(worker.number)
-        return moved
 
     def _watch(self) -> None:
         """End workers that are silent for too long. A time in which this process itself stood still does not count."""

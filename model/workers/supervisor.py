@@ -22,13 +22,13 @@ class Events(NamedTuple):
     started: with each new worker.
     ready: once it has loaded the release.
     message: with each further message.
-    ended: after its last message; returns how many of its requests moved to other workers.
+    ended: after its last message.
     """
 
     started: Callable[[Worker], None]
     ready: Callable[[Worker], None]
     message: Callable[[Worker, WhileServing], None]
-    ended: Callable[[Worker], int]
+    ended: Callable[[Worker], None]
 
 
 class Supervisor:
@@ -97,10 +97,10 @@ class Supervisor:
         except Exception:
             logger.exception("A message of a worker cannot be handled.")
             worker.kill("a message of it cannot be handled")
-        moved = self._events.ended(worker)
+        self._events.ended(worker)
         code = worker.reap()
         if not self._closed.is_set():
-            entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": moved}
+            entry = {"event": "worker_ended", "worker": worker.number, "exit_code": code, "moved": worker.moved}
             if isinstance(outcome, Exception):
                 entry["error"] = str(outcome)
             logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))

@@ -83,6 +83,7 @@ class Worker:
         self.status = Status(True, 0, 0, 1, {})  # the last one
         self.silent_seconds = 0.0  # since the last message
         self.reason = ""  # why it was ended
+        self.moved = 0  # requests that went to other workers
 
     @property
     def pid(self) -> int:

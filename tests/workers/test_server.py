@@ -25,7 +25,7 @@ from tests.support.predictions import PREDICT_PATH, http_client
 from tests.support.waiting import TIMEOUT_SECONDS, eventually
 
 REQUEST = {"prompt": "a red circle on a blue background", "seed": 3, "num_inference_steps": 6, "output_format": "png"}
-LONG = REQUEST | {"num_inference_steps": 60, "num_images": 2}
+LONG = REQUEST | {"num_inference_steps": 50, "num_images": 2}
 STUCK_SECONDS = 6
 
 
@@ -73,10 +73,18 @@ def client(pool: Server) -> Iterator[httpx.Client]:
         yield client
 
 
+def log_of(server: Server) -> str:
+    return (server.layout.root.parent / "server.log").read_text()
+
+
+def moved(server: Server) -> int:
+    """Return the requests that went to another worker at the end of one."""
+    return sum(int(count) for count in re.findall(r"worker_ended.*?moved\D+(\d+)", log_of(server)))
+
+
 def serving(server: Server) -> list[int]:
     """Return the processes of the workers that have reported to be ready."""
-    log = Path(server.layout.root.parent / "server.log").read_text()
-    ready = {int(pid) for pid in re.findall(r"worker_ready\W.*?pid\D+(\d+)", log)}
+    ready = {int(pid) for pid in re.findall(r"worker_ready\W.*?pid\D+(\d+)", log_of(server))}
     return [pid for pid in worker_pids(server) if pid in ready]
 
 
@@ -166,7 +174,8 @@ def test_client_that_leaves_ends_its_request(client: httpx.Client) -> None:
     before = settled(client, "preheat_cancellations_total")
     settled(client, "preheat_active_images")
     with client.stream("POST", PREDICT_PATH, json=LONG | {"stream": True, "num_images": 8}) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         wait_for_image_in_loop(client)
     eventually(lambda: metric(client, "preheat_cancellations_total") == before + 1, "the cancellation")
     eventually(lambda: metric(client, "preheat_active_images") == 0, "empty loops")
@@ -180,7 +189,8 @@ def test_metrics_add_the_workers_and_keep_ended_ones(pool: Server, client: httpx
     assert settled(client, "preheat_steps_total") == metric(client, "preheat_step_seconds_count") == steps + 12
     for pid in worker_pids(pool):
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: metric(client, "preheat_healthy") == 0, "an unhealthy server")
+    eventually(lambda: client.get("/v1/models/model").status_code == 503, "an unhealthy server")
+    assert metric(client, "preheat_healthy") == 0
     assert metric(client, "preheat_images_total") == images + 2
     assert metric(client, "preheat_cold_start_seconds") > 0
 
@@ -193,6 +203,7 @@ def test_a_release_that_no_worker_can_load_is_named(layout: Layout, store: Writa
 
 def begin_long_request(client: httpx.Client, threads: ThreadPoolExecutor) -> Any:
     """Start LONG, and return its future answer once its images are in a loop."""
+    settled(client, "preheat_active_images")
     answer = threads.submit(client.post, PREDICT_PATH, json=LONG)
     wait_for_image_in_loop(client)
     return answer
@@ -201,13 +212,14 @@ def begin_long_request(client: httpx.Client, threads: ThreadPoolExecutor) -> Any
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_another_worker_answers_for_one_that_ends(sent: int, pool: Server, client: httpx.Client) -> None:
     expected = client.post(PREDICT_PATH, json=LONG)
-    pids = worker_pids(pool)
+    pids, moved_before = worker_pids(pool), moved(pool)
     with ThreadPoolExecutor(1) as threads:
         before = {pid: psutil.Process(pid).cpu_times().user for pid in pids}
         answer = begin_long_request(client, threads)
         spent = {pid: psutil.Process(pid).cpu_times().user - before[pid] for pid in pids}
         os.kill(max(pids, key=lambda pid: spent[pid]), sent)
         got = answer.result()
+    assert moved(pool) == moved_before + 1
     for index in range(2):
         assert largest_difference(picture(got, index), picture(expected, index)) <= 1
 
@@ -217,7 +229,7 @@ def test_stream_has_each_image_once_after_the_end_of_a_worker(pool: Server, clie
     request = REQUEST | {"num_images": 8, "num_inference_steps": 20, "stream": True, "width": 256, "height": 256}
     pids = worker_pids(pool)
     before = {pid: psutil.Process(pid).cpu_times().user for pid in pids}
-    events = []
+    events, moved_before = [], moved(pool)
     with client.stream("POST", PREDICT_PATH, json=request) as answer:
         for line in answer.iter_lines():
             event = httpx.Response(200, text=line).json()
@@ -226,6 +238,7 @@ def test_stream_has_each_image_once_after_the_end_of_a_worker(pool: Server, clie
                 busiest = max(pids, key=lambda pid: psutil.Process(pid).cpu_times().user - before[pid])
                 os.kill(busiest, signal.SIGKILL)
     assert events[-1]["event"] == "done", events[-1]
+    assert moved(pool) == moved_before + 1
     indices = [event["index"] for event in events if event["event"] == "image"]
     assert sorted(indices) == list(range(8))
     seeds = {event["index"]: event["seed"] for event in events if event["event"] == "image"}
