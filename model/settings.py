@@ -16,7 +16,7 @@ from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions
 from model.store.precision import Precision
 from model.store.signature import PublicKey, parse_public_keys
-from model.validation import MAX_IMAGES, Safety, StrictModel, explain, format_value, refusal
+from model.validation import BAND_COUNTS, MAX_IMAGES, Safety, StrictModel, explain, format_value, refusal
 
 RuntimeChoice = Literal["aot_inductor", "tensorrt", "tensorrt-rtx", "fastest"]
 # Setting -> environment variables that override it, in order of precedence.
@@ -136,6 +136,8 @@ class Settings(StrictModel):
     """GPUs that divide the UNet's batch among them, so that the halves of guidance run at the same time."""
     workers: Annotated[int, Field(ge=1, le=8)] | None = None
     """Processes that generate images, each on `gpus_per_image` GPUs of its own; None: as many as the GPUs allow."""
+    bands_per_image: Annotated[int, Field(ge=1, le=8)] = 1
+    """Bands that each image is divided into. `gpus_per_image` is a multiple of it: each GPU of so many computes one."""
     lora_cache_bytes: Annotated[int, BeforeValidator(_parse_bytes)] = 4 * 2**30
     """Limit of the adapters that stay on the device when they are not used."""
     log_prompts: bool = False
@@ -149,6 +151,23 @@ class Settings(StrictModel):
         if gpus > 1 and info.data.get("loras"):
             raise refusal(f"{gpus} GPUs for each image, and adapters in `loras`: adapters need gpus_per_image 1")
         return gpus
+
+    @field_validator("bands_per_image")
+    @classmethod
+    def _check_bands_per_image(cls, bands: int, info: ValidationInfo) -> int:
+        if bands not in (1, *BAND_COUNTS):
+            raise refusal(f"{bands} bands for each image; possible are {', '.join(map(str, (1, *BAND_COUNTS)))}")
+        gpus = info.data.get("gpus_per_image", bands)
+        if gpus % bands:
+            raise refusal(f"{bands} bands for each image, and gpus_per_image is {gpus}, which is no multiple of it")
+        if bands > 1 and info.data.get("compare_every"):
+            raise refusal(f"{bands} bands for each image, and compare_every: images are compared on one GPU only")
+        return bands
+
+    @property
+    def batch_ranks(self) -> int:
+        """The ranks, or groups of ranks with a band each, that divide a batch among them."""
+        return self.gpus_per_image // self.bands_per_image
 
     @property
     def served_precision(self) -> ServedPrecision:

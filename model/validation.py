@@ -35,6 +35,7 @@ MAX_FEATHER = 256  # pixels
 MAX_UPSCALE = 2
 MAX_LORAS = 8  # of one request
 MAX_LORA_SCALE = 10  # either sign
+BAND_COUNTS = (2, 4, 8)  # bands that an image can be divided into, each for a GPU of its own
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
 _UNKNOWN = "is not a known field"

@@ -244,6 +244,8 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
         options |= {"adapters": json.dumps(plan.merge.sources)}
     if plan.lora_rank:
         options |= {"lora_rank": str(plan.lora_rank)}
+    if plan.bands:
+        options["bands"] = json.dumps(plan.bands)
     if plan.sizes and plan.text_chunks != 1:
         options["text_chunks"] = str(plan.text_chunks)
     if plan.quantization:

@@ -18,7 +18,7 @@ from model.denoising.sampler_names import REPLACED_CLASSES
 from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, components_of, find_component, model_parts
+from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, Variant, components_of, find_component, model_parts
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -64,6 +64,7 @@ class BuildPlan:
     lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
     text_chunks: chunks of a prompt that the UNets read, if there are sizes. Dynamic engines read any number.
     vae_precision: replaces the VAE's default precision (`precision_of`).
+    bands: the UNet also gets engines that compute one of so many bands of an image.
     """
 
     model: str
@@ -79,6 +80,7 @@ class BuildPlan:
     lora_rank: int = 0
     merge: OfflineMerge | None = None
     text_chunks: int = 1
+    bands: tuple[int, ...] = ()
 
     @property
     def targets(self) -> tuple[Target, ...]:
@@ -101,11 +103,10 @@ class BuildPlan:
 
         Those of ControlNets and IP-Adapters are last.
         """
-        variant_sizes = self.variant_sizes
         of_model = tuple(
             name
             for spec in components_of(self.base.family, model_parts(self.refiner is not None))
-            for name in (spec.name, *(variant.name for variant in spec.variants if variant_sizes.get(variant.cfg)))
+            for name in (spec.name, *(variant.name for variant in spec.variants if self._builds(variant)))
         )
         of_adapters = (UNET_LORA,) if self.lora_rank else ()
         checker = (SAFETY_CHECKER,) if self.base.safety_checker else ()
@@ -134,6 +135,17 @@ class BuildPlan:
             if size.batch % 2 == 0 and not (size.batch == 2 and size._replace(batch=1) in uncond_sizes)
         )
         return {"uncond": uncond_sizes, "both": both_sizes}
+
+    def _builds(self, variant: Variant) -> bool:
+        if variant.cfg is None:
+            return variant.bands in self.bands and (not self.sizes or bool(self._sizes_of_variant(variant)))
+        return bool(self.variant_sizes.get(variant.cfg))
+
+    def _sizes_of_variant(self, variant: Variant) -> tuple[Size, ...]:
+        if variant.cfg is not None:
+            return self.variant_sizes[variant.cfg]
+        multiple = variant.bands * self.base.size_step()
+        return tuple(size for size in self.sizes if size.height % multiple == 0)
 
     def checkpoint_of(self, component: str) -> Checkpoint:
         """Return the checkpoint that a component is read from."""
@@ -213,7 +225,7 @@ class BuildPlan:
             case "image":
                 shapes = dict.fromkeys(size._replace(batch=1) for size in self.sizes)
             case "cfg_half":
-                shapes = self.variant_sizes[variant.cfg] if variant else self.sizes
+                shapes = self._sizes_of_variant(variant) if variant else self.sizes
         return [compiler.static_bucket(batch, height, width) for batch, height, width in shapes]
 
     def draft_name(self, target: Target) -> str:
@@ -236,6 +248,13 @@ class BuildPlan:
                     f"{size.width}x{size.height}@{size.batch} is not a possible size.",
                     f"Give sides that are multiples of {multiple} from {SMALLEST_SIDE} to {LARGEST_SIDE}, and a batch "
                     "of at least one.",
+                )
+        for bands in self.bands:
+            multiple = bands * self.base.size_step()
+            if self.sizes and not any(size.height % multiple == 0 for size in self.sizes):
+                raise SizesRefused(
+                    f"No size of this build can be divided into {bands} bands.",
+                    f"Add a size whose height is a multiple of {multiple}, or build without --bands {bands}.",
                 )
         facts = read_model_facts(self.base, refiner=None)
         height, width = facts.native_height, facts.native_width

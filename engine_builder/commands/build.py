@@ -32,7 +32,7 @@ from model.loading.target import Target
 from model.pipeline.spec import UNET, UNET_CONTROLLED, UNET_IP, VAE_DECODER, VAE_ENCODER
 from model.store.manifest import Bucket, Manifest
 from model.store.precision import BF16, FP8, FP16, FP32, INT8, Precision
-from model.validation import MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
+from model.validation import BAND_COUNTS, MAX_EMBEDDING_ROWS, MAX_IP_IMAGES
 
 if TYPE_CHECKING:
     from engine_builder.backends.built import ReportProgress
@@ -154,6 +154,13 @@ def build(
             "chunks. Engines without sizes (CPU) take any number."
         ),
     ] = 1,
+    bands: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Also build UNet engines that compute one of 2, 4 or 8 bands of an image, each on a GPU of its own, "
+            "for deployments with the setting `bands_per_image`; repeatable."
+        ),
+    ] = None,
     safety_checker: Annotated[
         str | None,
         typer.Option(
@@ -180,7 +187,7 @@ def build(
         workspace, level, with_refiner=not no_refiner, policy=policy, calibrations=destination, vae=vae, preset=preset,
         lora_rank=lora_rank, loras=lora or (), controlnets=controlnet or (), ip_adapters=ip_adapter or (),
         image_encoders=image_encoder or (), ip_images=ip_images, embedding_rows=embedding_rows,
-        text_chunks=text_chunks, safety_checker=safety_checker,
+        text_chunks=text_chunks, safety_checker=safety_checker, bands=bands or (),
     )  # fmt: skip
     if report and plan.quantization is None:
         raise typer.BadParameter("is an option of --precision fp8 or int8", param_hint="--report")
@@ -241,7 +248,7 @@ def parse_plan(
     vae: str | None = None, preset: str | None = None, lora_rank: int = 0,
     loras: Sequence[str] = (), controlnets: Sequence[str] = (), ip_adapters: Sequence[str] = (),
     image_encoders: Sequence[str] = (), ip_images: int = 4, embedding_rows: int = 0, text_chunks: int = 1,
-    safety_checker: str | None = None,
+    safety_checker: str | None = None, bands: Sequence[int] = (),
 ) -> "BuildPlan":  # fmt: skip
     """Parse the arguments of `preheat build`; None and empty select the defaults.
 
@@ -292,6 +299,10 @@ def parse_plan(
         raise typer.BadParameter(
             f"{text_chunks} is not one of {', '.join(map(str, TEXT_CHUNK_COUNTS))}", param_hint="--text-chunks"
         )
+    if bands and runtime != "aot_inductor":
+        raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--bands")
+    if unknown := sorted(set(bands) - set(BAND_COUNTS)):
+        raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(map(str, BAND_COUNTS))}", param_hint="--bands")
     if safety_checker is not None and runtime != "aot_inductor":
         raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--safety-checker")
     target = targets[0]
@@ -329,6 +340,8 @@ def parse_plan(
         assert calibrations is not None
         check_target(target, unet_precision)
         quantization = _plan_quantization(base, refiner_checkpoint, policy, calibrations, unet_precision)
+        if bands and quantization.policy.convolutions:
+            raise typer.BadParameter("is not supported with convolutions in FP8", param_hint="--bands")
     return BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
@@ -342,6 +355,7 @@ def parse_plan(
         quantization=quantization,
         lora_rank=lora_rank,
         text_chunks=text_chunks,
+        bands=tuple(sorted(set(bands))),
         merge=read_merge(base, adapters) if adapters else None,
     )
 

@@ -7,6 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.bands import (
+    band_count,
+    convolve,
+    group_norm_of_band,
+    image_statistics,
+    tokens_of_image,
+)
 from engine_builder.networks.fp8_conv import QuantizedConv
 from engine_builder.networks.fp8_linear import QuantizedLinear
 from engine_builder.networks.kernel_form import has_kernels, is_plain
@@ -31,8 +38,9 @@ def _has_half_kernels(tensor: Tensor) -> bool:
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
     """Return `norm(hidden)` of [batch, channels, height, width], in the form that is fast on `hidden`'s device."""
-    out: Tensor = channels_last_group_norm(norm, hidden) if has_kernels(hidden) else norm(hidden)
-    return out
+    if has_kernels(hidden):
+        return channels_last_group_norm(norm, hidden)
+    return group_norm_of_band(norm, hidden) if band_count() > 1 else cast(Tensor, norm(hidden))
 
 
 def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -45,7 +53,7 @@ def channels_last_group_norm(norm: Any, hidden: Tensor) -> Tensor:
     Sources: Welford, "Note on a method for calculating corrected sums of squares and products", 1962. Chan, Golub and
     LeVeque, "Algorithms for computing the sample variance", 1983.
     """
-    mean, variance = _statistics(norm, hidden)
+    mean, variance = image_statistics(*_statistics(norm, hidden))
     affine = _affine_via_store if hidden.numel() <= _SMALL_ELEMENTS else _affine_via_sum
     scale, shift = affine(norm, mean, variance)
     normed: Tensor = hidden.permute(0, 2, 3, 1).float() * scale[:, None, None] + shift[:, None, None]
@@ -124,7 +132,7 @@ def norm_silu_conv(
     if isinstance(conv, QuantizedConv) and (bias is None or bias.shape[0] == hidden.shape[0]):
         # The compiler fuses the quantization with the norm, and the kernel adds the rest to its sums.
         return cast(Tensor, conv(activated, bias, residual))
-    out: Tensor = conv(activated)
+    out = convolve(conv, activated)
     if bias is not None:
         out = repeat_batch(out, bias.shape[0]) + bias[:, :, None, None]
     return out if residual is None else residual + out
@@ -177,7 +185,9 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
         upsampled: Tensor = interleave_phases(upsampler.phases(hidden))
         return upsampled
     batch, _, height, width = hidden.shape
-    phases = upsampler.phases(hidden).permute(0, 2, 3, 1).chunk(4, dim=-1)  # each [batch, height + 1, width + 1, out]
+    phases = (
+        convolve(upsampler.phases, hidden).permute(0, 2, 3, 1).chunk(4, dim=-1)
+    )  # each [batch, height + 1, width + 1, out]
     # The phase of odd rows starts one row further down, that of odd columns one column to the right.
     windows = [phase[:, i // 2 : height + i // 2, i % 2 : width + i % 2] for i, phase in enumerate(phases)]
     even, odd = torch.stack(windows[:2], 3), torch.stack(windows[2:], 3)  # [batch, height, width, 2, out]
@@ -229,6 +239,9 @@ def self_attention(fused: Tensor, heads: int, out_scale: Tensor | None = None) -
     `out_scale`: the result may be returned as E4M3, divided by this scale.
     """
     batch, tokens, width = fused.shape
+    if band_count() > 1:
+        keys, values = tokens_of_image(fused[..., width // 3 :]).chunk(2, dim=-1)
+        return attend(fused[..., : width // 3], keys, values, heads)
     if _has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
         if batch * tokens <= _MAX_SELF_ATTENTION_TOKENS:
             from engine_builder.networks import kernels

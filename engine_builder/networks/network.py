@@ -62,7 +62,8 @@ class Network:
     """A component ready to export.
 
     `multiple`: height and width are multiples of so many pixels; None: the component has no height and width. `clips`:
-    of each quantized layer, the absolute input that is mapped to the number type's largest number.
+    of each quantized layer, the absolute input that is mapped to the number type's largest number. `bands`: the ranks
+    that run the network together, each for a band of the image.
     """
 
     component: str
@@ -73,6 +74,7 @@ class Network:
     layout: Layout
     multiple: int | None
     clips: Mapping[str, float] = field(default_factory=dict)
+    bands: int = 1
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all parameters and buffers under their public names."""
@@ -177,12 +179,16 @@ def load_network(
         side = checked_side(checkpoint)
         widths = replace(widths, checked_side=side, concepts=concepts, special_concepts=special)
     options: dict[str, Any] = {"rank": lora_rank} if wrapper.accepts_rank else {}
+    if wrapper.accepts_bands:
+        assert variant is not None
+        options["bands"] = variant.bands
     if wrapper.accepts_winograd:
         options["use_winograd"] = layout == "channels_last" and precision.compute != "float32"
     module = wrapper.wrap(network, **options)
     if isinstance(module, LowRankUnetNetwork):
         widths = replace(widths, lora_down=module.packing.down_width, lora_up=module.packing.up_width)
-    multiples = {"cfg_half": checkpoint.size_step(), "image": widths.vae_scale}
+    bands = variant.bands if variant else 1
+    multiples = {"cfg_half": bands * checkpoint.size_step(), "image": widths.vae_scale}
     return Network(
         component,
         _placed(module, device, layout),
@@ -191,6 +197,7 @@ def load_network(
         precision,
         layout,
         multiples.get(spec.batch_unit),
+        bands=bands,
     )
 
 

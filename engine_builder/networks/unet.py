@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine_builder.networks.bands import convolve, divided, own_rows, whole_image
 from engine_builder.networks.blocks import (
     concat_linears,
     cross_attention,
@@ -30,6 +31,7 @@ from engine_builder.networks.blocks import (
     tokens_to_pixels,
     upsample,
 )
+from engine_builder.networks.kernel_form import is_plain
 from engine_builder.networks.winograd import replace_wide_convs
 from model.store.manifest import BLOB_LIMIT
 
@@ -123,7 +125,7 @@ class UnetNetwork(nn.Module):
         """`residuals`: what is added to each skip connection and to the middle; empty: nothing."""
         network = self.network
         biases = self.widths.biases(time_embeds)
-        skips = encode(network, network.conv_in(sample), biases, contexts)
+        skips = encode(network, convolve(network.conv_in, sample), biases, contexts)
         skips[0] = repeat_batch(skips[0], time_embeds.shape[0])
         if residuals:
             skips = [skip + residual for skip, residual in zip(skips, residuals, strict=True)]
@@ -134,7 +136,7 @@ class UnetNetwork(nn.Module):
                 hidden = _transformer(transformer, hidden, contexts)
             for upsampler in block.upsamplers or ():
                 hidden = upsample(upsampler, hidden)
-        return (network.conv_out(F.silu(group_norm(network.conv_norm_out, hidden))),)
+        return (convolve(network.conv_out, F.silu(group_norm(network.conv_norm_out, hidden))),)
 
 
 class GuidedUnetNetwork(UnetNetwork):
@@ -155,6 +157,25 @@ class UnconditionalUnetNetwork(UnetNetwork):
 
     def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
         return super().forward(sample, time_embeds, keys_values[:0])
+
+
+class BandUnetNetwork(UnetNetwork):
+    """A UNet that computes one band of the image, and takes and returns whole latents: see `bands`.
+
+    In `plain_operations` it computes the whole image, to validate engines against it. It has no Winograd convolutions,
+    whose transforms are fused with group norm and would normalize the zeros around the image.
+    """
+
+    def __init__(self, network: Any, bands: int) -> None:
+        super().__init__(network)
+        self.bands = bands
+
+    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
+        if is_plain():
+            return super().forward(sample, time_embeds, keys_values)
+        with divided(self.bands):
+            [noise] = super().forward(own_rows(sample, self.bands), time_embeds, keys_values)
+            return (whole_image(noise),)
 
 
 class ControlledUnetNetwork(UnetNetwork):
@@ -259,7 +280,7 @@ def encode(network: Any, hidden: Tensor, biases: Iterator[Tensor], contexts: Ite
             hidden = _transformer(transformer, resnet(layer, hidden, next(biases)), contexts)
             results.append(hidden)
         for downsampler in block.downsamplers or ():
-            hidden = downsampler.conv(hidden)
+            hidden = convolve(downsampler.conv, hidden)
             results.append(hidden)
     middle = network.mid_block
     hidden = resnet(middle.resnets[0], hidden, next(biases))

@@ -12,6 +12,7 @@ from engine_builder.networks.low_rank import LowRankUnetNetwork
 from engine_builder.networks.safety_checker import SafetyCheckerNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
+    BandUnetNetwork,
     ControlledUnetNetwork,
     GuidedUnetNetwork,
     ImagePromptUnetNetwork,
@@ -28,7 +29,7 @@ class Wrapper:
     """A wrapper, and the class that reads its network from a checkpoint.
 
     `other_classes`: those that a network's config.json may name instead. `wrap` takes the network and, if
-    `accepts_winograd`, the option `use_winograd`, and if `accepts_rank`, `rank`.
+    `accepts_winograd`, the option `use_winograd`, if `accepts_rank`, `rank`, and if `accepts_bands`, `bands`.
     """
 
     package: str
@@ -36,6 +37,7 @@ class Wrapper:
     wrap: Callable[..., nn.Module]
     accepts_winograd: bool = False
     accepts_rank: bool = False
+    accepts_bands: bool = False
     other_classes: tuple[str, ...] = ()
 
     def class_of(self, config: Mapping[str, Any]) -> str:
@@ -58,6 +60,7 @@ WRAPPERS = {
     "LowRankUnetNetwork": Wrapper(*_UNET, LowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
     "UnconditionalUnetNetwork": Wrapper(*_UNET, UnconditionalUnetNetwork, accepts_winograd=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
+    "BandUnetNetwork": Wrapper(*_UNET, BandUnetNetwork, accepts_bands=True),
     "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),
     "ImagePromptUnetNetwork": Wrapper(*_UNET, ImagePromptUnetNetwork, accepts_winograd=True),
     "ImageEncoderNetwork": Wrapper("transformers", "CLIPVisionModelWithProjection", ImageEncoderNetwork),

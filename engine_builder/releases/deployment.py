@@ -195,6 +195,7 @@ def _select(manifest: Manifest, config: Any, torch: str, settings: Settings) -> 
         settings.served_precision,
         with_adapters=bool(settings.loras),
         with_safety_checker=settings.safety != "off",
+        bands=settings.bands_per_image,
     )
 
 

@@ -19,7 +19,7 @@ from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.aot_inductor.package import check_identity
 from model.engines.engine import Engine, EngineSet
 from model.engines.graphed import GraphedEngine
-from model.engines.signatures import LORA_DOWN, CfgLayout
+from model.engines.signatures import LORA_DOWN
 from model.engines.tensorrt.plans import Plans
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.adapters import NO_ADAPTERS, ServedAdapters, open_library, read_adapters, unquantized_weights
@@ -83,6 +83,7 @@ def load_release(
     components: Collection[str] | None = None,
     safety: Safety = "off",
     ranks: int = 1,
+    bands: int = 1,
 ) -> Loaded:
     """Load `release` for the first of `targets` that it has engines for.
 
@@ -91,6 +92,7 @@ def load_release(
     `select`. `adapters`: those that requests may use. `components`: the only ones to fetch and open, for a process that
     runs a part of the pipeline; None: all. `safety`: what happens with images that the release's safety checker flags.
     It is loaded unless this is off. `ranks`: the number of those that will divide the batches of the loops.
+    `bands`: those that each image is divided into.
 
     Raises ReleaseNotFound, ManifestError, UntrustedRelease, MissingComponent, NoEngineForTarget, OutOfDeviceMemory,
     AdapterNotFound, AdapterError, StoreError, CorruptBlob or EngineError. Errors that follow from the manifest alone
@@ -110,6 +112,7 @@ def load_release(
             precision=precision,
             with_adapters=bool(adapters.names),
             with_safety_checker=safety != "off",
+            bands=bands,
         )
         served = served_model(selection, buckets, adapters.names, safety)
         unet = selection.engines[UNET][0]
@@ -242,15 +245,16 @@ def open_engine(
     On a GPU, engines outside the denoising loops are replayed as CUDA graphs. Loops capture graphs of their own, around
     the UNet and the rest of a step.
     """
-    spec, _ = find_component(record.component)
+    spec, variant = find_component(record.component)
     engine: Engine
     if record.tensorrt is not None:
         engine = plans.open(record, weights, spec.stream)
     else:
         package, constants = contents[record.blob.sha256], contents[record.constants.sha256]
         check_identity(record, package, _components_with_other_code(record.component))
+        bands = variant.bands if variant else 1
         engine = AotInductorEngine(
-            record.component, package, record.signature, record.bucket, constants, weights, device
+            record.component, package, record.signature, record.bucket, constants, weights, device, bands
         )
     return engine if spec.phase == "step" or device.type != "cuda" else GraphedEngine(engine)
 
@@ -265,8 +269,12 @@ def _components_with_other_code(component: str) -> set[str]:
 
 
 def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
-    """Separate the engines of a component from those of its variants."""
-    variants: dict[CfgLayout, list[Engine]] = {}
-    for variant in find_component(component)[0].variants:
-        variants[variant.cfg] = [engine for engine in opened if engine.component == variant.name]
-    return EngineSet([engine for engine in opened if engine.component == component], variants)
+    """Separate the engines of a component from those of its variants. Engines for bands come before its own."""
+    by_name: dict[str, list[Engine]] = {}
+    for engine in opened:
+        by_name.setdefault(engine.component, []).append(engine)
+    of_variants = find_component(component)[0].variants
+    of_bands = [engine for variant in of_variants if variant.bands > 1 for engine in by_name.get(variant.name, ())]
+    replaced = [engine.bucket for engine in of_bands]
+    engines = of_bands + [engine for engine in by_name[component] if engine.bucket not in replaced]
+    return EngineSet(engines, {variant.cfg: by_name.get(variant.name, []) for variant in of_variants if variant.cfg})

@@ -90,7 +90,15 @@ class Prefetch:
             release = store.read_release(settings.release)
             keys, buckets, precision = settings.public_key, settings.buckets, settings.served_precision
             fetch_selected(
-                store, release, keys, targets, buckets, precision, bool(settings.loras), settings.safety != "off"
+                store,
+                release,
+                keys,
+                targets,
+                buckets,
+                precision,
+                bool(settings.loras),
+                settings.safety != "off",
+                settings.bands_per_image,
             )
             return
         self._process.send_request(settings, options, targets)

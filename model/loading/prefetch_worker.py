@@ -63,6 +63,7 @@ class PrefetchProcess:
             "precision": settings.precision,
             "with_adapters": bool(settings.loras),
             "with_safety_checker": settings.safety != "off",
+            "bands": settings.bands_per_image,
             "fp16_steps": settings.fp16_steps and settings.fp16_steps.model_dump(),
             "compares": settings.served_precision.compares,
         }
@@ -101,6 +102,7 @@ def fetch_selected(
     precision: ServedPrecision,
     with_adapters: bool,
     with_safety_checker: bool,
+    bands: int,
 ) -> None:
     """Check the signature, select, and fetch. Raises what `check_signature`, `select` and `Store.fetch` raise."""
     check_signature(manifest, keys)
@@ -111,6 +113,7 @@ def fetch_selected(
         precision=precision,
         with_adapters=with_adapters,
         with_safety_checker=with_safety_checker,
+        bands=bands,
     )
     store.fetch(selection.blobs())
 
@@ -149,6 +152,7 @@ def main() -> None:
             ),
             request["with_adapters"],
             request["with_safety_checker"],
+            request["bands"],
         )
     except PreheatError:
         return  # the load raises and reports the same error

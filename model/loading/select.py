@@ -99,15 +99,16 @@ def select(
     precision: ServedPrecision | None = None,
     with_adapters: bool = False,
     with_safety_checker: bool = False,
+    bands: int = 1,
 ) -> Selection:
     """Select the engines and weights for the first of `targets` that has all engines.
 
     If `buckets` is empty, every bucket of the release is selected. Optional components may lack sizes, and are left out
-    if they have none of the buckets. `versions`: runtime -> the server's version of that
-    library; None: the installed ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes
-    adapters as inputs, if the release has it. `with_safety_checker`: also the safety checker, which the release must
-    have. Raises MissingComponent, NoEngineForTarget, EngineError, or ConfigError if UNets that are not 8-bit are to be
-    compared with fp16, before any blob is read.
+    if they have none of the buckets. `versions`: runtime -> the server's version of that library; None: the installed
+    ones. `precision`: None selects the defaults. `with_adapters`: also the UNet that takes adapters as inputs, if the
+    release has it. `with_safety_checker`: also the safety checker, which the release must have. `bands`: those that
+    each image is divided into; the release must have UNets for them. Raises MissingComponent, NoEngineForTarget,
+    EngineError, or ConfigError if UNets that are not 8-bit are to be compared with fp16, before any blob is read.
     """
     names = required_components(manifest)
     precision = precision or ServedPrecision()
@@ -143,7 +144,12 @@ def select(
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
-        records += choose_variants(manifest, find_component(name)[0], records)
+        records += choose_variants(manifest, find_component(name)[0], records, bands)
+    if bands > 1 and all(engine.component == UNET for engine in engines[UNET]):
+        raise NoEngineForTarget(
+            f"Release {manifest.name} has no {UNET} engine for {bands} bands on {target} in the served sizes.",
+            f"Build it (`preheat build --bands {bands}`) and publish a new release, or set bands_per_image to 1.",
+        )
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
     for name, records in engines.items():
         if any(engine.signature != records[0].signature for engine in records):
@@ -281,12 +287,24 @@ def choose_engines(
     return list(chosen.values())
 
 
-def choose_variants(manifest: Manifest, spec: ComponentSpec, chosen: Sequence[EngineRecord]) -> list[EngineRecord]:
-    """Return the variants' engines with the same target, runtime, precision, layout and bucket as `chosen`."""
-    identities = [(e.target, e.runtime, e.precision, e.layout, e.bucket) for e in chosen]
-    names = [variant.name for variant in spec.variants]
+def choose_variants(
+    manifest: Manifest, spec: ComponentSpec, chosen: Sequence[EngineRecord], bands: int = 1
+) -> list[EngineRecord]:
+    """Return the variants' engines with the same target, runtime, precision, layout and bucket as `chosen`.
+
+    With several `bands` these are the engines for one of so many bands. Those of a CPU serve fewer heights than
+    `chosen`, so they have another bucket.
+    """
+    names = [variant.name for variant in spec.variants if variant.bands == bands]
     engines = [engine for engine in manifest.engines if engine.component in names and can_run(engine)]
-    return [e for e in engines if (e.target, e.runtime, e.precision, e.layout, e.bucket) in identities]
+
+    def identity(engine: EngineRecord) -> tuple[object, ...]:
+        is_dynamic = bands > 1 and engine.bucket.batch.min < engine.bucket.batch.max
+        bucket = None if is_dynamic else engine.bucket
+        return engine.target, engine.runtime, engine.precision, engine.layout, bucket
+
+    identities = [identity(engine) for engine in chosen]
+    return [engine for engine in engines if identity(engine) in identities]
 
 
 def weights_of(manifest: Manifest, engine: EngineRecord) -> WeightsRecord:

@@ -12,6 +12,7 @@ from model.engines import signatures
 from model.engines.signatures import CfgLayout, Widths
 from model.store.manifest import Family, Signature
 from model.store.precision import Dtype
+from model.validation import BAND_COUNTS
 
 Part = Literal["base", "refiner"]
 """The checkpoint that a component is read from, and the UNet that it serves."""
@@ -25,14 +26,17 @@ Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 
 @dataclass(frozen=True)
 class Variant:
-    """Further engines of a component, for batches of one CFG layout. Weights and signature are the component's.
+    """Further engines of a component. Weights and signature are the component's.
 
-    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`.
+    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`. `cfg`: they
+    serve batches of this CFG layout only. `bands`: so many ranks run such an engine together, each for a band of the
+    image (`model.engines.row_exchange`).
     """
 
     name: str
-    cfg: CfgLayout
     wrapper: str
+    cfg: CfgLayout | None = None
+    bands: int = 1
 
 
 @dataclass(frozen=True)
@@ -121,9 +125,10 @@ REFINER_UNET_TIME = "refiner_unet_time"
 REFINER_UNET = "refiner_unet"
 
 _CFG_VARIANTS = (
-    Variant(UNET_UNCONDITIONAL, "uncond", "UnconditionalUnetNetwork"),
-    Variant(UNET_GUIDED, "both", "GuidedUnetNetwork"),
+    Variant(UNET_UNCONDITIONAL, "UnconditionalUnetNetwork", "uncond"),
+    Variant(UNET_GUIDED, "GuidedUnetNetwork", "both"),
 )
+_BAND_VARIANTS = tuple(Variant(f"{UNET}_{bands}_bands", "BandUnetNetwork", bands=bands) for bands in BAND_COUNTS)
 
 
 def _unet_components(part: Part, prefix: str, variants: tuple[Variant, ...]) -> tuple[ComponentSpec, ...]:
@@ -151,7 +156,7 @@ def _table(*specs: ComponentSpec) -> Components:
 
 
 _IMAGE_COMPONENTS = (
-    *_unet_components("base", "", _CFG_VARIANTS),
+    *_unet_components("base", "", _CFG_VARIANTS + _BAND_VARIANTS),
     ComponentSpec(
         VAE_ENCODER, "base", "vae", "VaeEncoderNetwork", signatures.vae_encoder_signature, "request", "image",
         "encoding", precision_rule="vae", optional=True,

@@ -48,7 +48,7 @@ def _run(connection: Connection) -> None:
         return
     connection.send(None)
     connection.recv()  # Join
-    ranks = GroupRanks(start.rank, start.size, Path(start.meeting), model.device)
+    ranks = GroupRanks(start.rank, start.size, Path(start.meeting), model.device, start.settings.bands_per_image)
     model.ranks = ranks
     _follow(model, ranks, connection)
 
@@ -94,6 +94,7 @@ def _load(start: Start) -> LoadedModel:
         settings.public_key,
         runtime_cache_folder(options.cache_folder, targets),
         settings.served_precision,
-        ranks=start.size,
+        ranks=settings.batch_ranks,
+        bands=settings.bands_per_image,
     )
     return loaded.model

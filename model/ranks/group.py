@@ -6,11 +6,13 @@ The processes are on one machine. They find each other by a file, and their sock
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from model.denoising.ranks import Ranks
+from model.engines import row_exchange
 
 COLLECTIVE_SECONDS = 120.0  # after which a collective fails that a rank does not take part in
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
@@ -18,14 +20,18 @@ _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class GroupRanks(Ranks):
-    """One rank of several. Its collectives run on the current stream, also in a captured CUDA graph."""
+    """One rank of several. Its collectives run on the current stream, also in a captured CUDA graph.
 
-    def __init__(self, rank: int, size: int, meeting: Path, device: torch.device) -> None:
+    Groups of `bands` ranks divide the rows of each image among them, and the batch is divided among these groups. So
+    `rank` and `size` are those of groups.
+    """
+
+    def __init__(self, rank: int, size: int, meeting: Path, device: torch.device, bands: int = 1) -> None:
         """Wait for the other ranks. `meeting`: the file by which they find each other; it must not exist before.
 
-        Raises RuntimeError if they do not come within COLLECTIVE_SECONDS.
+        rank, size: among all ranks. Raises RuntimeError if they do not come within COLLECTIVE_SECONDS.
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size = rank // bands, size // bands
         for name, value in _INTERFACES.items():
             os.environ.setdefault(name, value)
         on_gpu = device.type == "cuda"
@@ -37,17 +43,39 @@ class GroupRanks(Ranks):
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             device_id=device if on_gpu else None,
         )
+        # Each process makes all groups, in the same order.
+        of_band = [dist.new_group(range(band, size, bands)) for band in range(bands)]
+        of_image = [dist.new_group(range(first, first + bands)) for first in range(0, size, bands)]
+        self._group = of_band[rank % bands]
+        if bands > 1:
+            row_exchange.join(_GroupBands(rank % bands, bands, of_image[self.rank]))
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return own
         own = own.contiguous()
         gathered = own.new_empty((self.size * len(own), *own.shape[1:]))
-        _all_gather(gathered, own)
+        _all_gather(gathered, own, self._group)
         return gathered
 
     def close(self) -> None:
         """Leave the group. Another one can be made afterwards."""
+        row_exchange.join(None)
         dist.destroy_process_group()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous tensor by that of rank 0."""
         dist.broadcast(tensor, 0)
+
+
+class _GroupBands:
+    """The bands of an image on the ranks of a group. Implements `model.engines.row_exchange.Bands`."""
+
+    def __init__(self, index: int, count: int, group: Any) -> None:
+        self.index, self.count = index, count
+        self._group = group
+
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        gathered = own.new_empty((self.count, *own.shape))
+        _all_gather(gathered, own[None], self._group)
+        return gathered

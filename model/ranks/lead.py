@@ -7,6 +7,7 @@ ends, so that the platform replaces the replica.
 
 import itertools
 import logging
+import os
 import subprocess
 import tempfile
 import threading
@@ -62,6 +63,7 @@ class Followers:
     def __init__(self, settings: Settings, secrets: Mapping[str, str], gpus: int) -> None:
         """`gpus`: those that this process sees, 0 on a CPU; each rank uses one. Raises OSError."""
         self.size = settings.gpus_per_image
+        self._bands = settings.bands_per_image
         self._folder = tempfile.TemporaryDirectory(prefix="preheat-ranks-")
         self._meeting = Path(self._folder.name) / "meeting"
         self._closing = False
@@ -71,7 +73,9 @@ class Followers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         for rank in range(1, self.size):
-            variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {}
+            # Ranks on a CPU share its cores. Threads that wait for their turn spin, which took most of a step.
+            threads = max(1, (os.cpu_count() or 1) // self.size)
+            variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {"OMP_NUM_THREADS": str(threads)}
             process, connection = start_connected_child("model.ranks.follower.main", variables)
             self._processes.append(process)
             self._connections.append(connection)
@@ -95,7 +99,7 @@ class Followers:
                 raise RankFailed(f"Rank {rank} of {self.size} did not load the release: {error}")
         for connection in self._connections:
             connection.send(Join())
-        self._ranks = GroupRanks(0, self.size, self._meeting, model.device)
+        self._ranks = GroupRanks(0, self.size, self._meeting, model.device, self._bands)
         model.ranks, model.lead = self._ranks, self._lead
 
     def watch(self, on_end: Callable[[str], None]) -> None:

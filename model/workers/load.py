@@ -53,7 +53,8 @@ def load_scheduler(
             settings.served_precision,
             ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
             safety=settings.safety,
-            ranks=settings.gpus_per_image,
+            ranks=settings.batch_ranks,
+            bands=settings.bands_per_image,
         )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every

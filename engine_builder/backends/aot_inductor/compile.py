@@ -17,6 +17,7 @@ from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engine_builder.backends.built import CompileError
+from engine_builder.networks.bands import BANDS_VERSION
 from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
@@ -54,7 +55,7 @@ def dynamic_bucket(multiple: int | None, max_batch: int = 16, max_side: int = LA
     batch = Span(min=1, max=max_batch)
     if multiple is None:
         return Bucket(batch=batch)
-    side = Span(min=64, max=max_side, multiple=multiple)
+    side = Span(min=max(64, multiple), max=max_side, multiple=multiple)
     return Bucket(batch=batch, height=side, width=side)
 
 
@@ -81,11 +82,13 @@ def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) ->
 
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
-    # Entries of quantized networks only, so that the keys of other engines stay what they were.
+    # Entries of quantized networks and bands only, so that the keys of other engines stay what they were.
     linear_version = INT8_LINEAR_VERSION if network.precision == INT8 else LINEAR_VERSION
-    quantized: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
+    optional: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
     if has_quantized_convs(network.module):
-        quantized["convolutions"] = CONV_VERSION
+        optional["convolutions"] = CONV_VERSION
+    if network.bands > 1:
+        optional["bands"] = [BANDS_VERSION, network.bands]
     return digest_json(
         {
             "recipe": COMPILER_VERSION,
@@ -100,7 +103,7 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
             "precision": network.precision.name,
             "layout": network.layout,
         }
-        | quantized
+        | optional
     )
 
 

@@ -11,6 +11,7 @@ from engine_builder.backends.aot_inductor import compile as compiler
 from engine_builder.backends.aot_inductor.compile_jobs import CompileJob, CompileResult, compile_jobs
 from engine_builder.backends.aot_inductor.remaining_time import RemainingTime, expected_seconds
 from engine_builder.backends.built import BuiltEngines, BuiltRecord, ReportActivity, put_blob
+from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.building.engine_timing import largest_inputs, time_engine
 from engine_builder.building.real_inputs import Inputs, fit_to_bucket
@@ -19,6 +20,7 @@ from engine_builder.networks.network import Network
 from engine_builder.stores.store import WritableStore
 from model.engines.aot_inductor.engine import AotInductorEngine
 from model.engines.aot_inductor.package import top_folder
+from model.engines.engine import Engine
 from model.errors import EngineError
 from model.store.manifest import Accuracy, Benchmark, Blob, Bucket, EngineRecord
 
@@ -50,20 +52,31 @@ class _PlannedEngine:
     def identity(self) -> tuple[str, str]:
         return self.component, self.key
 
-    def open(self, package: bytes, constants: bytes) -> AotInductorEngine:
+    def open(self, package: bytes, constants: bytes) -> Engine:
         """Open a package with this model's weights."""
         device = torch.device(self.device)
         network = self.network
-        return AotInductorEngine(
-            self.component, package, network.signature, self.bucket, constants, network.tensors(), device
-        )
+        engines = [
+            AotInductorEngine(
+                self.component,
+                package,
+                network.signature,
+                self.bucket,
+                constants,
+                network.tensors(),
+                device,
+                network.bands,
+            )
+            for _ in range(network.bands)
+        ]
+        return engines[0] if len(engines) == 1 else BandEngine(engines)
 
-    def open_stored(self, built: BuiltEngine, store: WritableStore) -> AotInductorEngine:
+    def open_stored(self, built: BuiltEngine, store: WritableStore) -> Engine:
         """Open a stored engine with this model's weights."""
         constants = store.get(built.constants.sha256, built.constants.bytes).read_bytes()
         return self.open(store.get(built.blob.sha256, built.blob.bytes).read_bytes(), constants)
 
-    def check(self, engine: AotInductorEngine) -> Accuracy:
+    def check(self, engine: Engine) -> Accuracy:
         """Compare an engine with eager PyTorch. Raises InaccurateEngine."""
         return validate(self.network, engine, fit_to_bucket(self.real_inputs, self.network, self.bucket))
 
@@ -145,7 +158,9 @@ def build_engines(
         if engine is not missing.get(engine.key, engine):  # compiled for another component
             progress(engine, "checking")
             accuracies[engine.identity] = engine.check(engine.open_stored(built[engine.key], store))
-        if built[engine.key].benchmark is None and plan.target.device == "cuda":
+        # The bands of an image run at the same time on several GPUs, which one GPU cannot time.
+        is_timed = plan.target.device == "cuda" and engine.network.bands == 1
+        if built[engine.key].benchmark is None and is_timed:
             built[engine.key] = _time_and_store(engine, built[engine.key], store)
         engines.records.append(
             EngineRecord(

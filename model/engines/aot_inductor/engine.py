@@ -1,4 +1,4 @@
-"""Engines compiled by AOTInductor (`.pt2`): opened by torch's C++ loader on a GPU, by `cpu_container` on a CPU.
+"""Engines compiled by AOTInductor (`.pt2`): opened by torch's C++ loader, or by `cpu_container` on a CPU.
 
 The public Python loader is not used. It compiles and runs probe programs to identify this machine's CPU, which takes
 up to a minute, and its wrapper takes seconds to import. The target was checked before an engine is opened.
@@ -21,8 +21,6 @@ from model.store.manifest import Bucket, Signature
 class AotInductorEngine:
     """One `.pt2` package without weights. `weights` are aliased, never copied, and must outlive the engine."""
 
-    concurrent = True
-
     def __init__(
         self,
         component: str,
@@ -32,8 +30,11 @@ class AotInductorEngine:
         constants: bytes,
         weights: Mapping[str, torch.Tensor],
         device: torch.device,
+        bands: int = 1,
     ) -> None:
-        """`package` and `constants`: the contents of the engine record's blobs.
+        """`package` and `constants`: the contents of the engine record's blobs. `bands`: the ranks that run the engine
+        together (`model.engines.row_exchange`). On a CPU such an engine holds Python's interpreter lock between its
+        exchanges, because only torch's loader calls operators of other modules.
 
         The verified bytes themselves are opened, because another process could replace a file after it was verified.
         Raises EngineError if anything does not match.
@@ -41,11 +42,15 @@ class AotInductorEngine:
         self.component = component
         self.signature = signature
         self.bucket = bucket
+        self.concurrent = bands == 1  # exchanges of two runs that overlap would be mixed up
         self._device = device.type
+        self._bands = bands
+        if bands > 1:
+            import model.engines.row_exchange  # noqa: F401  # registers the operators of the code
         mapped = _map_constants(component, constants, weights, device)
         check_package(component, package)
         try:
-            code = _GpuLoader(package, device.index or 0) if device.type == "cuda" else Container(package)
+            code = Container(package) if device.type == "cpu" and bands == 1 else _Loader(package, device)
             if code.constants != set(mapped):
                 raise EngineError(f"The {component} engine and its constant map disagree.")
             if isinstance(code, Container) and code.input_count != len(signature.inputs):
@@ -61,7 +66,7 @@ class AotInductorEngine:
                 "Free space in the folder for temporary files, where the engine is unpacked, or build it again "
                 "(`preheat build`).",
             ) from error
-        self._code: _GpuLoader | Container = code
+        self._code: _Loader | Container = code
         self._weights = mapped
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -79,18 +84,19 @@ class AotInductorEngine:
         try:
             outputs = self._code.run(ordered)
         except RuntimeError as error:
-            if self._device != "cpu":
-                raise  # the cause may be a lack of memory, which the warm-up recognizes
+            if self._device != "cpu" or self._bands > 1:
+                raise  # the cause may be a lack of memory or the end of a rank, which callers recognize
             raise EngineError(
                 f"The {self.component} engine failed ({_first_line(error)}). Its code may belong to another component."
             ) from error
         return bind_outputs(self.signature, outputs, sizes, self.component)
 
 
-class _GpuLoader:
+class _Loader:
     """torch's own loader, with the interface of `Container`."""
 
-    def __init__(self, package: bytes, index: int) -> None:
+    def __init__(self, package: bytes, device: torch.device) -> None:
+        index = -1 if device.type == "cpu" else device.index or 0
         with tempfile.TemporaryDirectory(prefix="preheat-engine-") as folder:
             path = Path(folder) / "engine.pt2"
             path.write_bytes(package)
