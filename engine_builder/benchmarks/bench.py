@@ -46,11 +46,15 @@ def release_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_in_process(
-    store: str, release: str, buckets: Sequence[ServedBucket] = (), precision: ServedPrecision | None = None
+    store: str,
+    release: str,
+    buckets: Sequence[ServedBucket] = (),
+    precision: ServedPrecision | None = None,
+    bands: int = 1,
 ) -> Loaded:
     """Load a release as a server does, with the settings of the environment. Raises as `load_release` does.
 
-    `precision`: replaces the environment's.
+    `precision`: replaces the environment's. `bands`: those that each image is divided into.
     """
     settings = read_settings()
     opened_store = open_store(store, settings.store_options())
@@ -62,6 +66,7 @@ def load_in_process(
         ColdStart(),
         settings.public_key,
         precision=precision or settings.served_precision,
+        bands=bands,
     )
 
 

@@ -7,6 +7,9 @@ Both run in this process, on the same weights. With several ranks, each of the o
 
 The share's step is measured on one GPU, as the step of a request whose batch has as many entries: without guidance. The
 all-gather is measured alone. On a GPU it is part of the step's CUDA graph, and a rank waits in it for the slowest.
+
+With bands the share's step is divided by their number, and what the bands exchange is left out. So the prediction is an
+upper limit; `engine_builder.benchmarks.band_exchange` counts the exchanges.
 """
 
 import time
@@ -72,16 +75,20 @@ class Ranked:
 
 
 @contextmanager
-def load_ranked(store: str, release: str, gpus: int) -> Iterator[Ranked]:
-    """Load a release with `gpus` ranks; on a CPU these are processes.
+def load_ranked(store: str, release: str, gpus: int, bands: int = 1) -> Iterator[Ranked]:
+    """Load a release with `gpus` ranks, which divide each image into `bands`; on a CPU these are processes.
 
-    Raises ConfigError if there are too few GPUs, RankFailed, and what `load_release` raises.
+    Raises ConfigError if there are too few GPUs or their number is no multiple of `bands`, RankFailed, and what
+    `load_release` raises.
     """
-    settings = read_settings().model_copy(update={"store": store, "release": release, "gpus_per_image": gpus})
-    alone = load_in_process(store, release)  # first, so that nothing is started for a release that does not load
+    divided_settings = {"gpus_per_image": gpus, "bands_per_image": bands}
+    settings = read_settings(divided_settings).model_copy(update={"store": store, "release": release})
+    # First, so that nothing is started for a release that does not load.
+    alone = load_in_process(store, release)
+    with_bands = load_in_process(store, release, bands=bands) if bands > 1 else alone
     followers = start_followers(settings, {})
     try:
-        divided = replace(alone, model=alone.model.sharing())
+        divided = replace(with_bands, model=with_bands.model.sharing())
         followers.join(divided.model)
         yield Ranked(alone, divided, followers)
     finally:
@@ -96,12 +103,12 @@ def compare(ranked: Ranked, request: GenerationRequest, warm_ups: int, runs: int
     params = resolve(request, ranked.alone.served)
     if params.guidance_scale <= 1:
         raise RequestRefused("guidance_scale", "an image without guidance is not divided.")
-    share = replace(params, guidance_scale=1.0)
-    size = ranked.divided.model.ranks.size
+    size, bands = ranked.divided.model.ranks.size, ranked.followers.size // ranked.divided.model.ranks.size
+    share = replace(params, guidance_scale=1.0) if size > 1 else params
     cases: list[tuple[str, Loaded, GenerationParams]] = [
         ("one GPU", ranked.alone, params),
-        (f"{size} GPUs", ranked.divided, params),
-        ("the share of one rank", ranked.alone, share),
+        (f"{ranked.followers.size} GPUs", ranked.divided, params),
+        ("the share of one rank" if bands == 1 else f"the share of {bands} ranks", ranked.alone, share),
     ]
     works = [release_work(loaded, case) for _, loaded, case in cases]
     rows = [
@@ -110,7 +117,7 @@ def compare(ranked: Ranked, request: GenerationRequest, warm_ups: int, runs: int
     ]
     one, several, of_share = (row.stages["denoise"] for row in rows if row.stages)
     communication = _measure_gather(ranked, params)
-    predicted = one / (of_share + 1000 * communication.seconds * params.num_inference_steps)
+    predicted = one / (of_share / bands + 1000 * communication.seconds * params.num_inference_steps)
     return Result(rows, communication, predicted, one / several)
 
 

@@ -111,6 +111,7 @@ def multi_gpu(
     release: ReleaseArgument,
     store: StoreOption = DEFAULT_STORE,
     gpus: Annotated[int, typer.Option(min=2, max=8, help="GPUs that share an image; on a CPU, processes.")] = 2,
+    bands: Annotated[int, typer.Option(help="Bands that each image is divided into: 1, 2, 4 or 8.")] = 1,
     prompt: str = DEFAULT_PROMPT,
     size: SizeOption = None,
     steps: StepsOption = 30,
@@ -126,12 +127,13 @@ def multi_gpu(
 
         request = GenerationRequest(prompt=prompt, width=width, height=height, num_inference_steps=steps, seed=0)
         url = open_cli_store(store, None).url
-    with load_ranked(url, release, gpus) as ranked, console.status(f"Measuring {plain(release)} on {gpus} GPUs"):
+    with load_ranked(url, release, gpus, bands) as ranked, console.status(f"Measuring {plain(release)} on {gpus} GPUs"):
         result = compare(ranked, request, warm_ups, runs)
     _print_table(result.rows, "stages", "ms")
     exchanged = result.communication
     console.print(
-        f"Denoising is {result.measured:.2f} times as fast; predicted: {result.predicted:.2f}. A step has "
+        f"Denoising is {result.measured:.2f} times as fast; predicted: {'at most ' if bands > 1 else ''}"
+        f"{result.predicted:.2f}. A step has "
         f"{exchanged.calls} all-gather of {exchanged.bytes} bytes of each GPU, {1e6 * exchanged.seconds:.0f} us alone."
     )
     finish(result.rows, out)

@@ -17,14 +17,16 @@ from model.ranks.lead import Followers
 from model.settings import Settings
 
 SIDE = 64
+BAND_RELEASE, BANDS = "toy-bands/1", 2
 
 
 @contextmanager
-def ranked(store: WritableStore, release: str, size: int) -> Iterator[tuple[Loaded, Followers]]:
-    """The release on `size` ranks. This process is the first."""
-    followers = Followers(Settings(store=store.url, release=release, gpus_per_image=size), {}, gpus=0)
+def ranked(store: WritableStore, release: str, size: int, bands: int = 1) -> Iterator[tuple[Loaded, Followers]]:
+    """The release on `size` ranks, and each image in so many bands. This process is the first rank."""
+    settings = Settings(store=store.url, release=release, gpus_per_image=size, bands_per_image=bands)
+    followers = Followers(settings, {}, gpus=0)
     try:
-        loaded = load_release(store, release, detect_targets(), buckets=[], cold_start=ColdStart())
+        loaded = load_release(store, release, detect_targets(), [], ColdStart(), ranks=size // bands, bands=bands)
         followers.join(loaded.model)
         yield loaded, followers
     finally:
