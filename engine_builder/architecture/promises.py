@@ -119,6 +119,8 @@ CAPABILITIES: Tests = {
         "tests/ranks/test_followers.py::test_two_ranks_make_the_pictures_of_one",
         "tests/ranks/test_rank_failures.py::test_the_end_of_a_rank_is_answered",
         "tests/ranks/test_server.py::test_a_server_divides_its_batches_and_ends_with_a_rank",
+        "tests/ranks/test_bands.py::test_two_bands_make_the_picture_of_one",
+        "tests/ranks/test_band_groups.py::test_four_ranks_divide_the_halves_of_guidance_and_their_rows",
     ),
     "trust": (
         "tests/store/test_signature.py::test_server_with_key_loads_only_signed_releases",

@@ -1,6 +1,6 @@
 """Count what the bands of an image exchange in a denoising step, and predict a step's time from it.
 
-    python -m engine_builder.benchmarks.band_exchange MODEL --size 2048x2048 --bands 2 --step-ms 75 --call-us 40 --gb-s 150
+    python -m engine_builder.benchmarks.band_exchange MODEL --size 2048x2048 --bands 2 --step-ms 75 --call-us 40
 
 The UNet runs on tensors without data, so no GPU and no weights are needed. The prediction is
 
@@ -28,7 +28,7 @@ from model.validation import BAND_COUNTS
 
 
 @dataclass
-class Exchanges(TorchDispatchMode):
+class Exchanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The exchanges of a UNet's step. calls: by operator. received: bytes that a rank gets of the others."""
 
     bands: int
@@ -36,7 +36,7 @@ class Exchanges(TorchDispatchMode):
     received: int = 0
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,6 +15,8 @@ from engine_builder.networks.blocks import (
     upsample,
 )
 from engine_builder.networks.onnx_form import is_for_onnx
+
+_MAX_SCORES = 2**29  # of the attention on a GPU: one product up to about 1200x1200 pixels
 
 
 class VaeEncoderNetwork(nn.Module):
@@ -72,6 +75,19 @@ def _middle(middle: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def wide_attention(queries: Tensor, keys: Tensor, values: Tensor, max_scores: int = _MAX_SCORES) -> Tensor:
+    """Return attention [batch, n, channels] in one head, by plain products, for equally many queries and keys.
+
+    At most `max_scores` scores are in memory at a time: those of as many queries as fit. At 2048x2048 all scores in
+    fp16 would take 8.6 GB.
+    """
+    batch, count, channels = queries.shape
+    transposed = keys.transpose(1, 2)
+    pieces = (queries * channels**-0.5).split(max(1, max_scores // (batch * count)), 1)
+    mixed = [(piece @ transposed).softmax(-1) @ values for piece in pieces]
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1)
+
+
 def _attention(attention: Any, hidden: Tensor) -> Tensor:
     """Add attention between all pixels of a latent, in one head as wide as the channels (512).
 
@@ -83,7 +99,7 @@ def _attention(attention: Any, hidden: Tensor) -> Tensor:
     if is_for_onnx():
         mixed = attend(queries, keys, values, heads=1)
     elif hidden.device.type == "cuda":
-        mixed = ((queries * channels**-0.5) @ keys.transpose(1, 2)).softmax(-1) @ values
+        mixed = wide_attention(queries, keys, values)
     else:
         mixed = F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None])[:, 0]
     return tokens_to_pixels(attention.to_out[0](mixed), hidden) + hidden
