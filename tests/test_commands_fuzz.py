@@ -76,7 +76,7 @@ def every_command(files: OddFiles) -> list[Command]:
                           "--workspace": NUMBERS, "--level": NUMBERS, "--jobs": NUMBERS, "--lora-rank": NUMBERS,
                           "--ip-adapter": [*TEXTS, *(f"style={path}" for path in paths)], "--ip-images": NUMBERS,
                           "--image-encoder": paths, "--embedding-rows": NUMBERS,
-                          "--text-chunks": NUMBERS,
+                          "--text-chunks": NUMBERS, "--bands": NUMBERS,
                           "--safety-checker": [*paths, *files.models],
                           "--lora": [*paths, "x:", "x:nan", ":1"]},
                 {}, (models,)),

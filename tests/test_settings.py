@@ -130,6 +130,13 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ({"gpus_per_image": 0}, "gpus_per_image: got 0"),
         ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
         ({"workers": 0}, "workers: got 0"),
+        ({"bands_per_image": 0}, "bands_per_image: got 0"),
+        ({"bands_per_image": 3}, "bands_per_image: .*possible are 1, 2, 4, 8"),
+        ({"bands_per_image": 2}, "bands_per_image: .*gpus_per_image is 1, which is no multiple"),
+        (
+            {"bands_per_image": 2, "gpus_per_image": 2, "compare_every": 9},
+            "bands_per_image: .*compared on one GPU only",
+        ),
         ({"gpus_per_image": 2, "loras": ["pixel"]}, "gpus_per_image: .* adapters need gpus_per_image 1"),
         ({"compare_every": "ten"}, 'compare_every: got "ten"'),
         ({"fp16_steps": 3}, "fp16_steps: got 3, expected a JSON object with the fields first, last"),

@@ -274,6 +274,8 @@ def parse_plan(
             raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint=option)
     if embedding_rows and runtime in LIBRARIES:
         raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint="--embedding-rows")
+    if bands and runtime in LIBRARIES:
+        raise typer.BadParameter("is not supported for plans; build for aot_inductor", param_hint="--bands")
     if image_encoders and not ip_adapters:
         raise typer.BadParameter("needs --ip-adapter", param_hint="--image-encoder")
     options = None
@@ -299,8 +301,6 @@ def parse_plan(
         raise typer.BadParameter(
             f"{text_chunks} is not one of {', '.join(map(str, TEXT_CHUNK_COUNTS))}", param_hint="--text-chunks"
         )
-    if bands and runtime != "aot_inductor":
-        raise typer.BadParameter("is an option of --runtime aot_inductor", param_hint="--bands")
     if unknown := sorted(set(bands) - set(BAND_COUNTS)):
         raise typer.BadParameter(f"{unknown[0]} is not one of {', '.join(map(str, BAND_COUNTS))}", param_hint="--bands")
     if safety_checker is not None and runtime != "aot_inductor":

@@ -51,11 +51,12 @@ def whole_image(own: Tensor) -> Tensor:
 
 def convolve(conv: Any, hidden: Tensor) -> Tensor:
     """Return conv(hidden), [batch, channels, height, width], for a kernel of 1, 2 or 3 rows."""
-    rows = conv.padding[0]
-    if band_count() == 1 or not rows:
+    if band_count() == 1:
         return cast(Tensor, conv(hidden))
     if not isinstance(conv, nn.Conv2d):
         raise TypeError(f"{type(conv).__name__} cannot convolve one band of an image")
+    if not cast(int, conv.padding[0]):
+        return cast(Tensor, conv(hidden))
     band = _rows_first(hidden)
     above, below = torch.ops.preheat.neighbour_rows(torch.stack([band[:, 0], band[:, -1]])).unbind(0)
     # With a stride of 2, the last window of an even number of rows ends within the band.

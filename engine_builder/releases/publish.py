@@ -136,7 +136,7 @@ def _model_of(draft: Manifest) -> tuple[str | None, ...]:
 
 
 # The builder's entries that describe only some of a release's engines.
-_OF_ONE_DRAFT = ("tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank")
+_OF_ONE_DRAFT = ("tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank", "bands")
 
 
 def merge_drafts(drafts: list[Manifest]) -> Manifest:

@@ -47,7 +47,7 @@ def test_release_is_independent_of_build_order(store_copy: WritableStore) -> Non
     assert publish(store_copy, "toy-sdxl") == (first, False)
 
 
-@pytest.mark.parametrize("entry", ["tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank"])
+@pytest.mark.parametrize("entry", ["tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank", "bands"])
 def test_release_does_not_name_options_of_one_draft(store_copy: WritableStore, entry: str) -> None:
     """The release does not depend on what was built last."""
     builder = read_draft(store_copy).builder | {entry: "{}"}
