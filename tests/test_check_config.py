@@ -316,6 +316,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     "too few GPUs for workers": (
         {"gpus_per_image": 2, "workers": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
         r"2 workers with 2 GPUs for each image need 4 GPUs, and the config requests 2 H100\. Set .* to H100:4",
+    ),
     "no engines for bands": (
         {"gpus_per_image": 2, "bands_per_image": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
         r"has no unet engine for 2 bands on .* --bands 2",
