@@ -160,6 +160,8 @@ class Settings(StrictModel):
         gpus = info.data.get("gpus_per_image", bands)
         if gpus % bands:
             raise refusal(f"{bands} bands for each image, and gpus_per_image is {gpus}, which is no multiple of it")
+        if bands > 1 and info.data.get("runtime", "aot_inductor") != "aot_inductor":
+            raise refusal(f"{bands} bands for each image, and runtime is {info.data['runtime']}: plans have no bands")
         if bands > 1 and info.data.get("compare_every"):
             raise refusal(f"{bands} bands for each image, and compare_every: images are compared on one GPU only")
         return bands

@@ -319,7 +319,7 @@ REFUSALS: dict[str, tuple[dict[str, object], str]] = {
     ),
     "no engines for bands": (
         {"gpus_per_image": 2, "bands_per_image": 2, "resources": {"accelerator": "H100:2", "use_gpu": True}},
-        r"has no unet engine for 2 bands on .* --bands 2",
+        r"has no unet engine in fp32 for 2 bands on .* --bands 2",
     ),
     "unknown runtime": ({"runtime": "onnx"}, r"model_metadata\.preheat\.runtime"),
     "unpublished, in a variable": (

@@ -131,6 +131,7 @@ def test_environment_overrides_the_config(monkeypatch: pytest.MonkeyPatch) -> No
         ({"gpus_per_image": 9}, "gpus_per_image: got 9"),
         ({"workers": 0}, "workers: got 0"),
         ({"bands_per_image": 0}, "bands_per_image: got 0"),
+        ({"bands_per_image": 2, "gpus_per_image": 2, "runtime": "fastest"}, "bands_per_image: .*plans have no bands"),
         ({"bands_per_image": 3}, "bands_per_image: .*possible are 1, 2, 4, 8"),
         ({"bands_per_image": 2}, "bands_per_image: .*gpus_per_image is 1, which is no multiple"),
         (

@@ -6,8 +6,9 @@ The UNet runs on tensors without data, so no GPU and no weights are needed. The 
 
     whole step / bands + calls * time of a call + received bytes / bandwidth
 
-`--step-ms`: a step of the same batch on one GPU. `--call-us`: an exchange of few bytes, which `preheat bench multi-gpu`
-measures. `--gb-s`: bandwidth of an all-gather. Winograd convolutions, which bands lack, are not accounted for.
+`--step-ms`: a step of the same batch on one GPU. `--call-us`: an exchange of few bytes; `preheat bench multi-gpu`
+without bands measures that of the predicted noise. `--gb-s`: bandwidth of an all-gather. Winograd convolutions, which
+bands lack, are not accounted for.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Compare one image on several GPUs with one GPU, alternating in one run: `preheat bench multi-gpu`.
 
-Both run in this process, on the same weights. With several ranks, each of the other GPUs has a process
+Both run in this process, without bands on the same weights. With several ranks, each of the other GPUs has a process
 (`model.ranks`). The speed-up is predicted before it is measured:
 
     step on N ranks = step of the share of one rank + an all-gather of the predicted noise
@@ -101,9 +101,9 @@ def compare(ranked: Ranked, request: GenerationRequest, warm_ups: int, runs: int
     Raises RequestRefused for a request without guidance, whose batch has one entry.
     """
     params = resolve(request, ranked.alone.served)
-    if params.guidance_scale <= 1:
-        raise RequestRefused("guidance_scale", "an image without guidance is not divided.")
     size, bands = ranked.divided.model.ranks.size, ranked.followers.size // ranked.divided.model.ranks.size
+    if size > 1 and params.guidance_scale <= 1:
+        raise RequestRefused("guidance_scale", "an image without guidance is not divided.")
     share = replace(params, guidance_scale=1.0) if size > 1 else params
     cases: list[tuple[str, Loaded, GenerationParams]] = [
         ("one GPU", ranked.alone, params),
@@ -122,8 +122,10 @@ def compare(ranked: Ranked, request: GenerationRequest, warm_ups: int, runs: int
 
 
 def _measure_gather(ranked: Ranked, params: GenerationParams) -> Communication:
-    """Time the all-gather of a step's predictions for one guided image."""
+    """Time the all-gather of a step's predictions for one guided image. With bands only there is none."""
     model = ranked.divided.model
+    if model.ranks.size == 1:
+        return Communication(0, 0, 0.0)
     [noise] = model.engines[UNET].signature.outputs
     shape = (len(model.ranks.share(2)), *entry_shape(noise, params.height, params.width))
     own = torch.zeros(shape, dtype=DTYPES[noise.dtype], device=model.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.engines.engine import Engine
 from model.engines.row_exchange import joined
+from model.errors import EngineError
 
 _SECONDS = 600.0  # in which all bands must come to an exchange
 
@@ -26,21 +27,24 @@ class BandEngine:
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs of the first band, which are those of all bands. Raises EngineError."""
         barrier = threading.Barrier(len(self._engines))
+        first: list[BaseException] = []
         exchanged: list[Tensor] = [torch.empty(0)] * len(self._engines)
 
         def run(index: int) -> dict[str, Tensor]:
             try:
                 with torch.inference_mode(), joined(_ThreadBands(index, barrier, exchanged)):
                     return self._engines[index].run(inputs)
-            except BaseException:
+            except BaseException as error:
+                first.append(error)  # before the others fail, because they wait for this band
                 barrier.abort()
                 raise
 
         with ThreadPoolExecutor(len(self._engines)) as threads:
             runs = [threads.submit(run, index) for index in range(len(self._engines))]
-        failed = [error for error in (run.exception() for run in runs) if error is not None]
-        for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error  # the first cause, rather than those that waited for it
+        if first and isinstance(first[0], RuntimeError) and not isinstance(first[0], torch.OutOfMemoryError):
+            raise EngineError(f"The {self.component} engine failed ({first[0]}).") from first[0]
+        if first:
+            raise first[0]
         return runs[0].result()
 
 

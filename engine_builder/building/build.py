@@ -31,6 +31,7 @@ from engine_builder.checkpoints.release_settings import (
     read_release_defaults,
     write_tokenizers,
 )
+from engine_builder.networks.bands import BANDS_VERSION
 from engine_builder.networks.check import check_model
 from engine_builder.networks.fp8_conv import CONV_VERSION
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
@@ -43,6 +44,7 @@ from engine_builder.networks.network import (
     digest_json,
     library_versions,
 )
+from engine_builder.networks.vae import splits_scores
 from engine_builder.stores.store import WritableStore
 from model.engines.tensorrt.libraries import installed_version
 from model.errors import CorruptBlob
@@ -245,7 +247,9 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.lora_rank:
         options |= {"lora_rank": str(plan.lora_rank)}
     if plan.bands:
-        options["bands"] = json.dumps(plan.bands)
+        options["bands"] = json.dumps([BANDS_VERSION, *plan.bands])
+    if plan.target.device == "cuda" and any(splits_scores(1, size.height * size.width // 64) for size in plan.sizes):
+        options["attention"] = "in pieces"
     if plan.sizes and plan.text_chunks != 1:
         options["text_chunks"] = str(plan.text_chunks)
     if plan.quantization:

@@ -251,6 +251,12 @@ class BuildPlan:
                 )
         for bands in self.bands:
             multiple = bands * self.base.size_step()
+            if not self.sizes and 64 + 5 * multiple > compiler.LARGEST_DYNAMIC_SIDE:
+                raise SizesRefused(
+                    f"Engines for any size take sides up to {compiler.LARGEST_DYNAMIC_SIDE}, and {bands} bands need "
+                    f"heights in steps of {multiple}.",
+                    f"Build for explicit sizes (--size), or without --bands {bands}.",
+                )
             if self.sizes and not any(size.height % multiple == 0 for size in self.sizes):
                 raise SizesRefused(
                     f"No size of this build can be divided into {bands} bands.",

@@ -32,6 +32,7 @@ from engine_builder.commands.console import (
 from engine_builder.stores.store import WritableStore
 from model.errors import RequestRefused
 from model.pipeline.spec import UNET
+from model.validation import BAND_COUNTS
 
 
 class _LatencyByDefault(TyperGroup):
@@ -121,6 +122,8 @@ def multi_gpu(
 ) -> None:
     """Measure one image on several GPUs and on one, alternating, and predict the speed-up. The last line is JSON."""
     width, height = parse_size(size) if size else (None, None)
+    if bands not in (1, *BAND_COUNTS) or gpus % bands:
+        raise typer.BadParameter(f"{bands} is not 1, 2, 4 or 8 and a divisor of --gpus {gpus}", param_hint="--bands")
     with console.status("Loading"):
         from engine_builder.benchmarks.multi_gpu import compare, load_ranked
         from model.api.request import GenerationRequest
@@ -133,9 +136,13 @@ def multi_gpu(
     exchanged = result.communication
     console.print(
         f"Denoising is {result.measured:.2f} times as fast; predicted: {'at most ' if bands > 1 else ''}"
-        f"{result.predicted:.2f}. A step has "
-        f"{exchanged.calls} all-gather of {exchanged.bytes} bytes of each GPU, {1e6 * exchanged.seconds:.0f} us alone."
+        f"{result.predicted:.2f}."
     )
+    if exchanged.calls:
+        console.print(
+            f"A step has {exchanged.calls} all-gather of {exchanged.bytes} bytes of each GPU, "
+            f"{1e6 * exchanged.seconds:.0f} us alone."
+        )
     finish(result.rows, out)
 
 

@@ -75,6 +75,11 @@ def _middle(middle: Any, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def splits_scores(batch: int, tokens: int) -> bool:
+    """True if `wide_attention` computes attention between so many tokens in pieces."""
+    return batch * tokens**2 > _MAX_SCORES
+
+
 def wide_attention(queries: Tensor, keys: Tensor, values: Tensor, max_scores: int = _MAX_SCORES) -> Tensor:
     """Return attention [batch, n, channels] in one head, by plain products, for equally many queries and keys.
 

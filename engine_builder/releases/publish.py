@@ -142,9 +142,10 @@ _OF_ONE_DRAFT = ("tensorrt", "fp8", "fp8_convolutions", "int8", "lora_rank", "ba
 def merge_drafts(drafts: list[Manifest]) -> Manifest:
     """Return one manifest with the engines and weights of all drafts, which are of one source, newest first.
 
-    Of equal engines or weights, the newest draft's entry is taken. Other entries are the newest draft's, without
-    TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized. Engines and
-    weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has all entries.
+    Of equal engines, weights or architectures, the newest draft's entry is taken. Other entries are the newest draft's,
+    without TensorRT's build options. Quantization and fp16 steps are those of the newest draft that is quantized.
+    Engines and weights are sorted, so the order of the builds makes no difference. The schema is the oldest that has
+    all entries.
     """
     newest = drafts[0]
     oldest_first = drafts[::-1]
@@ -154,11 +155,13 @@ def merge_drafts(drafts: list[Manifest]) -> Manifest:
         for draft in oldest_first
         for weights in draft.weights
     }
+    architectures = {name: digest for draft in oldest_first for name, digest in draft.architectures.items()}
     builder = {name: value for name, value in newest.builder.items() if name not in _OF_ONE_DRAFT}
     quantized = [draft for draft in drafts if "quantization" in draft.builder]
     merged = newest.model_copy(
         update={
             "builder": builder | ({"quantization": quantized[0].builder["quantization"]} if quantized else {}),
+            "architectures": architectures,
             "fp16_steps": quantized[0].fp16_steps if quantized else None,
             "engines": tuple(engines[identity] for identity in sorted(engines)),
             "weights": tuple(weights[identity] for identity in sorted(weights)),

@@ -62,7 +62,8 @@ def _current(count: int | None = None) -> Bands:
 
 
 def _own_rows(whole: Tensor, bands: int) -> Tensor:
-    return whole.chunk(bands, 1)[_current(bands).index].contiguous()
+    own = whole.chunk(bands, 1)[_current(bands).index]
+    return own.clone(memory_format=torch.contiguous_format)  # compiled code expects no alias of an input
 
 
 def _gather(own: Tensor, bands: int) -> Tensor:

@@ -27,7 +27,7 @@ from model.pipeline.spec import (
     unets,
 )
 from model.settings import ServedBucket, ServedPrecision
-from model.store.manifest import Blob, EngineRecord, Fp16Steps, Manifest, WeightsRecord
+from model.store.manifest import Blob, Bucket, EngineRecord, Fp16Steps, Manifest, WeightsRecord
 from model.store.precision import FP16, Precision
 
 
@@ -144,10 +144,15 @@ def select(
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
     for name, records in engines.items():
-        records += choose_variants(manifest, find_component(name)[0], records, bands)
+        records += [
+            engine
+            for engine in choose_variants(manifest, find_component(name)[0], records, bands)
+            if bands == 1 or not buckets or any(_serves(engine.bucket, bucket) for bucket in buckets)
+        ]
     if bands > 1 and all(engine.component == UNET for engine in engines[UNET]):
         raise NoEngineForTarget(
-            f"Release {manifest.name} has no {UNET} engine for {bands} bands on {target} in the served sizes.",
+            f"Release {manifest.name} has no {UNET} engine in {engines[UNET][0].precision} for {bands} bands on "
+            f"{target} in the served sizes.",
             f"Build it (`preheat build --bands {bands}`) and publish a new release, or set bands_per_image to 1.",
         )
     weights = {name: [weights_of(manifest, engine) for engine in records] for name, records in engines.items()}
@@ -163,6 +168,10 @@ def select(
     for name in shared:
         del engines[name], weights[name]
     return Selection(manifest, target, engines, weights, shared, fp16_steps)
+
+
+def _serves(engine: Bucket, served: ServedBucket) -> bool:
+    return engine.batch.min <= served.rows and engine.holds(engine.batch.min, served.height, served.width)
 
 
 def _choose_safety_checker(manifest: Manifest, target: str) -> list[EngineRecord]:

@@ -4,6 +4,7 @@ The processes are on one machine. They find each other by a file, and their sock
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,13 @@ class GroupRanks(Ranks):
             timeout=timedelta(seconds=COLLECTIVE_SECONDS),
             device_id=device if on_gpu else None,
         )
-        # Each process makes all groups, in the same order.
-        of_band = [dist.new_group(range(band, size, bands)) for band in range(bands)]
-        of_image = [dist.new_group(range(first, first + bands)) for first in range(0, size, bands)]
-        self._group = of_band[rank % bands]
+        self._group: Any = None  # of all ranks
         if bands > 1:
-            row_exchange.join(_GroupBands(rank % bands, bands, of_image[self.rank]))
+            index = rank % bands
+            if self.size > 1:
+                self._group = _new_groups([range(band, size, bands) for band in range(bands)])[index]
+            of_image = _new_groups([range(first, first + bands) for first in range(0, size, bands)])[self.rank]
+            row_exchange.join(_GroupBands(index, bands, of_image))
 
     def gather(self, own: torch.Tensor) -> torch.Tensor:
         if self.size == 1:
@@ -66,6 +68,11 @@ class GroupRanks(Ranks):
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous tensor by that of rank 0."""
         dist.broadcast(tensor, 0)
+
+
+def _new_groups(members: Sequence[range]) -> list[Any]:
+    """Make groups of these ranks. Each process must make all groups, in the same order."""
+    return [dist.new_group(ranks, timeout=timedelta(seconds=COLLECTIVE_SECONDS)) for ranks in members]
 
 
 class _GroupBands:

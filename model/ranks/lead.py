@@ -74,8 +74,8 @@ class Followers:
         self._connections: list[Connection] = []
         for rank in range(1, self.size):
             # Ranks on a CPU share its cores. Threads that wait for their turn spin, which took most of a step.
-            threads = max(1, (os.cpu_count() or 1) // self.size)
-            variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {"OMP_NUM_THREADS": str(threads)}
+            threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, len(os.sched_getaffinity(0)) // self.size))
+            variables = {"CUDA_VISIBLE_DEVICES": visible_gpu(rank, gpus)} if gpus else {"OMP_NUM_THREADS": threads}
             process, connection = start_connected_child("model.ranks.follower.main", variables)
             self._processes.append(process)
             self._connections.append(connection)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from engine_builder.backends.aot_inductor.compile import engine_key, example_inputs, static_bucket
+from engine_builder.backends.aot_inductor.compile import build_target, engine_key, example_inputs, static_bucket
 from engine_builder.benchmarks.band_exchange import count_exchanges
 from engine_builder.building.band_engine import BandEngine
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused
@@ -183,6 +183,12 @@ def test_counts_what_bands_exchange() -> None:
     assert two.received < four.received < 3 * two.received
     assert two.step_ms(8.0, 0.0, math.inf) == 4.0
     assert two.step_ms(8.0, 10.0, 1e-3) == pytest.approx(4.0 + 0.66 + two.received / 1e3)
+
+
+def test_bands_beyond_the_sides_of_dynamic_engines_are_refused() -> None:
+    plan = BuildPlan("tiny", Checkpoint(MODEL_FOLDER), None, build_target(), FP32, bands=(8,))
+    with pytest.raises(SizesRefused, match="8 bands need heights in steps of 256"):
+        plan.check_sizes()
 
 
 def test_bands_of_no_size_are_refused(toy_plan: BuildPlan) -> None:

@@ -67,6 +67,14 @@ def test_omits_a_draft_of_an_older_source(store_copy: WritableStore, entry: str)
     assert OTHER not in manifest.targets
 
 
+def test_release_has_the_architectures_of_all_drafts(store_copy: WritableStore) -> None:
+    """A draft with an option, bands for example, has components that a newer draft lacks."""
+    architectures = read_draft(store_copy).architectures | {"unet_2_bands": "0" * 64}
+    add_draft_of_another_target(store_copy, created="2020-01-01T00:00:00+00:00", architectures=architectures)
+    manifest, _ = publish(store_copy, "toy-sdxl")
+    assert manifest.architectures == architectures
+
+
 def test_refuses_engines_that_do_not_fit_together(store_copy: WritableStore) -> None:
     """As of two precisions that were built with other options or versions: the server would refuse to load them."""
     draft = read_draft(store_copy)

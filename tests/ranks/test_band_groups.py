@@ -48,6 +48,6 @@ def test_the_end_of_a_band_is_answered(band_store: WritableStore) -> None:
 
 
 def test_a_release_without_bands_is_refused(band_store: WritableStore) -> None:
-    with pytest.raises(NoEngineForTarget, match="no unet engine for 4 bands") as refused:
+    with pytest.raises(NoEngineForTarget, match="no unet engine in fp32 for 4 bands") as refused:
         load_release(band_store, BAND_RELEASE, detect_targets(), [], ColdStart(), bands=4)
     assert "--bands 4" in refused.value.remedy

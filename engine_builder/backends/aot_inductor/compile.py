@@ -22,10 +22,12 @@ from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
+from engine_builder.networks.vae import splits_scores
 from model.engines.aot_inductor.package import IDENTITY, Identity
 from model.engines.shapes import DTYPES, dtype_name
 from model.engines.signatures import CLIP_SKIP, LORA_DOWN, LORA_UP, TOKENS
 from model.loading.target import Target, detect_targets
+from model.pipeline.spec import find_component
 from model.store.manifest import Bucket, Signature, Span
 from model.store.precision import INT8
 
@@ -82,13 +84,17 @@ def concrete_shape(dimensions: Sequence[int | str], sizes: Mapping[str, int]) ->
 
 def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     """Return the SHA-256 of everything that decides the compiled code. The weights do not count."""
-    # Entries of quantized networks and bands only, so that the keys of other engines stay what they were.
+    # Entries of some networks only, so that the keys of other engines stay what they were.
     linear_version = INT8_LINEAR_VERSION if network.precision == INT8 else LINEAR_VERSION
     optional: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
     if has_quantized_convs(network.module):
         optional["convolutions"] = CONV_VERSION
     if network.bands > 1:
         optional["bands"] = [BANDS_VERSION, network.bands]
+    if target.device == "cuda" and find_component(network.component)[0].precision_rule == "vae":
+        batch, height, width = sizes_of(bucket, "max")
+        if splits_scores(batch, height * width // (network.multiple or 1) ** 2):
+            optional["attention"] = "in pieces"
     return digest_json(
         {
             "recipe": COMPILER_VERSION,
