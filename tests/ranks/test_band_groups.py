@@ -8,6 +8,7 @@ import pytest
 
 from engine_builder.stores.store import WritableStore
 from model.cold_start import ColdStart
+from model.denoising.sampler_names import SAMPLERS
 from model.errors import NoEngineForTarget, Unavailable
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
@@ -24,13 +25,15 @@ ERROR_SECONDS = 10.0
 
 
 def test_four_ranks_divide_the_halves_of_guidance_and_their_rows(band_store: WritableStore, whole: Loaded) -> None:
-    batch = [
-        params(whole, height=HEIGHT, width=WIDTH),
-        params(whole, height=HEIGHT, width=WIDTH, seed=4, scheduler="Euler a", num_inference_steps=5),
+    """All samplers, two images with different samplers at a time, and one image alone."""
+    images = [
+        params(whole, height=HEIGHT, width=WIDTH, seed=seed, scheduler=scheduler, num_inference_steps=3 + seed % 2)
+        for seed, scheduler in enumerate(SAMPLERS)
     ]
+    batches = [images[:1], *(images[begin : begin + 2] for begin in range(0, len(images), 2))]
     with ranked(band_store, BAND_RELEASE, 4, BANDS) as (four, _):
         assert four.model.ranks.size == 2
-        for requests in (batch[:1], batch):
+        for requests in batches:
             assert_equal(generate(four.model, requests)[0], generate(whole.model, requests)[0])
 
 
