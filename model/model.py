@@ -69,6 +69,8 @@ class Model:
             gc.enable()
 
     def _load(self) -> None:
+        if self._settings.workers == 1:
+            _import_libraries()  # while the driver is being initialized
         gpus = preload_torch.count_gpus()
         workers = self._settings.worker_count(gpus)
         release, self._scheduler = self._start_workers(workers, gpus) if workers > 1 else self._load_here()

@@ -257,6 +257,15 @@ def read_settings(
         raise ConfigError(f"{'.'.join(filter(None, (_SECTION, problem.field)))}: {problem.message}.") from error
 
 
+def plain_secrets(secrets: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the Truss secrets that a store may need and that are set, for another process.
+
+    Truss's own mapping cannot be listed, copied or sent.
+    """
+    values = {name: _secret(secrets, name) for name in _SECRETS}
+    return {name: value for name, value in values.items() if value}
+
+
 def _secret(secrets: Mapping[str, str] | None, name: str) -> str | None:
     """Return a Truss secret, or None if it is not set. Truss then raises a class that only its server can import."""
     try:

@@ -81,7 +81,8 @@ def create_context(wanted: Callable[[int], bool]) -> None:
 
 def count_gpus() -> int:
     """Return the number of GPUs that this process can use, 0 for a CPU. Creates no context."""
-    if len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 and _is_built_for_gpus():
+    all_visible = "CUDA_VISIBLE_DEVICES" not in os.environ
+    if all_visible and len(list(Path("/dev").glob("nvidia[0-9]*"))) == 1 and _is_built_for_gpus():
         return 1  # without waiting for the driver, which the start of a server with one GPU need not do
     driver = _initialized_driver()
     return 0 if driver is None else _count(driver)

@@ -37,7 +37,7 @@ from model.ranks.messages import (
     tensors_of,
     without_tensors,
 )
-from model.settings import Settings
+from model.settings import Settings, plain_secrets
 
 logger = logging.getLogger("preheat")
 
@@ -79,7 +79,7 @@ class Followers:
             process, connection = start_connected_child("model.ranks.follower.main", variables)
             self._processes.append(process)
             self._connections.append(connection)
-            connection.send(Start(settings, dict(secrets), rank, self.size, str(self._meeting)))
+            connection.send(Start(settings, plain_secrets(secrets), rank, self.size, str(self._meeting)))
 
     def join(self, model: LoadedModel) -> None:
         """Wait until all ranks have loaded the release, and divide the batches of the model's loops among them.

@@ -1,10 +1,15 @@
 """Send messages from a thread of its own, so that no thread that generates or answers waits for the other process."""
 
+import logging
 import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
+
+from model.child_process import shut_down
+
+logger = logging.getLogger("preheat")
 
 _END_SECONDS = 1.0
 
@@ -29,6 +34,12 @@ class Sender:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        with suppress(OSError):  # the other process has ended
+        try:
             while (message := self._messages.get()) is not None:
                 self._connection.send(message)
+        except OSError:
+            pass  # the other process has ended
+        except Exception:  # a lost message would leave its request without an answer
+            logger.exception("A message cannot be sent to another process.")
+            with suppress(OSError):
+                shut_down(self._connection)

@@ -66,7 +66,8 @@ class AddedMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield each metric with the sums."""
         with self._lock:
-            parts = [self._ended, *self._counters.values(), *self._gauges.values()]
+            ended = {name: dict(samples) for name, samples in self._ended.items()}
+            parts = [ended, *self._counters.values(), *self._gauges.values()]
         for collector in collectors():
             for family in collector.collect():
                 total = _samples(family)

@@ -20,7 +20,7 @@ from model.loading.served import ServedRelease
 from model.pipeline.params import GenerationParams
 from model.scheduling.interface import Listener, check_queue
 from model.scheduling.job import ImageEvent, StepEvent
-from model.settings import Settings
+from model.settings import Settings, plain_secrets
 from model.workers.messages import (
     Cancel,
     Failed,
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("preheat")
 
 MAX_ATTEMPTS = 3  # workers that a request is given to: it may itself be what ends them
+# A worker that stood still, as in a frozen container, reports a step that took too long, and then goes on.
+UNHEALTHY_STATUSES = 20  # in a row, ten a second, after which a worker is ended
 _WATCH_SECONDS = 0.2
 _REPEATED = "The processes that had this request have ended, so it may be their cause."
 _NONE_LEFT = "All processes that generate images have ended; they are being started again."
@@ -66,7 +68,7 @@ class WorkerPool:
         self._workers: dict[int, Worker] = {}
         self._metrics: AddedMetrics | None = None
         self._closed = threading.Event()
-        start = start or partial(_start_worker, settings, secrets, workers, gpus)
+        start = start or partial(_start_worker, settings, plain_secrets(secrets), workers, gpus)
         events = Events(self._add, self._begin, self._receive, self._end)
         self._supervisor = Supervisor(workers, start, events, self._closed)
         threading.Thread(target=self._watch, name="preheat-watch", daemon=True).start()
@@ -137,9 +139,10 @@ class WorkerPool:
         for worker in workers:
             worker.kill("the server ended")
             self._retire(worker)
-            worker.reap()
+        self._supervisor.join()
         if self._metrics is not None:
             self._metrics.remove()
+            self._metrics = None
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -233,12 +236,12 @@ class WorkerPool:
                     worker.jobs[number].images_ahead = ahead
         if self._metrics is not None and (status.counters or status.gauges):
             self._metrics.update(worker.number, status.counters, status.gauges)
-        if not status.healthy and worker.ready:
-            self._retire_hanging(worker)
+        worker.unhealthy = 0 if status.healthy else worker.unhealthy + 1
+        if worker.ready and worker.unhealthy >= UNHEALTHY_STATUSES:
+            self._retire_hanging(worker, "its device failed, or ")
 
-    def _retire_hanging(self, worker: Worker) -> None:
-        reason = f"no step ended within {self.limits.stuck_seconds:g} s"
-        worker.kill(reason)
+    def _retire_hanging(self, worker: Worker, cause: str = "") -> None:
+        worker.kill(f"{cause}no step ended within {self.limits.stuck_seconds:g} s")
         self._retire(worker)
 
     # -- the life of the workers --------------------------------------------------------------------------------------
@@ -250,6 +253,7 @@ class WorkerPool:
     def _begin(self, worker: Worker) -> None:
         with self._lock:
             worker.ready = True
+            self._failure = _NONE_LEFT
 
     def _end(self, worker: Worker) -> None:
         self._retire(worker)
@@ -265,7 +269,7 @@ class WorkerPool:
                 worker.silent_seconds += _WATCH_SECONDS
                 if worker.ready and worker.silent_seconds > self.limits.stuck_seconds:
                     self._retire_hanging(worker)
-                elif worker.silent_seconds > LOAD_SECONDS:
+                elif not worker.ready and worker.silent_seconds > LOAD_SECONDS:
                     worker.kill(f"it did not load the release within {LOAD_SECONDS:g} s")
 
 

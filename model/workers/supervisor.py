@@ -2,17 +2,19 @@
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from model.workers.messages import LoadFailed, Ready, WhileServing
-from model.workers.worker import Worker, load_error
+from model.workers.worker import EXIT_SECONDS, Worker, load_error
 
 logger = logging.getLogger("preheat")
 
 LOAD_SECONDS = 1800.0  # in which a worker must have loaded the release
+MORE_SECONDS = 60.0  # for the other workers, once one has loaded it
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0  # before a worker is started again
 
 
@@ -41,17 +43,31 @@ class Supervisor:
         self._events = events
         self._closed = closed
         self._changed = threading.Condition()  # guards the next one
-        self._outcomes: dict[int, Ready | Exception] = {}  # of each worker's first load
-        for number in range(size):
-            threading.Thread(target=self._run, args=[number], name=f"preheat-worker-{number}", daemon=True).start()
+        self._outcomes: dict[int, Ready | Exception] = {}  # of each worker: its first load, or the first that succeeded
+        self._threads = [
+            threading.Thread(target=self._run, args=[number], name=f"preheat-worker-{number}", daemon=True)
+            for number in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def wait_ready(self) -> list[Ready]:
         """Wait until each worker has loaded the release or failed to. One that loaded it suffices.
 
-        Raises the error of the first worker if none has loaded it.
+        Once one has loaded it, the others have at least a minute more, and at most twice its time in all. Raises the
+        error of the first worker if none has loaded it.
         """
+        began = time.monotonic()
+
+        def decided() -> bool:
+            return len(self._outcomes) == self._size
+
+        def one_loaded() -> bool:
+            return decided() or any(isinstance(outcome, Ready) for outcome in self._outcomes.values())
+
         with self._changed:
-            self._changed.wait_for(lambda: len(self._outcomes) == self._size, LOAD_SECONDS + _LONGEST_PAUSE_SECONDS)
+            self._changed.wait_for(one_loaded, LOAD_SECONDS + _LONGEST_PAUSE_SECONDS)
+            self._changed.wait_for(decided, max(MORE_SECONDS, time.monotonic() - began) if self._outcomes else 0)
             outcomes = [self._outcomes.get(number) for number in range(self._size)]
         loaded = [outcome for outcome in outcomes if isinstance(outcome, Ready)]
         errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
@@ -61,32 +77,38 @@ class Supervisor:
             logger.error(json.dumps({"event": "load_failed", "error": str(error)}))
         return loaded
 
+    def join(self) -> None:
+        """Wait for the ends of all workers, after `closed` is set and they are killed."""
+        for thread in self._threads:
+            thread.join(2 * EXIT_SECONDS)
+
     def _run(self, number: int) -> None:
         """Serve with one process after the other, each in place of the one before."""
         pause = _FIRST_PAUSE_SECONDS
         while not self._closed.is_set():
-            began, served = time.monotonic(), False
+            served_seconds = 0.0
             try:
                 worker = self._start(number)
-            except OSError as error:
-                self._set_outcome(number, error)
-            else:
                 self._events.started(worker)
                 if self._closed.is_set():
                     worker.kill("the server ended")
-                served = self._serve(worker)
-            if served and time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
+                served_seconds = self._serve(worker)
+            except Exception as error:  # without this thread the worker would never be started again
+                logger.exception("A worker cannot be started or followed.")
+                self._set_outcome(number, error)
+            if served_seconds > _LONGEST_PAUSE_SECONDS:
                 pause = _FIRST_PAUSE_SECONDS
             self._closed.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    def _serve(self, worker: Worker) -> bool:
-        """Handle the messages of a worker until it ends, and hand on its requests. True if it became ready."""
+    def _serve(self, worker: Worker) -> float:
+        """Handle the messages of a worker until it ends, and hand on its requests. Returns the seconds it was ready."""
         outcome: Ready | Exception | None = None
+        ready_at = math.inf
         try:
             for message in worker.messages():
                 if isinstance(message, Ready):
-                    outcome = message
+                    outcome, ready_at = message, time.monotonic()
                     self._events.ready(worker)
                     self._set_outcome(worker.number, message)
                     logger.info(json.dumps({"event": "worker_ready", "worker": worker.number, "pid": worker.pid}))
@@ -105,9 +127,10 @@ class Supervisor:
                 entry["error"] = str(outcome)
             logger.error(json.dumps(entry | ({"reason": worker.reason} if worker.reason else {})))
         self._set_outcome(worker.number, outcome or load_error(worker.number, self._size, code))
-        return isinstance(outcome, Ready)
+        return max(0.0, time.monotonic() - ready_at)
 
     def _set_outcome(self, number: int, outcome: Ready | Exception) -> None:
         with self._changed:
-            self._outcomes.setdefault(number, outcome)
+            if isinstance(outcome, Ready) or number not in self._outcomes:
+                self._outcomes[number] = outcome
             self._changed.notify_all()

@@ -54,6 +54,8 @@ class PoolJob:
     def finish(self, timings: dict[str, float]) -> None:
         """Answer with the images, which must all have arrived, unless the request was answered before."""
         with suppress(InvalidStateError):
+            self.planned.set_result(None)
+        with suppress(InvalidStateError):
             self.result.set_result(assemble(self.images, timings, self.warnings))
 
     def fail(self, error: Exception) -> bool:
@@ -82,6 +84,7 @@ class Worker:
         self.jobs: dict[int, PoolJob] = {}  # by number
         self.status = Status(True, 0, 0, 1, {})  # the last one
         self.silent_seconds = 0.0  # since the last message
+        self.unhealthy = 0  # statuses in a row that say so
         self.reason = ""  # why it was ended
         self.moved = 0  # requests that went to other workers
 

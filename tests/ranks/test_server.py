@@ -31,7 +31,9 @@ def divided(layout: Layout, store: WritableStore, release: str, tmp_path: Path) 
     """A server whose batches are divided among two processes."""
     root = tmp_path / "root"
     shutil.copytree(layout.root, root)
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
+    config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
     metadata = layout.config["model_metadata"]
     metadata = metadata | {"preheat": metadata["preheat"] | {"gpus_per_image": 2}}
     environment = {"PREHEAT_STORE": store.url, "PREHEAT_RELEASE": release}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from model.errors import ConfigError
-from model.settings import read_settings
+from model.settings import plain_secrets, read_settings
 from model.store.options import StoreOptions
 
 
@@ -44,6 +44,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options_of(section: dict[str, Any], secrets: Mapping[str, str] | None = None) -> StoreOptions:
     return read_settings(section).store_options(secrets)
+
+
+def test_secrets_for_another_process_are_those_that_are_set() -> None:
+    secrets = Secrets(aws_access_key_id="id\n", aws_secret_access_key="", other="private")
+    assert plain_secrets(secrets) == {"aws_access_key_id": "id"} and plain_secrets(None) == {}
 
 
 def test_environment_credentials_replace_secrets(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from model.errors import BrokenImage, Cancelled, EngineError, Overloaded, Reques
 from model.loading.served import Defaults, ServedModel, ServedRelease, SizeList
 from model.scheduling.job import ImageEvent, StepEvent
 from model.settings import Limits, Settings
+from model.workers import supervisor
 from model.workers.messages import (
     Cancel,
     Failed,
@@ -24,7 +25,7 @@ from model.workers.messages import (
     Status,
     Submit,
 )
-from model.workers.pool import MAX_ATTEMPTS, WorkerPool
+from model.workers.pool import MAX_ATTEMPTS, UNHEALTHY_STATUSES, WorkerPool
 from model.workers.worker import PoolJob, Worker
 from tests.support.scheduling import params
 from tests.support.waiting import TIMEOUT_SECONDS, eventually
@@ -39,7 +40,7 @@ class ScriptedWorker(Worker):
 
     def __init__(self, number: int, pid: int) -> None:
         self.number, self.ready, self.jobs, self.reason = number, False, {}, ""
-        self.moved = 0
+        self.moved = self.unhealthy = 0
         self.status, self.silent_seconds = Status(True, 0, 0, 1, {}), 0.0
         self.sent: list[Any] = []
         self._pid = pid
@@ -197,9 +198,61 @@ def test_hanging_worker_is_ended(silent: bool, make: Callable[..., Scene]) -> No
     scene.submit()
     second.silent_seconds = float("-inf")
     if not silent:
-        first.answer(Status(False, 0, 0, 1, {}))
+        first.answer(*[Status(False, 0, 0, 1, {})] * UNHEALTHY_STATUSES)
     eventually(lambda: bool(second.requests), "the request at the other worker")
-    assert first.reason == f"no step ended within {scene.pool.limits.stuck_seconds:g} s"
+    assert first.reason.endswith(f"no step ended within {scene.pool.limits.stuck_seconds:g} s")
+
+
+def test_a_worker_that_stood_still_goes_on(make: Callable[..., Scene]) -> None:
+    scene = make(1)
+    scene.load()
+    job = scene.submit()
+    [worker] = scene.workers
+    [request] = worker.requests
+    unhealthy = [Status(False, 0, 0, 1, {})] * (UNHEALTHY_STATUSES - 1)
+    worker.answer(*unhealthy, Status(True, 0, 0, 1, {}), *unhealthy)
+    worker.images(request, 0)
+    worker.answer(Finished(request.number, {}))
+    assert job.result.result(TIMEOUT_SECONDS).images and not worker.reason
+
+
+def test_a_worker_that_loads_late_counts_as_loaded(make: Callable[..., Scene]) -> None:
+    """The first one fails, is started again and loads, before the second one fails."""
+    scene = make()
+    first, second = scene.workers
+    first.answer(LoadFailed(EngineError("broken", "")))
+    first.end()
+    eventually(lambda: len(scene.started) == 3, "the second process of the first worker")
+    scene.started[2].load()
+    eventually(scene.pool.healthy, "a worker that serves")
+    second.end()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+
+
+def test_one_worker_that_hangs_in_its_load_stops_nothing(
+    make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MORE_SECONDS", 0.2)
+    scene = make()
+    scene.workers[1].load()
+    assert scene.pool.wait_ready(ColdStart()) == RELEASE
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
+    started: list[ScriptedWorker] = []
+    errors = [NotImplementedError("of a mapping"), None]
+
+    def start(number: int) -> Worker:
+        if (error := errors.pop(0)) is not None:
+            raise error
+        started.append(ScriptedWorker(number, 1))
+        return started[-1]
+
+    pool = WorkerPool(Settings(), {}, 1, 0, start)
+    eventually(lambda: bool(started), "the second start")
+    started[0].load()
+    eventually(pool.healthy, "a worker that serves")
+    pool.close()
 
 
 def test_a_request_that_ends_its_workers_is_given_up(make: Callable[..., Scene]) -> None:

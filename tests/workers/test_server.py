@@ -39,7 +39,9 @@ def worker_pids(server: Server) -> list[int]:
 def started(layout: Layout, store: WritableStore, release: str, folder: Path, **settings: Any) -> Iterator[Server]:
     root = folder / "root"
     shutil.copytree(layout.root, root)
-    copied = replace(layout, root=root, app=root / "app", packages=root / "packages")
+    # Declared secrets, as in the shipped configs: Truss's mapping cannot be sent to another process.
+    config = layout.config | {"secrets": {"aws_access_key_id": None, "aws_secret_access_key": None}}
+    copied = replace(layout, root=root, app=root / "app", packages=root / "packages", config=config)
     metadata = layout.config["model_metadata"]
     limits = {"stuck_seconds": STUCK_SECONDS, "max_queue": 16}
     metadata = metadata | {"preheat": metadata["preheat"] | {"workers": 2, "limits": limits} | settings}
