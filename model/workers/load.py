@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
+from model.cuda.libraries import loading_libraries
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
@@ -42,20 +43,22 @@ def load_scheduler(
 
         followers = start_followers(settings, secrets)
     try:
-        loaded = load_release(
-            store,
-            release,
-            targets,
-            settings.buckets,
-            cold_start,
-            settings.public_key,
-            runtime_cache_folder(settings.store_options().cache_folder, targets),
-            settings.served_precision,
-            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
-            safety=settings.safety,
-            ranks=settings.batch_ranks,
-            bands=settings.bands_per_image,
-        )
+        packages_on_gpu = targets[0].device == "cuda" and targets[0].runtime_tag.startswith("torch")
+        with loading_libraries(packages_on_gpu, cold_start):
+            loaded = load_release(
+                store,
+                release,
+                targets,
+                settings.buckets,
+                cold_start,
+                settings.public_key,
+                runtime_cache_folder(settings.store_options().cache_folder, targets),
+                settings.served_precision,
+                ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
+                safety=settings.safety,
+                ranks=settings.batch_ranks,
+                bands=settings.bands_per_image,
+            )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
         comparison = None if every is None else ImageComparison(loaded.model, every)

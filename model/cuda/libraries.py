@@ -1,0 +1,68 @@
+"""Load the GPU's math libraries on a thread, while weights are streamed.
+
+The first matrix product of a process loads cuBLAS, the first convolution and the first attention load cuDNN's
+libraries. Otherwise these loads are part of the first run of an engine, and that holds the interpreter lock.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+from model.cold_start import ColdStart
+
+logger = logging.getLogger("preheat")
+
+
+@contextmanager
+def loading_libraries(wanted: bool, cold_start: ColdStart) -> Iterator[None]:
+    """Load cuBLAS and cuDNN while the block runs, and wait for them at its end. Records the phase `libraries`.
+
+    `wanted`: false on a CPU, and if no engine uses these libraries; then this does nothing. Errors are left to the
+    first engine that runs, which reports them.
+    """
+    if not wanted:
+        yield
+        return
+    device = torch.device("cuda:0")
+    thread = threading.Thread(target=_load, args=[device, cold_start], name="preheat-gpu-libraries", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()  # a capture on another thread does not allow that memory is allocated
+
+
+@torch.inference_mode()
+def _load(device: torch.device, cold_start: ColdStart) -> None:
+    with cold_start.phase("libraries"), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        for use in (_use_cublas, _use_convolution, _use_attention):
+            _try(use, device)
+
+
+def _try(use: Callable[[torch.device], object], device: torch.device) -> None:
+    try:
+        use(device)
+    except RuntimeError as error:
+        logger.debug("%s: %s", use.__name__, error)
+
+
+def _use_cublas(device: torch.device) -> None:
+    """Multiply matrices with and without a bias: cuBLASLt and cuBLAS."""
+    matrix = torch.zeros(256, 256, dtype=torch.float16, device=device)
+    torch.addmm(matrix[0], matrix, matrix)
+    torch.mm(matrix, matrix)
+
+
+def _use_convolution(device: torch.device) -> None:
+    image = torch.zeros(1, 64, 32, 32, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)
+    weight = torch.zeros(64, 64, 3, 3, dtype=torch.float16, device=device).to(memory_format=torch.channels_last)
+    F.conv2d(image, weight, padding=1)
+
+
+def _use_attention(device: torch.device) -> None:
+    queries = torch.zeros(1, 2, 256, 64, dtype=torch.float16, device=device)
+    torch.ops.aten._scaled_dot_product_cudnn_attention(queries, queries, queries, None, False)
