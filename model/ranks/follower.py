@@ -18,8 +18,8 @@ from model.errors import PreheatError
 from model.loading.load import load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
 from model.pipeline.loaded_model import LoadedModel, LoopKey
-from model.ranks.group import GroupRanks
-from model.ranks.messages import AddImage, Gather, MakeLoop, RemoveImage, Start, with_tensors
+from model.ranks.group import GroupRanks, leave
+from model.ranks.messages import AddImage, Gather, Leave, MakeLoop, RemoveImage, Start, with_tensors
 from model.store.store import open_store
 
 
@@ -51,9 +51,12 @@ def _run(connection: Connection) -> None:
     ranks = GroupRanks(start.rank, start.size, Path(start.meeting), model.device, start.settings.bands_per_image)
     model.ranks = ranks
     _follow(model, ranks, connection)
+    leave(model, ranks)
+    os._exit(0)
 
 
 def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> None:
+    """Make the calls that rank 0 sends, until it sends Leave."""
     images: dict[tuple[LoopKey, int], ImageState] = {}
     with torch.inference_mode():
         while True:
@@ -72,6 +75,8 @@ def _follow(model: LoadedModel, ranks: GroupRanks, connection: Connection) -> No
                     model.loop(*message.key).remove(image)
             elif isinstance(message, MakeLoop):
                 model.loop(*message.key)
+            elif isinstance(message, Leave):
+                return
             elif isinstance(message, Gather):
                 own = torch.zeros(message.tensor.shape, dtype=message.tensor.dtype, device=model.device)
                 for _ in range(message.times):

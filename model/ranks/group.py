@@ -3,7 +3,11 @@
 The processes are on one machine. They find each other by a file, and their sockets are on its loopback interface.
 """
 
+import atexit
+import gc
+import logging
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,9 +18,13 @@ import torch.distributed as dist
 
 from model.denoising.ranks import Ranks
 from model.engines import row_exchange
+from model.pipeline.loaded_model import LoadedModel
+
+logger = logging.getLogger("preheat")
 
 COLLECTIVE_SECONDS = 120.0  # after which a collective fails that a rank does not take part in
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+_CLOSE_SECONDS = 5.0
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -61,13 +69,29 @@ class GroupRanks(Ranks):
         return gathered
 
     def close(self) -> None:
-        """Leave the group. Another one can be made afterwards."""
+        """Leave the group, as all ranks must. Another one can be made afterwards.
+
+        NCCL waits until no graph has its collectives, and so does the end of the interpreter. After _CLOSE_SECONDS this
+        returns all the same, and the process later ends without waiting.
+        """
         row_exchange.join(None)
-        dist.destroy_process_group()
+        thread = threading.Thread(target=dist.destroy_process_group, name="preheat-leave-ranks", daemon=True)
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+        if thread.is_alive():
+            logger.warning("The group of ranks has not ended after %.0f s.", _CLOSE_SECONDS)
+            atexit.register(os._exit, 0)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous tensor by that of rank 0."""
         dist.broadcast(tensor, 0)
+
+
+def leave(model: LoadedModel, ranks: GroupRanks) -> None:
+    """Delete the loops of a model, whose graphs have collectives of the group, and leave the group."""
+    model.loops.clear()
+    gc.collect()  # graphs are parts of reference cycles
+    ranks.close()
 
 
 def _new_groups(members: Sequence[range]) -> list[Any]:

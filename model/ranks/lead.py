@@ -23,11 +23,12 @@ from model.child_process import start_connected_child, visible_gpu
 from model.denoising.loop import ImageState, Loop
 from model.errors import ConfigError, RankFailed, Unavailable
 from model.pipeline.loaded_model import LoadedModel, LoopKey
-from model.ranks.group import GroupRanks
+from model.ranks.group import GroupRanks, leave
 from model.ranks.messages import (
     AddImage,
     Gather,
     Join,
+    Leave,
     MakeLoop,
     Message,
     RemoveImage,
@@ -68,7 +69,7 @@ class Followers:
         self._meeting = Path(self._folder.name) / "meeting"
         self._closing = False
         self._ended = threading.Event()
-        self._ranks: GroupRanks | None = None
+        self._joined: tuple[LoadedModel, GroupRanks] | None = None
         self._reason = "A process that runs a share of each batch has ended; this server is being replaced."
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
@@ -99,8 +100,9 @@ class Followers:
                 raise RankFailed(f"Rank {rank} of {self.size} did not load the release: {error}")
         for connection in self._connections:
             connection.send(Join())
-        self._ranks = GroupRanks(0, self.size, self._meeting, model.device, self._bands)
-        model.ranks, model.lead = self._ranks, self._lead
+        ranks = GroupRanks(0, self.size, self._meeting, model.device, self._bands)
+        self._joined = model, ranks
+        model.ranks, model.lead = ranks, self._lead
 
     def watch(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end` with the reason once a process ends, from a thread of its own."""
@@ -120,14 +122,12 @@ class Followers:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Send a tensor to all followers, by a collective."""
-        assert self._ranks is not None
         with self.guard():
             self._ranks.broadcast(tensor.contiguous())
 
     def repeat_gather(self, own: torch.Tensor, times: int) -> None:
         """Gather tensors like this one of all ranks, `times` times. For a benchmark. May return before the device has
         finished."""
-        assert self._ranks is not None
         self.send(Gather(TensorShape(tuple(own.shape), own.dtype), times))
         with self.guard():
             for _ in range(times):
@@ -160,8 +160,13 @@ class Followers:
         return False
 
     def close(self) -> None:
-        """End the processes."""
+        """Leave the group and end the other processes. The model has no loops afterwards."""
         self._closing = True
+        if self._joined is not None:
+            with suppress(Unavailable):
+                self.send(Leave())
+            leave(*self._joined)
+            self._joined = None
         for process, connection in zip(self._processes, self._connections, strict=True):
             connection.close()
             assert process.stdin is not None
@@ -172,9 +177,12 @@ class Followers:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-        if self._ranks is not None:
-            self._ranks.close()
         self._folder.cleanup()
+
+    @property
+    def _ranks(self) -> GroupRanks:
+        assert self._joined is not None
+        return self._joined[1]
 
     def _lead(self, make: Callable[[], Loop], key: LoopKey) -> Loop:
         self.send(MakeLoop(key))

@@ -75,6 +75,11 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Leave:
+    """Leave the group and end."""
+
+
+@dataclass(frozen=True)
 class Gather:
     """Take part in all-gathers of such a tensor. For a benchmark."""
 
@@ -82,7 +87,7 @@ class Gather:
     times: int
 
 
-Message = MakeLoop | AddImage | RemoveImage | Step | Gather
+Message = MakeLoop | AddImage | RemoveImage | Step | Leave | Gather
 
 
 def tensors_of(image: ImageState) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Load a release on this process's GPUs and start the scheduler of its engines, with the warm-up."""
 
+import atexit
 import gc
 import json
 import logging
@@ -42,6 +43,7 @@ def load_scheduler(
         from model.ranks.lead import start_followers  # imports torch.distributed
 
         followers = start_followers(settings, secrets)
+        atexit.register(followers.close)
     try:
         packages_on_gpu = targets[0].device == "cuda" and targets[0].runtime_tag.startswith("torch")
         with loading_libraries(packages_on_gpu, cold_start):
