@@ -136,11 +136,12 @@ def batch_rows(loaded: Loaded, options: argparse.Namespace, names: Sequence[str]
         "adapter batch": [replace(plain, seed=seed, loras=((names[seed], 0.8),)) for seed in seeds],
     }
     times: dict[str, list[float]] = {case: [] for case in batches}
-    for run in range(-options.warm_ups, options.runs):
+    for run in range(-1, options.batch_runs):
         for case, batch in batches.items():
             _, stages, _ = generate(loaded.model, batch)
             if run >= 0:
                 times[case].append(stages["denoise"])
+                print(f"{case}: {stages['denoise']:.0f} ms", flush=True)
     ratio = statistics.median(times["adapter batch"]) / statistics.median(times["plain batch"])
     print(f"{len(names)} images of {plain.width}x{plain.height}: with adapters {ratio:.3f} times the plain batch")
     return [
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--warm-ups", type=int, default=3)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--batch-runs", type=int, default=5, help="of each batch, after one that is not counted")
     parser.add_argument("--batch-rank", type=int, default=32)
     parser.add_argument("--size", default="", help="WIDTHxHEIGHT of the images; default: the release's")
     parser.add_argument("--steps", type=int, default=20, help="denoising steps of the images")
@@ -213,6 +215,7 @@ def main() -> None:
                 milliseconds = timed(work)
                 if run >= 0:
                     cases.setdefault(case, []).append(milliseconds)
+        print(", ".join(f"{case} {statistics.median(times):.1f} ms" for case, times in cases.items()), flush=True)
         record = adapters.read_adapter("one")
         extra = {"rank": options.rank, "layers": len(record.layers), "adapter_mib": record.total_bytes // 2**20}
         rows = [

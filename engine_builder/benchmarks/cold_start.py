@@ -29,7 +29,7 @@ from model.store.s3 import split_url
 from model.store.s3_client import connect
 
 PART_PREFIX = "warm_up_"  # of the parts of the phase warm_up
-_CONCURRENT_PHASES = ("stream", "libraries")  # left out of the sum of the phases, because they overlap with other phases
+_CONCURRENT_PHASES = ("stream", "libraries")  # left out of the sum of the phases, which they overlap with
 _READ_CONNECTIONS = 16  # of `measure_read_seconds`
 _TIMEOUT_SECONDS = 600.0
 

@@ -1,7 +1,7 @@
 """Building blocks of the UNet and the VAE decoder, written so that they compile to fast kernels."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -252,19 +252,37 @@ def self_attention(fused: Tensor, heads: int, out_scale: Tensor | None = None) -
     return attend(queries, keys, values, heads)
 
 
+class ImageContext(NamedTuple):
+    """Keys and values of a cross-attention from reference images, and the bias of their tokens.
+
+    keys, values: [batch, adapters * tokens, width]. bias: float32 [batch, adapters, tokens].
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+
+
 def cross_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, heads: int, out_scale: Tensor | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    out_scale: Tensor | None = None,
+    image: ImageContext | None = None,
 ) -> Tensor:
     """Return what `attend` returns, for the few tokens of a text, in the form that is fast on the tensors' device.
 
-    `out_scale`: the result may be returned as E4M3, divided by this scale.
+    `out_scale`: the result may be returned as E4M3, divided by this scale. `image`: its attention is added.
     """
     if _has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
 
-        mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads, out_scale)
-        return mixed
-    return attend(queries, keys, values, heads)
+        if image is None or image.bias.shape[2] <= kernels.MAX_IMAGE_TOKENS:
+            mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads, out_scale, *(image or ()))
+            return mixed
+    to_text = attend(queries, keys, values, heads)
+    return to_text if image is None else to_text + image_attention(queries, *image, heads)
 
 
 def image_attention(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, heads: int) -> Tensor:

@@ -27,14 +27,16 @@ def _empty_like_input(x: Tensor, shape: tuple[int, ...], out_scale: Tensor | Non
 
 # Cross-attention, as measured on an H200.
 _TEXT_BLOCK, _TEXT_WARPS, _TEXT_STAGES = 64, 4, 2
+MAX_IMAGE_TOKENS = 64  # of an IP-Adapter
 _TEXT_PROGRAMS = 528  # with at least twice as many blocks of tokens, a program runs several
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _attend_kernel(  # type: ignore[no-untyped-def]
-    queries, keys, values, out_scale, out, tokens, text_tokens, text_stride, channels, heads,
+    queries, keys, values, image_keys, image_values, image_bias, out_scale, out,
+    tokens, text_tokens, text_stride, image_stride, channels, heads,
     SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, TAIL: tl.constexpr, WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ADAPTERS: tl.constexpr, IMAGE_TOKENS: tl.constexpr, IMAGE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     # All keys fit into registers at once, so one softmax is enough. Keys and values are loaded once for several blocks
     # of tokens. They are loaded in two parts, of 64 and TAIL text tokens, because 77 is far from a power of two.
@@ -56,30 +58,50 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         weights, weights_2 = tl.exp2(scores - maximum), tl.exp2(scores_2 - maximum)
         mixed = tl.dot(weights_2.to(value.dtype), value_2, tl.dot(weights.to(value.dtype), value))
         mixed /= (tl.sum(weights, 1) + tl.sum(weights_2, 1))[:, None]
+        if image_keys is not None:
+            for adapter in tl.static_range(ADAPTERS):  # each has a softmax of its own
+                image = tl.arange(0, IMAGE_BLOCK)
+                of_adapter = (entry * ADAPTERS + adapter) * IMAGE_TOKENS + image
+                start_3, mask_3 = of_adapter * image_stride, image < IMAGE_TOKENS
+                key_3 = tl.load(image_keys + start_3[None, :] + k[:, None], mask=mask_3[None, :], other=0.0)
+                value_3 = tl.load(image_values + start_3[:, None] + k[None, :], mask=mask_3[:, None], other=0.0)
+                bias = tl.load(image_bias + of_adapter, mask=mask_3, other=-float("inf"))
+                scores_3 = tl.dot(q, key_3) * SCALE + (bias * 1.4426950408889634)[None, :]  # log2(e)
+                weights_3 = tl.exp2(scores_3 - tl.max(scores_3, 1)[:, None])
+                mixed += tl.dot(weights_3.to(value.dtype), value_3) / tl.sum(weights_3, 1)[:, None]
         if out_scale is not None:
             mixed = _scale_to_e4m3(mixed, out_scale)
         tl.store(out + offsets, mixed.to(out.dtype.element_ty), mask=(token < tokens)[:, None])
 
 
 @library.triton_op("preheat::attend_to_text", mutates_args={})
-def attend_to_text(queries: Tensor, keys: Tensor, values: Tensor, heads: int, out_scale: Tensor | None) -> Tensor:
+def attend_to_text(
+    queries: Tensor, keys: Tensor, values: Tensor, heads: int, out_scale: Tensor | None,
+    image_keys: Tensor | None = None, image_values: Tensor | None = None, image_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Cross-attention to a text of at most 128 tokens: softmax(q k / 8) v for each of `heads`, 64 wide each.
 
     queries: [batch, tokens, heads * 64], contiguous; keys and values: [batch, text_tokens, heads * 64], with any token
     stride and a batch stride of `text_tokens` token strides. Returns [batch, tokens, heads * 64], or the same divided
     by `out_scale` (float32 scalar) as E4M3.
+
+    image_keys, image_values, image_bias: what `blocks.image_attention` takes, in the layout of keys and values. Its
+    result is added. The bias is contiguous, and an adapter has at most MAX_IMAGE_TOKENS tokens.
     """
     batch, tokens, channels = queries.shape
     text_tokens = keys.shape[1]
+    adapters, image_tokens = (1, 1) if image_bias is None else image_bias.shape[1:]
     out = _empty_like_input(queries, (batch, tokens, channels), out_scale)
     token_blocks = -(-tokens // _TEXT_BLOCK)
     blocks = 1  # of tokens per program, which loads keys and values once for all of them
     while 2 * blocks <= min(token_blocks, 16) and token_blocks // (2 * blocks) * batch * heads >= _TEXT_PROGRAMS:
         blocks *= 2
     library.wrap_triton(_attend_kernel)[(-(-token_blocks // blocks), batch * heads)](
-        queries, keys, values, out_scale, out, tokens, text_tokens, keys.stride(1), channels, heads,
+        queries, keys, values, image_keys, image_values, image_bias, out_scale, out,
+        tokens, text_tokens, keys.stride(1), 0 if image_keys is None else image_keys.stride(1), channels, heads,
         SCALE=math.log2(math.e) / 8, BLOCK=_TEXT_BLOCK, BLOCKS=blocks, TAIL=16 if text_tokens <= 80 else 64, WIDTH=64,
-        STAGES=_TEXT_STAGES, num_warps=_TEXT_WARPS, num_stages=_TEXT_STAGES,
+        STAGES=_TEXT_STAGES, ADAPTERS=adapters, IMAGE_TOKENS=image_tokens,
+        IMAGE_BLOCK=max(16, triton.next_power_of_2(image_tokens)), num_warps=_TEXT_WARPS, num_stages=_TEXT_STAGES,
     )  # fmt: skip
     return out
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from engine_builder.networks.bands import convolve, divided, own_rows, whole_image
 from engine_builder.networks.blocks import (
+    ImageContext,
     concat_linears,
     cross_attention,
     feed_forward,
     group_norm,
-    image_attention,
     input_scale,
     repeat_batch,
     resnet,
@@ -218,17 +218,6 @@ class ImagePromptUnetNetwork(UnetNetwork):
         return self._predict(sample, time_embeds, contexts, residuals)
 
 
-class ImageContext(NamedTuple):
-    """Keys and values of a cross-attention from reference images, and the bias of their tokens.
-
-    keys, values: [batch, adapters * tokens, width]. bias: float32 [batch, adapters, tokens].
-    """
-
-    keys: Tensor
-    values: Tensor
-    bias: Tensor
-
-
 class Context(NamedTuple):
     """What a cross-attention attends to. keys, values: of the text, [batch, tokens, width]. image: None without."""
 
@@ -376,11 +365,7 @@ def _add_cross_attention(attention: Any, tokens: Tensor, normed: Tensor, context
     if conditional == 0:
         return tokens + cast(Tensor, projection.bias)
     queries = attention.to_q(normed[:conditional])
-    if image is not None:
-        to_images = image_attention(queries, image.keys, image.values, image.bias, attention.heads)
-        to_all: Tensor = projection(cross_attention(queries, keys, values, attention.heads) + to_images)
-        return tokens + to_all
-    mixed: Tensor = projection(cross_attention(queries, keys, values, attention.heads, input_scale(projection)))
+    mixed: Tensor = projection(cross_attention(queries, keys, values, attention.heads, input_scale(projection), image))
     if conditional == tokens.shape[0]:
         return tokens + mixed
     return torch.cat([tokens[:conditional] + mixed, tokens[conditional:] + projection.bias])

@@ -82,6 +82,20 @@ def run_cross_attention() -> None:
     compare("text, slices", actual, blocks.attend(queries, keys, values, 2))
 
 
+def run_image_attention() -> None:
+    """One adapter and two, of few tokens and many, also with tokens that are masked."""
+    for tokens, adapters, image_tokens in ((96, 1, 4), (300, 2, 16), (130, 1, 64)):
+        queries, keys, values = torch.randn(2, tokens, 128), torch.randn(2, 77, 128), torch.randn(2, 77, 128)
+        slices = torch.randn(2, adapters * image_tokens, 256).chunk(2, -1)
+        bias = torch.randn(2, adapters, image_tokens)
+        bias[1, :, -2:] = -float("inf")
+        image = blocks.ImageContext(*slices, bias)
+        expected = blocks.attend(queries, keys, values, 2) + blocks.image_attention(queries, *image, 2)
+        compare(f"images, {image_tokens}", kernels.attend_to_text(queries, keys, values, 2, None, *image), expected)
+        scaled = kernels.attend_to_text(queries, keys, values, 2, OUT_SCALE, *image)
+        compare(f"scaled, images {image_tokens}", scaled, quantize(expected, OUT_SCALE))
+
+
 def run_self_attention() -> None:
     for tokens in (128, 256):
         fused = 3 * torch.randn(2, tokens, 3 * 128)
@@ -262,6 +276,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     with torch.no_grad():
         run_cross_attention()
+        run_image_attention()
         run_self_attention()
         run_geglu()
         run_int8()
