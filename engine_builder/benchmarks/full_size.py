@@ -3,7 +3,8 @@
     python -m engine_builder.benchmarks.full_size WORK [--only images --only controls ...] [--jobs 8]
 
 Takes some 30 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built one after
-the other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. WORK/rows/NAME.json has
+the other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. With --gpus each GPU has
+builds of its own, and one image is measured on all of them, in halves of guidance and in bands. WORK/rows/NAME.json has
 the rows of each measurement, WORK/logs/ the output of each command. A command that has succeeded is not run again, so
 the same call continues after an interruption. A failed command ends with its last lines, and what does not need it goes
 on.
@@ -13,6 +14,7 @@ on.
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
 Command = tuple[str, ...]
 """A Python module and its arguments."""
@@ -51,11 +54,12 @@ class Models:
 
 
 def plan(
-    folder: Path, models: Models, size: str, sd_size: str, steps: int, runs: int, jobs: int
+    folder: Path, models: Models, size: str, sd_size: str, steps: int, runs: int, jobs: int, gpus: int = 1
 ) -> tuple[list[Work], list[Work]]:
     """Return the releases to prepare, and the measurements, which use one release each.
 
     size, sd_size: WIDTHxHEIGHT of the images of SDXL and of SD 1.5. jobs: engines that each build compiles at once.
+    gpus: with several, one image is also measured on all of them, at `size` and at twice its sides.
     """
     store = str(folder / "store")
     sdxl, sd = str(models.sdxl or folder / "sdxl"), str(models.sd or folder / "sd")
@@ -95,11 +99,24 @@ def plan(
         measurement("adapters", "sdxl-lora", "adapters", "--rank", "64", "--images", "8", "--batch-rank", "32"),
         measurement("sd-text", "sd", "suite", "--peer", sd),
     ]
+    if gpus > 1:
+        large = "x".join(str(2 * int(side)) for side in size.split("x"))
+        build = release(sdxl, "sdxl-bands", [*sizes, f"{large}@1"], "--bands", "2")
+        prepared.append(Work("sdxl-bands", build, ("sdxl-model",)))
+        bench = (_CLI, "bench", "multi-gpu", "sdxl-bands/1", "--store", store, "--gpus", str(gpus), *counts)
+        rows = ("--out", str(folder / "rows" / "multi-gpu.json"))
+        ways = (("--bands", "2"),) if gpus > 2 else ((), ("--bands", "2"))
+        commands = tuple((*bench, "--size", each, *way, *rows) for each in (size, large) for way in ways)
+        measured.append(Work("multi-gpu", commands, ("sdxl-bands",)))
     return prepared, measured
 
 
-def run_work(folder: Path, work: Work) -> bool:
-    """Run the commands that have not succeeded yet. Returns False after the first one that fails."""
+def run_work(folder: Path, work: Work, gpu: int | None = None) -> bool:
+    """Run the commands that have not succeeded yet. Returns False after the first one that fails.
+
+    `gpu`: the only one that they see; None: all.
+    """
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
     for number, command in enumerate(work.commands):
         digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:12]
         done = folder / "done" / digest
@@ -108,7 +125,9 @@ def run_work(folder: Path, work: Work) -> bool:
         log = folder / "logs" / f"{work.name}-{number}.txt"
         began = time.monotonic()
         with log.open("w") as output:
-            status = subprocess.run([sys.executable, "-m", *command], stdout=output, stderr=output).returncode
+            status = subprocess.run(
+                [sys.executable, "-m", *command], stdout=output, stderr=output, env=environment
+            ).returncode
         seconds = time.monotonic() - began
         if status:
             lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
@@ -121,24 +140,34 @@ def run_work(folder: Path, work: Work) -> bool:
     return True
 
 
-def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work], at_once: int = 1) -> bool:
+def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work], at_once: int = 1, gpus: int = 1) -> bool:
     """Do the prepared work, `at_once` of it at the same time, then measure one by one. Returns True if all succeeded.
 
-    Work of `prepared` may need earlier work of it.
+    Work of `prepared` may need earlier work of it. `gpus`: with several, each prepared work sees one of them, in turn.
     """
     for name in ("done", "logs", "rows"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     results: dict[str, Future[bool]] = {}
+    free: Queue[int | None] = Queue()
+    for number in range(at_once):
+        free.put(number % gpus if gpus > 1 else None)
 
-    def run(work: Work) -> bool:
+    def prepare(work: Work) -> bool:
+        gpu = free.get()
+        try:
+            return run(work, gpu)
+        finally:
+            free.put(gpu)
+
+    def run(work: Work, gpu: int | None = None) -> bool:
         if failed := [need for need in work.needs if not results[need].result()]:
             print(f"{work.name}: skipped, because {failed[0]} failed", flush=True)
             return False
-        return run_work(folder, work)
+        return run_work(folder, work, gpu)
 
     with ThreadPoolExecutor(at_once) as pool:
         for work in prepared:
-            results[work.name] = pool.submit(run, work)
+            results[work.name] = pool.submit(prepare, work)
     return all([run(work) for work in measured]) and all(result.result() for result in results.values())
 
 
@@ -169,18 +198,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=5, help="engines that each build compiles at once")
-    parser.add_argument("--builds", type=int, default=1, help="models that are built at once")
+    parser.add_argument("--builds", type=int, help="models that are built at once; default: one on each GPU")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine to use")
     arguments = parser.parse_args()
     models = Models(arguments.model, arguments.sd_model, tuple(arguments.controlnet))
     folder = arguments.work.absolute()
     prepared, measured = plan(
-        folder, models, arguments.size, arguments.sd_size, arguments.steps, arguments.runs, arguments.jobs
-    )
+        folder, models, arguments.size, arguments.sd_size, arguments.steps, arguments.runs, arguments.jobs,
+        arguments.gpus,
+    )  # fmt: skip
     names = [work.name for work in measured]
     if unknown := [name for name in arguments.only if name not in names]:
         parser.error(f"--only {unknown[0]}: expected one of {', '.join(names)}")
     measured = [work for work in measured if not arguments.only or work.name in arguments.only]
-    if not run_all(folder, needed_work(prepared, measured), measured, arguments.builds):
+    builds = arguments.builds or arguments.gpus
+    if not run_all(folder, needed_work(prepared, measured), measured, builds, arguments.gpus):
         sys.exit(1)
 
 

@@ -66,3 +66,22 @@ def test_plan_prepares_only_what_is_measured(tmp_path: Path) -> None:
     commands = [" ".join(command) for work in (*prepared, *measured) for command in work.commands]
     assert [command for command in commands if "random" in command and "random_ip_adapter" not in command] == []
     assert any("build a " in command and "--controlnet edges=c" in command for command in commands)
+
+
+def test_builds_at_the_same_time_have_a_gpu_each(tmp_path: Path) -> None:
+    visible = "import os, pathlib, time\n"
+    visible += f"gpu = pathlib.Path({str(tmp_path)!r}, 'gpu-' + os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    visible += "gpu.touch()\n"
+    visible += "while len(list(gpu.parent.glob('gpu-*'))) < 2: time.sleep(0.01)"
+    both = [Work(name, (("timeit", "-n1", "-r1", visible),)) for name in ("one", "other")]
+    assert run_all(tmp_path, both, [], at_once=2, gpus=2)
+    assert {path.name for path in tmp_path.glob("gpu-*")} == {"gpu-0", "gpu-1"}
+
+
+def test_several_gpus_also_share_an_image(tmp_path: Path) -> None:
+    prepared, measured = plan(tmp_path, Models(), "1024x1024", "512x512", 30, 10, 5, gpus=2)
+    [shared] = [work for work in measured if work.name == "multi-gpu"]
+    assert [work.name for work in needed_work(prepared, [shared])] == ["sdxl-model", "sdxl-bands"]
+    commands = [" ".join(command) for command in shared.commands]
+    assert len(commands) == 4 and sum("--bands 2" in command for command in commands) == 2
+    assert sum("--size 2048x2048" in command for command in commands) == 2
