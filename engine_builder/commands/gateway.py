@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from engine_builder.commands.build import parse_plan, run_build
+from engine_builder.commands.build import run_build
+from engine_builder.commands.build_arguments import parse_plan
 from engine_builder.commands.console import (
     DEFAULT_STORE,
     DEMO_CONFIG,

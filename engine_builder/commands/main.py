@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_builder.commands.bench import bench_app, report
-from engine_builder.commands.build import build, export_onnx, parse_plan, run_build
+from engine_builder.commands.build import build, run_build
+from engine_builder.commands.build_arguments import parse_plan
 from engine_builder.commands.calibrate import calibrate
 from engine_builder.commands.check_config import check_config
 from engine_builder.commands.check_fp8 import check_fp8
@@ -33,6 +34,7 @@ from engine_builder.commands.console import (
     plain,
     steps_bar,
 )
+from engine_builder.commands.export import export_onnx
 from engine_builder.commands.gateway import gateway, playground
 from engine_builder.commands.load import load
 from engine_builder.commands.plan import plan_replicas

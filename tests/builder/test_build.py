@@ -29,7 +29,9 @@ from engine_builder.building.build import build, fingerprint
 from engine_builder.building.build_plan import BuildPlan, Size, SizesRefused, default_sizes
 from engine_builder.building.validate import InaccurateEngine, validate
 from engine_builder.checkpoints.folder import Checkpoint, CheckpointError
-from engine_builder.commands.build import bucket_label, parse_plan, run_build
+from engine_builder.commands.build import run_build
+from engine_builder.commands.build_arguments import parse_plan
+from engine_builder.commands.build_report import bucket_label
 from engine_builder.commands.main import app
 from engine_builder.networks.network import NETWORK_VERSION, Network, load_network
 from engine_builder.releases.publish import publish
