@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from model.errors import ConfigError
 from model.loading.target import (
     Target,
     cpu_levels,
@@ -218,6 +219,21 @@ def test_machine_without_a_usable_gpu_has_cpu_targets(runtime: FakeRuntime, monk
     targets = detect_targets()
     assert {target.device for target in targets} == {"cpu"}
     assert {target.runtime_tag for target in targets} == {"torch2.13"}, "CPU engines do not depend on CUDA"
+
+
+@pytest.mark.parametrize(("named", "is_refused"), [("1", True), ("", False), ("-1", False), (None, False)])
+def test_named_gpu_that_fails_is_no_cpu(named: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose GPU has failed would otherwise serve from the CPU, if the release has engines for it."""
+    use_torch(monkeypatch, "2.13.0+cu130", "13.0")
+    use_cuda_python(monkeypatch, FakeRuntime(count=(CUDA_SUCCESS, 0)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    if is_refused:
+        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES is 1, and no such GPU"):
+            detect_targets()
+    else:
+        assert detect_targets()[0].device == "cpu"
 
 
 def test_torch_reports_the_gpu_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ and of lower levels.
 """
 
 import importlib.util
+import os
 import platform
 import re
 import runpy
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from model.errors import ConfigError
 
 # The flags that a level requires in addition to the level before, as /proc/cpuinfo names them. The levels are those of
 # the x86-64 psABI (gitlab.com/x86-psABIs, "Micro-Architecture Levels").
@@ -84,9 +87,17 @@ def _torch_versions() -> tuple[str, str | None]:
 def detect_targets() -> list[Target]:
     """Return the targets whose AOTInductor engines this machine can run, best first.
 
-    A machine with a GPU has one target. Others have a target for each x86-64 level that the CPU supports.
+    A machine with a GPU has one target. Others have a target for each x86-64 level that the CPU supports. Raises
+    ConfigError if CUDA_VISIBLE_DEVICES names GPUs and none can be used: a process whose GPU has failed must not serve
+    from the CPU.
     """
     gpu = _detect_gpu()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if gpu is None and named not in ("", "-1") and _torch_versions()[1] is not None:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES is {named}, and no such GPU can be used.",
+            "Check the GPU with nvidia-smi, or set CUDA_VISIBLE_DEVICES= to use the CPU.",
+        )
     if gpu is not None:
         name, (major, minor) = gpu
         return [Target("cuda", gpu_product(name), f"sm{major}{minor}", torch_tag())]
