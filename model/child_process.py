@@ -4,6 +4,7 @@ The parent holds one end of a pipe, the child's stdin, and never writes to it. T
 ends, however that happens. Then the child ends, too.
 """
 
+import logging
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 FAILED_EXIT_CODE = 70  # of a process whose device failed; EX_SOFTWARE of sysexits.h
+_hangs_at_exit = False
 GRACE_SECONDS = 2.0  # for answers in flight, before a process with a failed device ends
 
 
@@ -79,6 +81,25 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="preheat-parent", daemon=True).start()
+
+
+def mark_hanging_exit() -> None:
+    """Record that the interpreter of this process may hang at its end. A command then ends by `exit_now`."""
+    global _hangs_at_exit
+    _hangs_at_exit = True
+
+
+def hangs_at_exit() -> bool:
+    return _hangs_at_exit
+
+
+def exit_now(code: int) -> None:
+    """End this process without the interpreter's own end, after its output is written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def exit_soon() -> None:

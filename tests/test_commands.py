@@ -254,3 +254,23 @@ def test_plan_replicas_refuses_too_many_requests(sandbox: Path) -> None:
     args = ["plan-replicas", "--cold-start=1", "--p99=1", "--curve=1:0.1", "constant:1e9"]
     [result] = commands.run(sandbox, [Invocation(args)])
     assert result["status"] == 1 and "more than 10,000,000 requests" in result["stderr"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_command_ends_although_the_interpreter_would_hang(code: int) -> None:
+    """With NCCL in a process, the interpreter may hang at its end. Output and exit code are kept."""
+    script = f"""
+import atexit, sys, time
+from engine_builder.commands import main
+from model.child_process import mark_hanging_exit
+atexit.register(time.sleep, 600)
+def app():
+    mark_hanging_exit()
+    print("the rows")
+    sys.exit({code})
+main.app = app
+main.main()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (code, "the rows\n")

@@ -4,7 +4,8 @@
 
 Takes some 30 minutes on an H100 with 16 cores, most of it for compiling (an estimate). The models are built one after
 the other, because compilations of two builds filled the 80 GB of a GPU; --builds changes that. With --gpus each GPU has
-builds of its own, and one image is measured on all of them, in halves of guidance and in bands. WORK/rows/NAME.json has
+builds of its own. One image is then also measured on all GPUs: with two in halves of guidance and in two bands, with
+more in halves of two bands or more images. WORK/rows/NAME.json has
 the rows of each measurement, WORK/logs/ the output of each command. A command that has succeeded is not run again, so
 the same call continues after an interruption. A failed command ends with its last lines, and what does not need it goes
 on.
@@ -23,6 +24,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+
+from model.child_process import visible_gpu
 
 Command = tuple[str, ...]
 """A Python module and its arguments."""
@@ -111,12 +114,12 @@ def plan(
     return prepared, measured
 
 
-def run_work(folder: Path, work: Work, gpu: int | None = None) -> bool:
+def run_work(folder: Path, work: Work, gpu: str | None = None) -> bool:
     """Run the commands that have not succeeded yet. Returns False after the first one that fails.
 
     `gpu`: the only one that they see; None: all.
     """
-    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     for number, command in enumerate(work.commands):
         digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:12]
         done = folder / "done" / digest
@@ -141,16 +144,16 @@ def run_work(folder: Path, work: Work, gpu: int | None = None) -> bool:
 
 
 def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work], at_once: int = 1, gpus: int = 1) -> bool:
-    """Do the prepared work, `at_once` of it at the same time, then measure one by one. Returns True if all succeeded.
+    """Run at most `at_once` of the prepared work concurrently, then measure one by one. Returns True if all succeeded.
 
-    Work of `prepared` may need earlier work of it. `gpus`: with several, each prepared work sees one of them, in turn.
+    Work of `prepared` may need earlier work of it. `gpus`: with several, each prepared work sees one of them.
     """
     for name in ("done", "logs", "rows"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     results: dict[str, Future[bool]] = {}
-    free: Queue[int | None] = Queue()
+    free: Queue[str | None] = Queue()
     for number in range(at_once):
-        free.put(number % gpus if gpus > 1 else None)
+        free.put(visible_gpu(number % gpus, gpus) if gpus > 1 else None)
 
     def prepare(work: Work) -> bool:
         gpu = free.get()
@@ -159,7 +162,7 @@ def run_all(folder: Path, prepared: Sequence[Work], measured: Sequence[Work], at
         finally:
             free.put(gpu)
 
-    def run(work: Work, gpu: int | None = None) -> bool:
+    def run(work: Work, gpu: str | None = None) -> bool:
         if failed := [need for need in work.needs if not results[need].result()]:
             print(f"{work.name}: skipped, because {failed[0]} failed", flush=True)
             return False
@@ -199,7 +202,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=5, help="engines that each build compiles at once")
     parser.add_argument("--builds", type=int, help="models that are built at once; default: one on each GPU")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine to use")
+    parser.add_argument("--gpus", type=int, default=1, choices=(1, 2, 4, 8), help="GPUs of this machine to use")
     arguments = parser.parse_args()
     models = Models(arguments.model, arguments.sd_model, tuple(arguments.controlnet))
     folder = arguments.work.absolute()

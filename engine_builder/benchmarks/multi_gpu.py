@@ -24,6 +24,7 @@ from engine_builder.benchmarks.bench import load_in_process, measure, precision_
 from engine_builder.benchmarks.rows import Row
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.child_process import mark_hanging_exit
 from model.denoising.buffers import entry_shape
 from model.engines.shapes import DTYPES
 from model.errors import RequestRefused
@@ -92,7 +93,8 @@ def load_ranked(store: str, release: str, gpus: int, bands: int = 1) -> Iterator
         followers.join(divided.model)
         yield Ranked(alone, divided, followers)
     finally:
-        followers.close()
+        if not followers.close():
+            mark_hanging_exit()
 
 
 def compare(ranked: Ranked, request: GenerationRequest, warm_ups: int, runs: int) -> Result:

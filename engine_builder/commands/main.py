@@ -55,6 +55,7 @@ from engine_builder.local_server import demo as demo_run
 from engine_builder.local_server.client import CallFailed, check_output_paths, save_images, save_predicted
 from engine_builder.local_server.client import generate as call
 from engine_builder.local_server.input_images import controls_of, ip_adapters_of, masks_of, read_image_file
+from model.child_process import exit_now, hangs_at_exit
 from model.errors import PreheatError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -86,6 +87,15 @@ for command in (
 
 def main() -> None:
     """Run the command. A PreheatError ends it with status 1 and no traceback."""
+    try:
+        _run()
+    except SystemExit as end:
+        if hangs_at_exit():
+            exit_now(end.code if isinstance(end.code, int) else 1)
+        raise
+
+
+def _run() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported; see truss/configs/cpu-demo.yaml
     for stream in (sys.stdout, sys.stderr):
         # A name may hold bytes that are not UTF-8.

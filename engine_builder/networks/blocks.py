@@ -273,7 +273,7 @@ def cross_attention(
 ) -> Tensor:
     """Return what `attend` returns, for the few tokens of a text, in the form that is fast on the tensors' device.
 
-    `out_scale`: the result may be returned as E4M3, divided by this scale. `image`: its attention is added.
+    `out_scale`: the result may be returned as E4M3, divided by this scale. `image`: attention to its tokens is added.
     """
     if _has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
@@ -281,7 +281,9 @@ def cross_attention(
         if image is None or image.bias.shape[2] <= kernels.MAX_IMAGE_TOKENS:
             mixed: Tensor = kernels.attend_to_text(queries, keys, values, heads, out_scale, *(image or ()))
             return mixed
-    to_text = attend(queries, keys, values, heads)
+        to_text: Tensor = kernels.attend_to_text(queries, keys, values, heads, None)
+    else:
+        to_text = attend(queries, keys, values, heads)
     return to_text if image is None else to_text + image_attention(queries, *image, heads)
 
 

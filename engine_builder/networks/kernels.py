@@ -27,8 +27,10 @@ def _empty_like_input(x: Tensor, shape: tuple[int, ...], out_scale: Tensor | Non
 
 # Cross-attention, as measured on an H200.
 _TEXT_BLOCK, _TEXT_WARPS, _TEXT_STAGES = 64, 4, 2
-MAX_IMAGE_TOKENS = 64  # of an IP-Adapter
 _TEXT_PROGRAMS = 528  # with at least twice as many blocks of tokens, a program runs several
+
+
+MAX_IMAGE_TOKENS = 64  # of an adapter; a program holds their keys, values and scores in registers
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -85,8 +87,8 @@ def attend_to_text(
     stride and a batch stride of `text_tokens` token strides. Returns [batch, tokens, heads * 64], or the same divided
     by `out_scale` (float32 scalar) as E4M3.
 
-    image_keys, image_values, image_bias: what `blocks.image_attention` takes, in the layout of keys and values. Its
-    result is added. The bias is contiguous, and an adapter has at most MAX_IMAGE_TOKENS tokens.
+    image_keys, image_values, image_bias: what `blocks.image_attention` takes, in the layout of keys and values. The
+    attention to the images is added. The bias is contiguous, and an adapter has at most MAX_IMAGE_TOKENS tokens.
     """
     batch, tokens, channels = queries.shape
     text_tokens = keys.shape[1]

@@ -1,12 +1,12 @@
 """Load the GPU's math libraries on a thread, while weights are streamed.
 
 The first matrix product of a process loads cuBLAS, the first convolution and the first attention load cuDNN's
-libraries. Otherwise these loads are part of the first run of an engine, and that holds the interpreter lock.
+libraries. The first run of an engine would otherwise do this, while it holds the interpreter lock.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,21 +33,18 @@ def loading_libraries(wanted: bool, cold_start: ColdStart) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join()  # a capture on another thread does not allow that memory is allocated
+        thread.join()
 
 
 @torch.inference_mode()
 def _load(device: torch.device, cold_start: ColdStart) -> None:
-    with cold_start.phase("libraries"), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+    with cold_start.phase("libraries"):
         for use in (_use_cublas, _use_convolution, _use_attention):
-            _try(use, device)
-
-
-def _try(use: Callable[[torch.device], object], device: torch.device) -> None:
-    try:
-        use(device)
-    except RuntimeError as error:
-        logger.debug("%s: %s", use.__name__, error)
+            try:
+                with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                    use(device)
+            except RuntimeError as error:
+                logger.debug("%s: %s", use.__name__, error)
 
 
 def _use_cublas(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from model.adapters.library import AdapterLibrary
 from model.cold_start import ColdStart
+from model.cuda.libraries import loading_libraries
 from model.denoising.edm_schedule import AnyNoiseSchedule, EdmSchedule, schedule_from_dict
 from model.denoising.sampler_names import EDM_SAMPLERS, SAMPLERS
 from model.engines.aot_inductor.engine import AotInductorEngine
@@ -124,7 +125,7 @@ def load_release(
             name: schedule_from_dict(entries) for name, entries in manifest.schedulers.items()
         }
         check_memory(device, selection, ranks=ranks)
-    with WeightsCache(store, device) as cache:
+    with loading_libraries(_uses_torch_on_gpu(device, selection), cold_start), WeightsCache(store, device) as cache:
         also_streamed = [unquantized] if unquantized else []
         cache.begin([*selection.streamed_weights(), *also_streamed], cold_start)
         with cold_start.phase("fetch"):
@@ -182,6 +183,12 @@ def load_release(
     )
     weight_bytes = cache.bytes + selection.plan_weight_bytes()
     return Loaded(model, served, release, selection.target, unet.runtime, weight_bytes, plans, unet.precision)
+
+
+def _uses_torch_on_gpu(device: torch.device, selection: Selection) -> bool:
+    """True if an engine on the GPU calls torch's libraries. Plans call those of TensorRT."""
+    records = [record for engines in selection.engines.values() for record in engines]
+    return device.type == "cuda" and any(record.tensorrt is None for record in records)
 
 
 def _lora_down(selection: Selection) -> int:

@@ -3,7 +3,6 @@
 The processes are on one machine. They find each other by a file, and their sockets are on its loopback interface.
 """
 
-import atexit
 import gc
 import logging
 import os
@@ -24,7 +23,7 @@ logger = logging.getLogger("preheat")
 
 COLLECTIVE_SECONDS = 120.0  # after which a collective fails that a rank does not take part in
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
-_CLOSE_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0  # in which a rank leaves the group
 _INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -68,30 +67,37 @@ class GroupRanks(Ranks):
         _all_gather(gathered, own, self._group)
         return gathered
 
-    def close(self) -> None:
-        """Leave the group, as all ranks must. Another one can be made afterwards.
+    def close(self) -> bool:
+        """Leave the group, as all ranks must. Returns True if it has ended; then another one can be made.
 
-        NCCL waits until no graph has its collectives, and so does the end of the interpreter. After _CLOSE_SECONDS this
-        returns all the same, and the process later ends without waiting.
+        `destroy_process_group` blocks while a CUDA graph holds NCCL collectives of the group, and so does the end of
+        the interpreter. After _CLOSE_SECONDS this stops waiting and returns False.
         """
         row_exchange.join(None)
-        thread = threading.Thread(target=dist.destroy_process_group, name="preheat-leave-ranks", daemon=True)
+        ended = threading.Event()
+
+        def leave_group() -> None:
+            try:
+                dist.destroy_process_group()
+                ended.set()
+            except RuntimeError:
+                logger.exception("The group of ranks cannot be left.")
+
+        thread = threading.Thread(target=leave_group, name="preheat-leave-ranks", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
-            logger.warning("The group of ranks has not ended after %.0f s.", _CLOSE_SECONDS)
-            atexit.register(os._exit, 0)
+        return ended.is_set()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous tensor by that of rank 0."""
         dist.broadcast(tensor, 0)
 
 
-def leave(model: LoadedModel, ranks: GroupRanks) -> None:
-    """Delete the loops of a model, whose graphs have collectives of the group, and leave the group."""
+def leave(model: LoadedModel, ranks: GroupRanks) -> bool:
+    """Delete the loops of a model, whose graphs hold collectives of the group. Then do as `GroupRanks.close`."""
     model.loops.clear()
-    gc.collect()  # graphs are parts of reference cycles
-    ranks.close()
+    gc.collect()  # what refers to a loop may be part of a reference cycle
+    return ranks.close()
 
 
 def _new_groups(members: Sequence[range]) -> list[Any]:

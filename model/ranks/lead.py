@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from model.child_process import start_connected_child, visible_gpu
+from model.child_process import exit_now, start_connected_child, visible_gpu
 from model.denoising.loop import ImageState, Loop
 from model.errors import ConfigError, RankFailed, Unavailable
 from model.pipeline.loaded_model import LoadedModel, LoopKey
@@ -159,14 +159,30 @@ class Followers:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def close(self) -> None:
-        """Leave the group and end the other processes. The model has no loops afterwards."""
+    def close(self) -> bool:
+        """Leave the group and end the other processes. The model has no loops afterwards.
+
+        Returns False if the group has not ended. The interpreter would then hang at its end; see `GroupRanks.close`.
+        """
         self._closing = True
-        if self._joined is not None:
-            with suppress(Unavailable):
-                self.send(Leave())
-            leave(*self._joined)
+        try:
+            return self._joined is None or self._leave(*self._joined)
+        finally:
             self._joined = None
+            self._end_processes()
+
+    def exit_process(self) -> None:
+        """End the other processes and this one, without waiting for the interpreter's end, in which NCCL may hang."""
+        self._closing = True
+        self._end_processes()
+        exit_now(0)
+
+    def _leave(self, model: LoadedModel, ranks: GroupRanks) -> bool:
+        with suppress(Unavailable, OSError):
+            self.send(Leave())
+        return leave(model, ranks)
+
+    def _end_processes(self) -> None:
         for process, connection in zip(self._processes, self._connections, strict=True):
             connection.close()
             assert process.stdin is not None

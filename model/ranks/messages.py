@@ -76,7 +76,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Leave:
-    """Leave the group and end."""
+    """Leave the group and exit the process."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from model import metrics
 from model.child_process import FAILED_EXIT_CODE, exit_soon
 from model.cold_start import ColdStart
-from model.cuda.libraries import loading_libraries
 from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.runtimes import find_targets, runtime_cache_folder
@@ -43,24 +42,23 @@ def load_scheduler(
         from model.ranks.lead import start_followers  # imports torch.distributed
 
         followers = start_followers(settings, secrets)
-        atexit.register(followers.close)
+        if targets[0].device == "cuda":
+            atexit.register(followers.exit_process)
     try:
-        packages_on_gpu = targets[0].device == "cuda" and targets[0].runtime_tag.startswith("torch")
-        with loading_libraries(packages_on_gpu, cold_start):
-            loaded = load_release(
-                store,
-                release,
-                targets,
-                settings.buckets,
-                cold_start,
-                settings.public_key,
-                runtime_cache_folder(settings.store_options().cache_folder, targets),
-                settings.served_precision,
-                ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
-                safety=settings.safety,
-                ranks=settings.batch_ranks,
-                bands=settings.bands_per_image,
-            )
+        loaded = load_release(
+            store,
+            release,
+            targets,
+            settings.buckets,
+            cold_start,
+            settings.public_key,
+            runtime_cache_folder(settings.store_options().cache_folder, targets),
+            settings.served_precision,
+            ServedAdapters(tuple(settings.loras), settings.lora_cache_bytes),
+            safety=settings.safety,
+            ranks=settings.batch_ranks,
+            bands=settings.bands_per_image,
+        )
         metrics.watch_gpu_memory(loaded.model.device)
         every = settings.compare_every
         comparison = None if every is None else ImageComparison(loaded.model, every)
@@ -79,6 +77,7 @@ def load_scheduler(
             raise
     except Exception:
         if followers is not None:
+            atexit.unregister(followers.exit_process)
             exit_soon()
         raise
     if loaded.plans is not None:

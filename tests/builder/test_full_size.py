@@ -68,14 +68,16 @@ def test_plan_prepares_only_what_is_measured(tmp_path: Path) -> None:
     assert any("build a " in command and "--controlnet edges=c" in command for command in commands)
 
 
-def test_builds_at_the_same_time_have_a_gpu_each(tmp_path: Path) -> None:
+def test_builds_at_the_same_time_have_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     visible = "import os, pathlib, time\n"
     visible += f"gpu = pathlib.Path({str(tmp_path)!r}, 'gpu-' + os.environ['CUDA_VISIBLE_DEVICES'])\n"
     visible += "gpu.touch()\n"
-    visible += "while len(list(gpu.parent.glob('gpu-*'))) < 2: time.sleep(0.01)"
+    visible += "end = time.monotonic() + 60\n"
+    visible += "while len(list(gpu.parent.glob('gpu-*'))) < 2 and time.monotonic() < end: time.sleep(0.01)"
     both = [Work(name, (("timeit", "-n1", "-r1", visible),)) for name in ("one", "other")]
     assert run_all(tmp_path, both, [], at_once=2, gpus=2)
-    assert {path.name for path in tmp_path.glob("gpu-*")} == {"gpu-0", "gpu-1"}
+    assert {path.name for path in tmp_path.glob("gpu-*")} == {"gpu-2", "gpu-3"}
 
 
 def test_several_gpus_also_share_an_image(tmp_path: Path) -> None:

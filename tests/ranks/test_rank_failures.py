@@ -5,6 +5,7 @@ import signal
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from engine_builder.stores.store import WritableStore
 from model.errors import EngineError, RankFailed, Unavailable
@@ -26,6 +27,14 @@ def test_four_ranks_divide_two_guided_images(store: WritableStore, release: str,
     with ranked(store, release, 4) as (four, _):
         batch = [params(loaded), params(loaded, seed=4, scheduler="Euler a")]
         assert_equal(generate(four.model, batch)[0], generate(loaded.model, batch)[0])
+
+
+def test_ranks_leave_the_group_at_the_end(store: WritableStore, release: str) -> None:
+    with ranked(store, release, 2) as (loaded, followers):
+        generate(loaded.model, [params(loaded)])
+        [process] = followers._processes
+    assert process.returncode == 0, "it leaves and is not killed"
+    assert not torch.distributed.is_initialized() and not loaded.model.loops
 
 
 def test_the_end_of_a_rank_is_answered(store: WritableStore, release: str) -> None:

@@ -58,7 +58,10 @@ def test_a_server_divides_its_batches_and_ends_with_a_rank(server: Server, divid
     assert "device_failed" in (tmp_path / "server.log").read_text()
 
 
-def test_a_rank_ends_with_a_killed_server(divided: Server) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_ends_with_its_server(divided: Server, number: signal.Signals, tmp_path: Path) -> None:
     [rank] = child_pids(divided.pid)
-    os.kill(divided.pid, signal.SIGKILL)
+    os.kill(divided.pid, number)
+    eventually(lambda: not divided.running, "the end of the server", 30)
     eventually(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank", 30)
+    assert "being replaced" not in (tmp_path / "server.log").read_text()

@@ -63,8 +63,12 @@ if __name__ == "__main__":
         tokens, tiles = height * width, 2 * height * width // 4
         for out_scale in (None, scale):
             kernels.attend_to_text(fp16(2, tokens, 1280), fp16(2, 77, 1280), fp16(2, 77, 1280), 20, out_scale)
-            images = fp16(2, 16, 1280), fp16(2, 16, 1280), torch.zeros(2, 1, 16)
-            kernels.attend_to_text(fp16(2, tokens, 1280), fp16(2, 77, 1280), fp16(2, 77, 1280), 20, out_scale, *images)
+            for adapters, count in ((1, 16), (2, 64)):
+                images = fp16(2, adapters * count, 1280), fp16(2, adapters * count, 1280)
+                kernels.attend_to_text(
+                    fp16(2, tokens, 1280), fp16(2, 77, 1280), fp16(2, 77, 1280), 20, out_scale,
+                    *images, torch.zeros(2, adapters, count),
+                )  # fmt: skip
         kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240), None, None)
         for out_scale in (scale, None):
             kernels.geglu(fp16(2, tokens, 1280).to(FP8), fp16(10240, 1280).to(FP8), fp16(10240), scale, out_scale)

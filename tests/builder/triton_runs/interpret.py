@@ -83,7 +83,7 @@ def run_cross_attention() -> None:
 
 
 def run_image_attention() -> None:
-    """One adapter and two, of few tokens and many, also with tokens that are masked."""
+    """Compare one adapter and two, of few tokens and many, also with tokens that are masked."""
     for tokens, adapters, image_tokens in ((96, 1, 4), (300, 2, 16), (130, 1, 64)):
         queries, keys, values = torch.randn(2, tokens, 128), torch.randn(2, 77, 128), torch.randn(2, 77, 128)
         slices = torch.randn(2, adapters * image_tokens, 256).chunk(2, -1)
