@@ -32,8 +32,10 @@ def test_four_ranks_divide_two_guided_images(store: WritableStore, release: str,
 def test_ranks_leave_the_group_at_the_end(store: WritableStore, release: str) -> None:
     with ranked(store, release, 2) as (loaded, followers):
         generate(loaded.model, [params(loaded)])
-        [process] = followers._processes
-    assert process.returncode == 0, "it leaves and is not killed"
+        [process], joined = followers._processes, followers._joined
+        assert joined is not None and followers._leave(*joined)
+        assert process.wait(ERROR_SECONDS) == 0, "it leaves while its connection is open"
+        followers._joined = None
     assert not torch.distributed.is_initialized() and not loaded.model.loops
 
 
