@@ -32,8 +32,8 @@ HEIGHT, WIDTH = 64, 96
 CPU = torch.device("cpu")
 
 
-class BothStub(Stub):
-    """The variant whose batch holds conditional halves, then unconditional ones.
+class GuidedStub(Stub):
+    """The variant for guided images, whose batch holds conditional halves, then unconditional ones.
 
     Its second half uses the latents of the first, and zeros for text.
     """
@@ -45,23 +45,15 @@ class BothStub(Stub):
         return super().run({**inputs, **halves})
 
 
-class UncondStub(Stub):
-    """The variant for unconditional halves only. It uses zeros for text."""
-
-    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return super().run({**inputs, "keys_values": torch.zeros_like(inputs["keys_values"])})
-
-
 def bucketed(
     model: LoadedModel,
     *batches: int,
-    uncond: Sequence[int] = (),
-    both: Sequence[int] = (),
+    guided: Sequence[int] = (),
     height: int = HEIGHT,
     width: int = WIDTH,
     kind: type[Stub] = Stub,
 ) -> EngineSet:
-    """Return the UNet in static buckets, as on a GPU. `uncond`, `both`: the batches with an engine of that variant."""
+    """Return the UNet in static buckets, as on a GPU. `guided`: the batches with an engine of the variant, too."""
     signature = stub(model, spec.UNET).signature
     sides = {"height": Span(min=height, max=height), "width": Span(min=width, max=width)}
 
@@ -71,16 +63,13 @@ def bucketed(
             engine.bucket = Bucket(batch=Span(min=batch, max=batch), **sides)
         return stubs
 
-    variants = {
-        "uncond": engines(UncondStub, spec.UNET_UNCONDITIONAL, [batch for batch in batches if batch in uncond]),
-        "both": engines(BothStub, spec.UNET_GUIDED, [batch for batch in batches if batch in both]),
-    }
-    return EngineSet(engines(kind, spec.UNET, batches), variants)
+    of_variant = engines(GuidedStub, spec.UNET_GUIDED, [batch for batch in batches if batch in guided])
+    return EngineSet(engines(kind, spec.UNET, batches), of_variant)
 
 
 def stubs(unet: EngineSet) -> list[Stub]:
-    """Return the engines of a UNet, then those of its variants."""
-    return [*unet.engines, *unet.variants["uncond"], *unet.variants["both"]]  # type: ignore[list-item]
+    """Return the engines of a UNet, then those of its variant."""
+    return [*unet.engines, *unet.guided]  # type: ignore[list-item]
 
 
 class NewCalls:
@@ -161,10 +150,8 @@ requests = st.fixed_dictionaries(
 def test_any_mix_equals_the_eager_loop(mix: list[tuple[dict[str, object], int]], batches: tuple[int, ...]) -> None:
     model = linear_model()
     expected = [eager_latents(model, **changes) for changes, _ in mix]
-    even = (2, 4, 6, 8)
-    variants: list[dict[str, tuple[int, ...]]] = [{}, {"both": even}, {"uncond": (1,), "both": even}]
-    for variant in variants:
-        results = run_mix(graph_loop(bucketed(model, *batches, **variant)), model, mix)  # type: ignore[arg-type]
+    for guided in ((), (2, 4, 8)):
+        results = run_mix(graph_loop(bucketed(model, *batches, guided=guided)), model, mix)
         for latents, alone in zip(results, expected, strict=True):
             torch.testing.assert_close(latents, alone, rtol=1e-4, atol=1e-4)
 
@@ -271,8 +258,8 @@ def test_unet_gets_the_extra_channels_of_each_image(make_loop: Callable[[EngineS
     torch.testing.assert_close(again.latents, plain.latents)
 
 
-def test_both_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> None:
-    unet = bucketed(model, 2, 6, both=(2, 6))
+def test_guided_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> None:
+    unet = bucketed(model, 2, 6, guided=(2, 6))
     new_calls, loop = NewCalls(unet), graph_loop(unet)
     first, second = make_image(model, num_inference_steps=4), make_image(model, num_inference_steps=3, seed=4)
     loop.add(first)
@@ -295,12 +282,12 @@ def test_both_variant_runs_where_all_images_use_zeros(model: LoadedModel) -> Non
     assert new_calls() == [1, 0, 1, 0]  # its second step is not guided
 
 
-def test_single_guided_image_uses_engines_of_batch_one(model: LoadedModel) -> None:
-    unet = bucketed(model, 1, 2, 4, uncond=(1,), both=(4,))
+def test_single_guided_image_runs_in_one_call(model: LoadedModel) -> None:
+    unet = bucketed(model, 1, 2, 4, guided=(2, 4))
     new_calls, loop = NewCalls(unet), graph_loop(unet)
     loop.add(make_image(model, num_inference_steps=4))
     loop.step()
-    assert new_calls() == [1, 0, 0, 1, 0]  # its conditional half, and its unconditional one
+    assert new_calls() == [0, 0, 0, 1, 0]
     loop.add(make_image(model, num_inference_steps=1, seed=4))
     loop.step()
     assert new_calls() == [0, 0, 0, 0, 1]  # two images
@@ -308,37 +295,45 @@ def test_single_guided_image_uses_engines_of_batch_one(model: LoadedModel) -> No
     loop.step()
     assert new_calls() == [0, 0, 1, 0, 0]
     loop.step()
-    assert new_calls() == [1, 0, 0, 1, 0]
+    assert new_calls() == [0, 0, 0, 1, 0]
     loop.add(make_image(model, num_inference_steps=1, negative_prompt="four"))
     loop.step()
-    assert new_calls() == [2, 0, 0, 0, 0]  # each half has a text
+    assert new_calls() == [0, 1, 0, 0, 0]  # each half has a text
+    loop.add(make_image(model, num_inference_steps=1, guidance_scale=1.0))
+    loop.step()
+    assert new_calls() == [1, 0, 0, 0, 0]  # one half
     for seed in range(2):
         loop.add(make_image(model, num_inference_steps=1, seed=seed, guidance_scale=1.0))
     loop.step()
     assert new_calls() == [0, 1, 0, 0, 0]  # two images, which are not guided
 
 
-def test_engines_that_may_not_overlap_run_one_after_the_other(model: LoadedModel) -> None:
-    class SerialQueue(StepQueue):
-        def run_concurrently(self, tasks: Sequence[Callable[[], object]]) -> Any:
-            pytest.fail("the engines may overlap")
+@pytest.mark.parametrize(
+    ("batches", "guided", "calls"),
+    [((1,), (), [6]), ((1, 2), (), [0, 3]), ((1, 2, 4), (4,), [0, 3, 0, 0])],
+    ids=["batch 1 only", "no variant", "no variant of batch 2"],
+)
+def test_guided_image_without_a_variant_of_batch_two(
+    batches: tuple[int, ...], guided: tuple[int, ...], calls: list[int], model: LoadedModel
+) -> None:
+    """Without batch 2 the engine of batch 1 runs twice. Releases of earlier builds lack the variant of batch 2."""
+    unet, image = bucketed(model, *batches, guided=guided), make_image(model, num_inference_steps=3)
+    denoise(graph_loop(unet), [image])
+    assert [len(engine.seen) for engine in stubs(unet)] == calls
+    torch.testing.assert_close(image.latents, eager_latents(model, num_inference_steps=3), rtol=1e-4, atol=1e-4)
 
-    expected = eager_latents(model, negative_prompt="four", num_inference_steps=3)
-    for batches, calls in {(1, 2): [0, 3], (1,): [6]}.items():  # both halves in one call, or in two
-        unet = bucketed(model, *batches)
-        for engine in unet.engines:
-            engine.concurrent = False
-        image = make_image(model, negative_prompt="four", num_inference_steps=3)
-        denoise(graph_loop(unet, SerialQueue(CPU)), [image])
-        assert [len(engine.seen) for engine in stubs(unet)] == calls
-        torch.testing.assert_close(image.latents, expected, rtol=1e-4, atol=1e-4)
+
+def test_each_batch_is_captured_once(model: LoadedModel) -> None:
+    queue = RecordingQueue()
+    graph_loop(bucketed(model, 1, 2, 4, guided=(2, 4)), queue)
+    assert len(queue.captured) == 5
 
 
 @pytest.mark.parametrize("name", [spec.UNET, spec.REFINER_UNET])
 def test_gpu_loop_gets_the_engines_and_variants_of_a_unet(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    unet = bucketed(model, 1, 2, 4, uncond=(1,), both=(2, 4))
+    unet = bucketed(model, 1, 2, 4, guided=(2, 4))
     model.device, model.engines = torch.device("cuda"), {name: unet}
     monkeypatch.setattr(loaded_model, "GraphLoop", lambda *arguments: arguments)
     networks, *size = make_loop(model, name, HEIGHT, WIDTH)  # type: ignore[misc]
@@ -524,7 +519,7 @@ def test_other_settings_need_no_new_capture(model: LoadedModel) -> None:
     assert len(queue.captured) == 1 and queue.replays == 5 * len(SAMPLERS) + 4 + 3  # Heun has 9 entries
 
 
-def test_steps_of_many_pixels_are_captured_without_a_workspace(model: LoadedModel) -> None:
+def test_calls_of_many_pixels_are_captured_without_a_workspace(model: LoadedModel) -> None:
     queue, unet = RecordingQueue(), bucketed(model, 1, 2, 4, height=1024, width=1024)
     new_calls = NewCalls(unet)
     GraphLoop(StepNetworks(unet, ["time_embeds"]), 1024, 1024, CPU, queue)
@@ -533,8 +528,7 @@ def test_steps_of_many_pixels_are_captured_without_a_workspace(model: LoadedMode
         for work, workspace in queue.captured:
             work()
             calls.append((new_calls(), workspace))
-    # Engines that run concurrently, twice that of batch 1, have no workspace either.
-    assert calls == [([1, 0, 0], True), ([0, 1, 0], True), ([0, 0, 1], False), ([2, 0, 0], False)]
+    assert calls == [([1, 0, 0], True), ([0, 1, 0], True), ([0, 0, 1], False)]
 
 
 class LateQueue(StepQueue, TorchDispatchMode):

@@ -53,7 +53,7 @@ def test_two_loops_of_one_unet_equal_one_loop(
     """Latents, the samplers' estimate of the step before, noise, guidance and conditioning all move along."""
     model = linear_model()
     expected = [eager_latents(model, **changes) for changes, _ in mix]
-    unet = bucketed(model, 1, 2, 4, both=(2, 4))
+    unet = bucketed(model, 1, 2, 4, guided=(2, 4))
     results = run_mix(MixedLoop(make_loop(unet), make_loop(unet), first, last), model, mix)
     for latents, alone in zip(results, expected, strict=True):
         torch.testing.assert_close(latents, alone, rtol=1e-4, atol=1e-4)

@@ -221,32 +221,6 @@ def test_graph_has_its_own_workspaces(fails: bool, fake_graphs: Graphs) -> None:
     assert fake_graphs.events == ["clear", "warm-up", "warm-up", "clear", "capture", "clear"]
 
 
-def test_branches_fork_from_the_current_stream_and_join_it(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    ran_on: dict[int, Stream] = {}
-
-    def work(number: int) -> int:
-        assert streams.current is home or streams.current.seen[home] == count
-        streams.current.count += 1
-        ran_on[number] = streams.current
-        return number
-
-    home, other, count = streams.main, Stream("other"), 7
-    home.count = count
-    assert graphs.run_concurrently([lambda: work(0), lambda: work(1), lambda: work(2)]) == [0, 1, 2]
-    assert ran_on[0] is home is streams.current and len({home, ran_on[1], ran_on[2]}) == 3
-    assert (home.seen[ran_on[1]], home.seen[ran_on[2]]) == (1, 1)
-    count = home.count
-    graphs.run_concurrently([lambda: work(3), lambda: work(4)])
-    home = other
-    with streams.use(other):
-        count = other.count
-        graphs.run_concurrently([lambda: work(5), lambda: work(6)])
-        assert graphs.run_concurrently([lambda: work(7)]) == [7]
-    assert ran_on[4] is ran_on[1] and ran_on[6] not in (ran_on[1], ran_on[2])
-    assert ran_on[5] is ran_on[7] is other
-
-
 def test_graphed_engine_copies_inputs_and_outputs() -> None:
     captured: list[Callable[[], None]] = []
 

@@ -17,8 +17,6 @@ _SECONDS = 600.0  # in which all bands must come to an exchange
 class BandEngine:
     """Runs the same engine once for each band. Implements `model.engines.engine.Engine`."""
 
-    concurrent = False
-
     def __init__(self, engines: Sequence[Engine]) -> None:
         """`engines`: one for each band, opened from the same package."""
         self.component, self.signature, self.bucket = engines[0].component, engines[0].signature, engines[0].bucket

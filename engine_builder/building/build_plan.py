@@ -15,7 +15,6 @@ from engine_builder.networks.ip_adapter import components_of_ip_adapters
 from engine_builder.networks.network import ModuleReader, Network, load_network
 from engine_builder.quantization.plan import Quantization
 from model.denoising.sampler_names import REPLACED_CLASSES
-from model.engines.signatures import CfgLayout
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, Variant, components_of, find_component, model_parts
@@ -114,36 +113,26 @@ class BuildPlan:
         return of_model + of_adapters + checker + of_inputs
 
     @property
-    def variant_sizes(self) -> dict[CfgLayout, tuple[Size, ...]]:
-        """The sizes of the UNet's variants for images guided against zeros. Empty if no variant is built.
+    def guided_sizes(self) -> tuple[Size, ...]:
+        """The sizes of the UNet's variant for images guided against zeros: those with an even batch, or none.
 
-        "uncond": a single guided image runs its two halves concurrently, on the UNet of batch 1 and on this variant. So
-        the variant is built where the sizes have batches 1 and 2. "both": the variant runs both halves in one call. It
-        is built for all other even batches.
-
-        Only CUDA graphs use variants, so CPU builds leave them out. Plans leave them out because each plan holds a
-        copy of the weights.
+        Only CUDA graphs use the variant, so CPU builds leave it out. Plans leave it out because each plan holds a copy
+        of the weights.
         """
         if self.target.device != "cuda" or self.tensorrt:
-            return {}
+            return ()
         if not read_model_facts(self.base, refiner=None).force_zeros_for_empty_prompt:
-            return {}
-        uncond_sizes = tuple(size for size in self.sizes if size.batch == 1 and size._replace(batch=2) in self.sizes)
-        both_sizes = tuple(
-            size
-            for size in self.sizes
-            if size.batch % 2 == 0 and not (size.batch == 2 and size._replace(batch=1) in uncond_sizes)
-        )
-        return {"uncond": uncond_sizes, "both": both_sizes}
+            return ()
+        return tuple(size for size in self.sizes if size.batch % 2 == 0)
 
     def _builds(self, variant: Variant) -> bool:
-        if variant.cfg is None:
-            return variant.bands in self.bands and (not self.sizes or bool(self._sizes_of_variant(variant)))
-        return bool(self.variant_sizes.get(variant.cfg))
+        if variant.guided:
+            return bool(self.guided_sizes)
+        return variant.bands in self.bands and (not self.sizes or bool(self._sizes_of_variant(variant)))
 
     def _sizes_of_variant(self, variant: Variant) -> tuple[Size, ...]:
-        if variant.cfg is not None:
-            return self.variant_sizes[variant.cfg]
+        if variant.guided:
+            return self.guided_sizes
         multiple = variant.bands * self.base.size_step()
         return tuple(size for size in self.sizes if size.height % multiple == 0)
 

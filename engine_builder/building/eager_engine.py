@@ -14,8 +14,6 @@ ANY_BUCKET = Bucket(batch=Span(min=1, max=2**16))  # of any height and width
 class EagerEngine:
     """Runs `module(*inputs)` for any batch and size. While `recording`, copies all inputs to `recorded_inputs`."""
 
-    concurrent = True
-
     def __init__(self, component: str, module: nn.Module, signature: Signature, recording: bool = False) -> None:
         self.component = component
         self.signature = signature

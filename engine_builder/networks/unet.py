@@ -152,13 +152,6 @@ class GuidedUnetNetwork(UnetNetwork):
         return super().forward(sample[:half], time_embeds, keys_values[:half])
 
 
-class UnconditionalUnetNetwork(UnetNetwork):
-    """The unconditional half of classifier-free guidance against zeros. `keys_values` is not read."""
-
-    def forward(self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor) -> tuple[Tensor, ...]:
-        return super().forward(sample, time_embeds, keys_values[:0])
-
-
 class BandUnetNetwork(UnetNetwork):
     """A UNet that computes one band of the image, and takes and returns whole latents: see `bands`.
 

@@ -70,8 +70,6 @@ def measure_gains(
     times: dict[tuple[object, ...], tuple[float, float]] = {}
     gains = []
     for layer in layers:
-        if layer.name not in shapes:  # unconditional networks do not run all layers
-            continue
         module = _find(quantized.module, layer.name)
         stride = module.stride if isinstance(module, QuantizedConv) else 1
         key = (shapes[layer.name], module.weight.shape, module.bias is None, stride)

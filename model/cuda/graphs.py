@@ -2,7 +2,7 @@
 
 A graph is replayed only on the stream that was current when it was captured. All graphs of a stream share one memory
 pool. That is safe because they run one after the other, and only their callers' buffers outlive a replay. Graphs of
-different streams may run concurrently and have separate pools.
+different streams may overlap and have separate pools.
 
 A graph must also own the cuBLAS workspaces that its matrix products use. PyTorch caches one for each stream.
 torch.compile's CUDA graphs clear that cache. Newer versions also clear it when a graph of the same stream is destroyed
@@ -12,16 +12,14 @@ lives as long as the graph.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from model.cold_start import warm_up_part
-
-Result = TypeVar("Result")
 
 _WARM_UPS = 2  # kernels are loaded at their first call, which a capture does not allow
 _NO_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
@@ -97,26 +95,6 @@ def _no_workspace() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def run_concurrently(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Run each of `tasks` on a stream of its own and join them: the first on the current stream, the others on forks.
-
-    In a captured graph the forks become branches: while one waits for its next kernel, another computes.
-    """
-    if len(tasks) == 1 or not torch.cuda.is_available():
-        return [task() for task in tasks]
-    current = torch.cuda.current_stream()
-    forks = [_fork(current, number) for number in range(1, len(tasks))]
-    others = []
-    for fork, task in zip(forks, tasks[1:], strict=True):
-        fork.wait_stream(current)
-        with torch.cuda.stream(fork):
-            others.append(task())
-    first = tasks[0]()
-    for fork in forks:
-        current.wait_stream(fork)
-    return [first, *others]
-
-
 class StepQueue:
     """Queues the steps of a loop: as CUDA graphs on a GPU. On a CPU they run when they are called."""
 
@@ -127,10 +105,6 @@ class StepQueue:
         """Return a function that queues `work`. `workspace`, `name`: see the module's `capture`."""
         return capture(work, workspace, name) if self._on_gpu else work
 
-    def run_concurrently(self, tasks: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run tasks that may overlap on the device."""
-        return run_concurrently(tasks)
-
     def mark(self) -> Callable[[], None]:
         """Return a function that waits until the device has finished everything that is queued now."""
         if not self._on_gpu:
@@ -138,9 +112,3 @@ class StepQueue:
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize
-
-
-@cache
-def _fork(stream: torch.cuda.Stream, number: int) -> torch.cuda.Stream:
-    """Return fork `number` of a stream. It is the same at every call, so the next graph can reuse its memory."""
-    return torch.cuda.Stream(stream.device)  # type: ignore[no-untyped-call]

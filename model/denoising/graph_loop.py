@@ -34,7 +34,7 @@ from model.cuda.graphs import StepQueue
 from model.cuda.streams import to_device
 from model.denoising.buffers import COND_BY_ENTRY, COND_BY_SLOT, RESIDUAL, SAMPLE, buffer_shapes
 from model.denoising.loop import Conditioning, ImageState, Known, StepNetworks, has_room, repeat_tokens, unet_batch
-from model.denoising.replays import Replays, call_all, divide_batches
+from model.denoising.replays import Replays, call_all, divide_batches, smallest_batch
 from model.denoising.samplers import pad_schedules
 from model.denoising.step import advance, draw_noise, guide, keep_known
 from model.engines.engine import Engine, EngineSet
@@ -46,7 +46,7 @@ from model.validation import MAX_STEPS
 
 MAX_STEPS_IN_FLIGHT = 2  # queued or running on the device when `step` returns
 _NO_RESIDUALS: Mapping[str, torch.Tensor] = MappingProxyType({})
-_LARGE_STEP_PIXELS = 4 * 2**20  # batch x height x width from which cuBLAS's products are as fast without a workspace
+_LARGE_CALL_PIXELS = 4 * 2**20  # batch x height x width of a call from which cuBLAS is as fast without a workspace
 
 
 class _Mapping(NamedTuple):
@@ -69,7 +69,7 @@ class GraphLoop:
         Raises EngineError if no engine of the UNet serves the size.
         """
         self._ranks = networks.ranks
-        _, cfg_engines_by_batch = divide_batches(networks.unet, height, width, self._ranks.size)
+        _, guided_engines_by_batch = divide_batches(networks.unet, height, width, self._ranks.size)
         self.capacity = self.efficient_batch = self._max_batch(networks.unet, height, width)
         self.images: list[ImageState] = []
         self._image_latent_slot: dict[ImageState, int] = {}
@@ -124,9 +124,9 @@ class GraphLoop:
             }
             # Captured now, so that no request waits for a capture or finds the memory full.
             self._replays = self._capture_batches(networks.unet, self._step)
-            self._cfg_replays = {
+            self._guided_replays = {
                 batch: self._capture(engines, partial(self._step, engines))
-                for batch, engines in cfg_engines_by_batch.items()
+                for batch, engines in guided_engines_by_batch.items()
             }
             if self._residuals:
                 self._clear = self._queue.capture(self._clear_residuals, True, "clear_residuals")
@@ -254,17 +254,17 @@ class GraphLoop:
 
     def _map_images(self) -> Callable[[], None]:
         """Upload the mapping of the active images. Return what queues a step of the smallest batch that holds them."""
-        needed, images = unet_batch(self.images), len(self.images)
+        needed = unet_batch(self.images)
         used = {name for image in self.images for name in image.active_controls}
         image_prompted = any(image.image_prompt for image in self.images)
         unet = self._controlled_replays if used else self._replays
         if image_prompted:
             unet = self._image_prompted_replays
-        batch = unet.batch(needed)
+        batch = smallest_batch(unet, needed)
         guided_against_zeros = all(image.guided and image.uncond and image.uncond.is_zero for image in self.images)
-        if not used and not image_prompted and guided_against_zeros and batch in self._cfg_replays:
-            self._upload_mapping(self._map_for_cfg_variants(batch), batch)
-            return self._cfg_replays[batch]
+        if not used and not image_prompted and guided_against_zeros and batch in self._guided_replays:
+            self._upload_mapping(self._map_for_guided_variant(batch), batch)
+            return self._guided_replays[batch]
         mapping = self._empty_mapping()
         for image in self.images:
             latent_slot = self._image_latent_slot[image]
@@ -274,13 +274,13 @@ class GraphLoop:
             mapping.cond_entries[latent_slot] = len(mapping.cond_slots) - 1
         self._upload_mapping(mapping, batch)
         if not (used or image_prompted) or not self._residuals:
-            return unet.smallest(needed, images)
+            return unet[batch]
         replays = [self._control_replays[name] for name in self._networks.controlnets if name in used]
-        controls = [of_controlnet.smallest(needed, images) for of_controlnet in replays]
-        return partial(call_all, [self._clear, *controls, unet.smallest(needed, images)])
+        controls = [of_controlnet[smallest_batch(of_controlnet, needed)] for of_controlnet in replays]
+        return partial(call_all, [self._clear, *controls, unet[batch]])
 
-    def _map_for_cfg_variants(self, batch: int) -> _Mapping:
-        """Return the mapping for the CFG variants.
+    def _map_for_guided_variant(self, batch: int) -> _Mapping:
+        """Return the mapping for the variant for guided images.
 
         The first half of the batch is conditional, the second unconditional. Each image has the same position in both.
         """
@@ -344,22 +344,14 @@ class GraphLoop:
                 "ranks divide equal batches only.",
                 "Build all of them for the same sizes, or set gpus_per_image to 1.",
             )
-        replays = {batch: self._capture(by_batch[batch], partial(work, by_batch[batch])) for batch in sorted(by_batch)}
-        single_image = None
-        if 1 in by_batch:
-            # For a single guided image two concurrent runs of batch 1 are faster than one run of batch 2.
-            engine_twice = 2 * by_batch[1]
-            if by_batch[2] != engine_twice and engine_twice[0].concurrent:
-                single_image = self._capture(engine_twice, partial(work, engine_twice))
-        return Replays(replays, single_image)
+        return {batch: self._capture(by_batch[batch], partial(work, by_batch[batch])) for batch in sorted(by_batch)}
 
     def _capture(self, engines: Sequence[Engine], work: Callable[[], None]) -> Callable[[], None]:
         """Capture `work`, whose batch is divided between `engines`, and return its replay."""
-        batch = sum(engine.bucket.batch.max for engine in engines)
-        is_large = batch * self._height * self._width >= _LARGE_STEP_PIXELS
+        largest = max(engine.bucket.batch.max for engine in engines)
+        is_large = largest * self._height * self._width >= _LARGE_CALL_PIXELS
         name = f"{'_and_'.join(f'{e.component}_{e.bucket.batch.max}' for e in engines)}_{self._width}x{self._height}"
-        workspace = len(engines) == 1 and not is_large
-        return self._queue.capture(work, workspace, name)
+        return self._queue.capture(work, not is_large, name)
 
     def _step(self, engines: Sequence[Engine], residuals: Mapping[str, torch.Tensor] = _NO_RESIDUALS) -> None:
         """Run one step of each latent slot at the slot's own counter. `engines` divide this rank's entries, in order.
@@ -398,10 +390,8 @@ class GraphLoop:
     ) -> list[dict[str, torch.Tensor]]:
         """Run the engines that divide this rank's entries of a batch, each with the inputs of its own."""
         ends = accumulate((engine.bucket.batch.max for engine in engines), initial=self._first_entry(engines))
-        inputs = [inputs_of(slice(begin, end)) for begin, end in pairwise(ends)]
-        runs = [partial(engine.run, tensors) for engine, tensors in zip(engines, inputs, strict=True)]
-        concurrent = all(engine.concurrent for engine in engines)
-        return self._queue.run_concurrently(runs) if concurrent else [run() for run in runs]
+        entries = [slice(begin, end) for begin, end in pairwise(ends)]
+        return [engine.run(inputs_of(its_own)) for engine, its_own in zip(engines, entries, strict=True)]
 
     def _first_entry(self, engines: Sequence[Engine]) -> int:
         """Return this rank's first entry of a batch that `engines` divide on each rank."""

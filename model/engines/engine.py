@@ -5,13 +5,11 @@ An engine is native code: it is opened only after its digest was checked.
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from model.engines.shapes import bind_shapes
-from model.engines.signatures import CfgLayout
 from model.errors import EngineError
 from model.store.manifest import Bucket, Signature, Span
 
@@ -22,8 +20,6 @@ class Engine(Protocol):
     component: str
     signature: Signature
     bucket: Bucket
-    concurrent: bool
-    """True if runs of it, and of its component's other engines, may overlap on different CUDA streams."""
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run named tensors on the current stream. Raises EngineError for inputs outside of signature or bucket."""
@@ -35,19 +31,17 @@ class EngineSet:
     A batch runs in the smallest bucket that holds it, padded. If no bucket is large enough, it runs in several calls.
     """
 
-    def __init__(
-        self, engines: Sequence[Engine], variants: Mapping[CfgLayout, Sequence[Engine]] = MappingProxyType({})
-    ) -> None:
-        """`engines`: at least one, all of one component. `variants`: its engines for batches of one CFG layout.
+    def __init__(self, engines: Sequence[Engine], guided: Sequence[Engine] = ()) -> None:
+        """`engines`: at least one, all of one component. `guided`: those of its variant for images guided against
+        zeros. Its batch has the conditional halves first, then the unconditional ones in the same order.
 
         Raises EngineError if their signatures differ.
         """
         self.engines = sorted(engines, key=lambda engine: engine.bucket.batch.max)
-        self.variants = variants
+        self.guided = guided
         self.component = engines[0].component
         self.signature = engines[0].signature
-        with_variants = [*engines, *(engine for same_layout in variants.values() for engine in same_layout)]
-        if any(engine.signature != self.signature for engine in with_variants):
+        if any(engine.signature != self.signature for engine in (*engines, *guided)):
             raise EngineError(f"The {self.component} engines differ in what they take and return.")
 
     def run(self, inputs: Mapping[str, torch.Tensor], height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:
@@ -91,9 +85,9 @@ class EngineSet:
             raise EngineError(f"No loaded {self.component} engine serves {width}x{height}.", "")
         return serving
 
-    def of_size(self, height: int, width: int, cfg: CfgLayout | None = None) -> list[Engine]:
-        """Return the engines for that size, or the variants of one CFG layout. The list may be empty."""
-        engines = self.engines if cfg is None else self.variants.get(cfg, [])
+    def of_size(self, height: int, width: int, guided: bool = False) -> list[Engine]:
+        """Return the engines for that size, or those of the variant for guided images. The list may be empty."""
+        engines = self.guided if guided else self.engines
         return [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.min, height, width)]
 
 

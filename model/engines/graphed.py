@@ -18,8 +18,6 @@ def _capture(work: Work, name: str) -> Work:
 class GraphedEngine:
     """Captures the engine at its first run, for the stream that is current then."""
 
-    concurrent = False  # each input and output has one buffer
-
     def __init__(self, engine: Engine, capture: Callable[[Work, str], Work] = _capture) -> None:
         """`capture` makes the graph of some work, given a name for it; see `model.cuda.graphs.capture`."""
         self.component = engine.component

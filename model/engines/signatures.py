@@ -4,7 +4,6 @@ Shapes are symbolic in the batch ("rows", the manifest's word for it) and in pix
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from model.store.manifest import Signature, TensorSpec
 from model.store.precision import Dtype
@@ -24,10 +23,6 @@ KEYS_VALUES = "keys_values"  # of the cross-attentions, for each token of a text
 TOKENS = "tokens"  # the symbol of their number, in engines that take any
 TEXT_CHUNK_COUNTS = (1, 2, 4)  # of a prompt. Each divides the next, see `model.denoising.loop.repeat_tokens`
 CLIP_SKIP = "clip_skip"  # which hidden states a text encoder returns
-
-CfgLayout = Literal["uncond", "both"]
-"""The batch of a UNet variant for images whose unconditional text embeddings are zeros. "uncond": their unconditional
-halves only. "both": their conditional halves, then the unconditional ones in the same order."""
 
 
 @dataclass(frozen=True)

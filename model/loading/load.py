@@ -284,4 +284,5 @@ def _engine_set(component: str, opened: Sequence[Engine]) -> EngineSet:
     of_bands = [engine for variant in of_variants if variant.bands > 1 for engine in by_name.get(variant.name, ())]
     replaced = [engine.bucket for engine in of_bands]
     engines = of_bands + [engine for engine in by_name[component] if engine.bucket not in replaced]
-    return EngineSet(engines, {variant.cfg: by_name.get(variant.name, []) for variant in of_variants if variant.cfg})
+    guided = [engine for variant in of_variants if variant.guided for engine in by_name.get(variant.name, ())]
+    return EngineSet(engines, guided)

@@ -21,7 +21,7 @@ from model.engines.tensorrt.libraries import (
 )
 from model.engines.tensorrt.runtime_caches import RuntimeCacheFolder
 from model.loading.target import Target, detect_targets
-from model.pipeline.spec import COMPONENTS, UNET, UNET_GUIDED, UNET_UNCONDITIONAL, components_of, unets
+from model.pipeline.spec import COMPONENTS, UNET, UNET_GUIDED, components_of, unets
 from model.settings import RuntimeChoice
 from model.store.blob_cache import RUNTIME_CACHES
 from model.store.manifest import EngineRecord, Manifest
@@ -192,28 +192,25 @@ def request_milliseconds(
     """Return the estimated time of one image of the native size: 30 guided steps, no refiner. None without benchmarks.
 
     The time is the sum of the engines' benchmarks. Each component uses the engine with the smallest batch that is large
-    enough. A step runs both CFG halves in one call, or each half in an engine of its own. The shorter of the two times
-    counts. The two engines of the second way overlap, so the sum of their times overestimates that way.
+    enough. A step runs both CFG halves in one call, in the UNet's variant for guided images if it has that batch.
     """
     height, width = manifest.settings.native_height, manifest.settings.native_width
     usable = [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.max, height, width)]
 
-    def median(component: str, batch: int) -> float | None:
-        large_enough = [e for e in usable if e.component == component and e.bucket.batch.max >= batch]
-        smallest = min(large_enough, key=lambda engine: engine.bucket.batch.max, default=None)
+    def median(batch: int, *names: str) -> float | None:
+        """Return the time of the first of these components that has the smallest batch."""
+        large_enough = [e for e in usable if e.component in names and e.bucket.batch.max >= batch]
+        smallest = min(large_enough, key=lambda e: (e.bucket.batch.max, names.index(e.component)), default=None)
         return smallest.benchmark.median if smallest is not None and smallest.benchmark else None
 
-    both_halves = UNET_GUIDED if UNET_GUIDED in {engine.component for engine in usable} else UNET
-    one_call = median(both_halves, batch=2)
-    two_calls = _sum_if_known([median(UNET, batch=1), median(UNET_UNCONDITIONAL, batch=1)])
-    step = min((time for time in (one_call, two_calls) if time is not None), default=None)
+    step = median(2, UNET_GUIDED, UNET)
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the
     # negative prompt. All timesteps fit into one call of unet_time, whose buckets are larger than 2.
     other_specs = [
         spec for spec in components_of(manifest.family, ["base"]) if spec.phase != "step" and not spec.optional
     ]
     other_specs = [spec for spec in other_specs if spec.name in components]
-    other_times = [median(spec.name, batch=1 if spec.batch_unit == "image" else 2) for spec in other_specs]
+    other_times = [median(1 if spec.batch_unit == "image" else 2, spec.name) for spec in other_specs]
     before_and_after = _sum_if_known(other_times)
     return None if step is None or before_and_after is None else before_and_after + _COMPARED_STEPS * step
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from model.engines import signatures
-from model.engines.signatures import CfgLayout, Widths
+from model.engines.signatures import Widths
 from model.store.manifest import Family, Signature
 from model.store.precision import Dtype
 from model.validation import BAND_COUNTS
@@ -28,14 +28,14 @@ Stream = Literal["first_text", "text", "denoising", "encoding", "decoding"]
 class Variant:
     """Further engines of a component. Weights and signature are the component's.
 
-    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`. `cfg`: they
-    serve batches of this CFG layout only. `bands`: so many ranks run such an engine together, each for a band of the
-    image (`model.engines.row_exchange`).
+    `name`: the variant's name in a manifest. `wrapper`: its entry in `engine_builder.networks.wrappers`. `guided`: they
+    serve only batches of images that are guided against zeros. `bands`: so many ranks run such an engine together, each
+    for a band of the image (`model.engines.row_exchange`).
     """
 
     name: str
     wrapper: str
-    cfg: CfgLayout | None = None
+    guided: bool = False
     bands: int = 1
 
 
@@ -105,7 +105,6 @@ TEXT_ENCODER_2 = "text_encoder_2"
 UNET_TEXT = "unet_text"
 UNET_TIME = "unet_time"
 UNET = "unet"
-UNET_UNCONDITIONAL = "unet_unconditional"
 UNET_GUIDED = "unet_guided"
 UNET_LORA = "unet_lora"
 UNET_CONTROLLED = "unet_controlled"
@@ -124,10 +123,7 @@ REFINER_UNET_TEXT = "refiner_unet_text"
 REFINER_UNET_TIME = "refiner_unet_time"
 REFINER_UNET = "refiner_unet"
 
-_CFG_VARIANTS = (
-    Variant(UNET_UNCONDITIONAL, "UnconditionalUnetNetwork", "uncond"),
-    Variant(UNET_GUIDED, "GuidedUnetNetwork", "both"),
-)
+_GUIDED_VARIANT = Variant(UNET_GUIDED, "GuidedUnetNetwork", guided=True)
 _BAND_VARIANTS = tuple(Variant(f"{UNET}_{bands}_bands", "BandUnetNetwork", bands=bands) for bands in BAND_COUNTS)
 
 
@@ -156,7 +152,7 @@ def _table(*specs: ComponentSpec) -> Components:
 
 
 _IMAGE_COMPONENTS = (
-    *_unet_components("base", "", _CFG_VARIANTS + _BAND_VARIANTS),
+    *_unet_components("base", "", (_GUIDED_VARIANT, *_BAND_VARIANTS)),
     ComponentSpec(
         VAE_ENCODER, "base", "vae", "VaeEncoderNetwork", signatures.vae_encoder_signature, "request", "image",
         "encoding", precision_rule="vae", optional=True,

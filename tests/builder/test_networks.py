@@ -33,7 +33,7 @@ from model.store.precision import BF16, FP16, FP32, Precision
 from model.weights.transforms import winograd_weight
 from tests.builder.helpers import edit_json, edit_weights, install_metadata
 from tests.conftest import MODEL_FOLDER
-from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS
+from tests.support.components import BASE_COMPONENTS, UNET_VARIANTS
 
 CLASSES = {
     "text_encoder": (CLIPTextModel, "text_encoder"),
@@ -174,47 +174,27 @@ def test_guided_unet_equals_unet_with_zero_text() -> None:
     assert not text.any()  # an encoding of zeros has zero keys and values
 
 
-def test_unconditional_unet_does_not_read_the_text() -> None:
-    plain, unconditional = (
-        load_network(Checkpoint(MODEL_FOLDER), name, FP32) for name in ("unet", "unet_unconditional")
-    )
-    assert unconditional.tensors().keys() == plain.tensors().keys() and unconditional.signature == plain.signature
-    inputs = example_inputs(plain.signature, 2, 64, 96, "cpu")
-    sample, embeds, texts = inputs["sample"], inputs["time_embeds"], inputs["keys_values"]
-    with torch.inference_mode():
-        expected = plain.module(sample, embeds, torch.zeros_like(texts))[0]
-        assert torch.equal(unconditional.module(sample, embeds, torch.full_like(texts, float("nan")))[0], expected)
-
-
-def test_gpu_build_has_cfg_variants(toy_folder: Path, folder_copy: Path, target: Target) -> None:
+def test_gpu_build_has_a_variant_for_guided_images(toy_folder: Path, folder_copy: Path, target: Target) -> None:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = (Size(1, 512, 512), Size(2, 512, 512), Size(5, 512, 512), Size(8, 512, 768))
     plan = BuildPlan("toy", Checkpoint(toy_folder), None, gpu, FP32, sizes)
-    names = (spec.UNET, spec.UNET_UNCONDITIONAL, spec.UNET_GUIDED)
-    assert {*names} <= {*plan.components}
+    names = (spec.UNET, spec.UNET_GUIDED)
     at = plan.components.index(spec.UNET)
-    assert plan.components[at : at + 4] == (*names, spec.VAE_ENCODER)  # variants follow their component
+    assert plan.components[at : at + 3] == (*names, spec.VAE_ENCODER)  # a variant follows its component
     networks = [load_network(Checkpoint(toy_folder), name, FP32, "meta") for name in names]
-    _, unconditional, guided = networks
-    assert plan.buckets_of(unconditional) == [static_bucket(1, 512, 512)]
-    assert plan.buckets_of(guided) == [static_bucket(8, 512, 768)]  # one image of 512x512 runs its halves concurrently
     bucket = static_bucket(2, 512, 512)
-    assert len({engine_key(one, gpu, bucket) for one in networks}) == 3
-
-    # Without an engine for the conditional half alone.
-    pair = replace(plan, sizes=(Size(2, 512, 512), Size(1, 512, 768)))
-    assert not {spec.UNET_UNCONDITIONAL} & {*pair.components}
-    assert pair.buckets_of(guided) == [bucket]
+    assert plan.buckets_of(networks[1]) == [bucket, static_bucket(8, 512, 768)]  # of every even batch
+    assert len({engine_key(one, gpu, bucket) for one in networks}) == 2
 
     edit_json(folder_copy / "model_index.json", force_zeros_for_empty_prompt=False)
     for other in (
-        replace(plan, target=target),  # its loop cannot use them
+        replace(plan, target=target),  # its loop cannot use it
         replace(plan, sizes=(Size(1, 512, 512), Size(5, 512, 512))),
         replace(plan, tensorrt=PlanOptions()),
         replace(plan, tensorrt=PlanOptions(runtime="tensorrt-rtx", refit="none")),
         replace(plan, base=Checkpoint(folder_copy)),  # its unconditional text is the encoding of an empty prompt
     ):
-        assert not {*CFG_VARIANTS} & {*other.components}
+        assert not {*UNET_VARIANTS} & {*other.components}
 
 
 @pytest.mark.parametrize(("small", "large"), [(0, 2**40), (0, 0), (2**40, 2**40)])
@@ -364,7 +344,7 @@ def test_only_wide_convolutions_use_winograd(channels_in: int, channels_out: int
     assert isinstance(block.conv1, WinogradConv) == uses_winograd and isinstance(block.conv2, torch.nn.Conv2d)
 
 
-@pytest.mark.parametrize("component", ["unet", "unet_unconditional", "unet_guided"])
+@pytest.mark.parametrize("component", ["unet", "unet_guided"])
 @pytest.mark.parametrize("precision, device, uses_winograd", [
     (FP16, "cuda", True), (BF16, "cuda", True), (FP32, "cuda", False), (FP16, "cpu", False),
 ])  # fmt: skip

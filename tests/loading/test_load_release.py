@@ -27,7 +27,7 @@ from tests.loading.helpers import (
     without_component,
 )
 from tests.support import releases
-from tests.support.components import BASE_COMPONENTS, CFG_VARIANTS, REFINER_COMPONENTS
+from tests.support.components import BASE_COMPONENTS, REFINER_COMPONENTS, UNET_VARIANTS
 from tests.support.linear_networks import Stub
 from tests.support.releases import RELEASE_NAME, TOY_SIGNATURE, Toy, cpu_target, put_blob
 
@@ -166,7 +166,7 @@ def test_loads_variants_with_their_unet(store: WritableLocalStore, entries: Entr
     small, _ = [engine for engine in entries["engines"] if engine["component"] == "unet"]
     other_bucket = small | {"bucket": small["bucket"] | {"rows": {"min": 4, "max": 4, "multiple": 1}}}
     [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
-    for index, name in enumerate(CFG_VARIANTS):
+    for index, name in enumerate(UNET_VARIANTS):
         # Only the first one fits an engine of the UNet.
         for number, engine in enumerate((small, small | {"precision": "bf16"}, other_bucket)):
             entries["engines"].append(engine | {"component": name, "key": f"{number:062d}f{index}"})
@@ -176,14 +176,29 @@ def test_loads_variants_with_their_unet(store: WritableLocalStore, entries: Entr
     loaded = load(store)
     unet = loaded.model.engines["unet"]
     assert [engine.component for engine in unet.engines] == ["unet"] * 2
-    for layout, name in (("uncond", "unet_unconditional"), ("both", "unet_guided")):
-        [engine] = unet.of_size(64, 64, layout)  # type: ignore[arg-type]
-        assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == name
-        assert unet.of_size(128, 64, layout) == []  # type: ignore[arg-type]
+    [engine] = unet.of_size(64, 64, guided=True)
+    assert engine.bucket == Bucket.model_validate(small["bucket"]) and engine.component == "unet_guided"
+    assert unet.of_size(128, 64, guided=True) == []
     assert loaded.weight_bytes == plain.weight_bytes  # the UNet's weights count once
     assert loaded.served.sizes == SizeList(((64, 64), (64, 128)))  # variants do not limit the sizes
     assert loaded.model.engines.keys() == plain.model.engines.keys() == {*BASE_COMPONENTS}
-    assert not any(plain.model.engines["unet"].variants.values())
+    assert not plain.model.engines["unet"].guided
+
+
+def test_ignores_the_unconditional_unet_of_an_earlier_build(store: WritableLocalStore, entries: Entries) -> None:
+    """Builds had it up to commit 0084eaf, for a single guided image. Its blobs are not read: here they are missing."""
+    plain = load(store)
+    [unet] = [engine for engine in entries["engines"] if engine["component"] == "unet"]
+    [weights] = [record for record in entries["weights"] if record["component"] == "unet"]
+    missing = {"blob": unet["blob"] | {"sha256": "0" * 64}, "constants": unet["constants"] | {"sha256": "1" * 64}}
+    entries["engines"].append(unet | missing | {"component": "unet_unconditional", "key": "0" * 64})
+    entries["weights"].append(weights | {"component": "unet_unconditional"})
+    entries["architectures"]["unet_unconditional"] = entries["architectures"]["unet"]
+    releases.write_manifest(store.root, entries)
+    loaded = load(store)
+    assert loaded.model.engines.keys() == plain.model.engines.keys()
+    assert [engine.component for engine in loaded.model.engines["unet"].engines] == ["unet"]
+    assert loaded.weight_bytes == plain.weight_bytes and loaded.served.sizes == plain.served.sizes
 
 
 class StubPlans(Plans):
@@ -198,10 +213,10 @@ def test_gpu_engines_outside_the_loops_run_as_graphs(kind: str, store: WritableL
     """The loops capture their engines in graphs of their own, and a graph cannot be captured within a graph."""
     record, device = releases.draft_release(store).engines[0], torch.device(kind)
     plan = TensorRTPlan(profile=0, literals=record.constants, onnx=record.constants, refit="any", workspace_bytes=0)
-    graphed, names = set(), {*BASE_COMPONENTS, *REFINER_COMPONENTS, *CFG_VARIANTS}
+    graphed, names = set(), {*BASE_COMPONENTS, *REFINER_COMPONENTS, *UNET_VARIANTS}
     for name in names:
         of_component = record.model_copy(update={"component": name, "tensorrt": plan})
         engine = open_engine({}, of_component, {}, device, StubPlans(store, device))
         assert engine.component == name
         graphed |= {name} if isinstance(engine, GraphedEngine) else set()
-    assert graphed == (names - {"unet", "refiner_unet", *CFG_VARIANTS} if kind == "cuda" else set())
+    assert graphed == (names - {"unet", "refiner_unet", *UNET_VARIANTS} if kind == "cuda" else set())

@@ -23,7 +23,7 @@ def two(band_store: WritableStore) -> Iterator[Loaded]:
 def test_a_release_with_bands_serves_whole_images(whole: Loaded, two: Loaded) -> None:
     assert [engine.component for engine in whole.model.engines[UNET].engines] == [UNET]
     [first, second] = two.model.engines[UNET].serving(HEIGHT, WIDTH)
-    assert first.component == f"{UNET}_{BANDS}_bands" and second.component == UNET and not first.concurrent
+    assert first.component == f"{UNET}_{BANDS}_bands" and second.component == UNET
 
 
 @pytest.mark.parametrize("scheduler", SAMPLERS)

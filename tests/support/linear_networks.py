@@ -53,7 +53,6 @@ class Stub:
 
     def __post_init__(self) -> None:
         self.bucket = ANY_BUCKET
-        self.concurrent = True
         self.seen: list[dict[str, torch.Tensor]] = []  # inputs of each run
         self.poison: tuple[int, float] | None = None  # number of a run, and the value (nan, inf) in its output
         self.fails: Exception | None = None  # raised by every run while it is set

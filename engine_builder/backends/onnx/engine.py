@@ -20,8 +20,6 @@ from model.store.manifest import Signature
 class OnnxEngine:
     """An engine of a graph. Its weights are mapped into the graph without a copy."""
 
-    concurrent = True
-
     def __init__(
         self, component: str, graph: OnnxGraph, signature: Signature, weights: Mapping[str, torch.Tensor]
     ) -> None:

@@ -106,7 +106,7 @@ def compare_models(
     """Generate one image of each request with both models, and return the distances.
 
     The models may have engines of any runtime on one device, with the same inputs and sizes. They run op by op, without
-    CUDA graphs, and without the UNet's CFG variants, which have the same weights. Neither model is changed.
+    CUDA graphs, and without the UNet's variant for guided images, which has the same weights. Neither model is changed.
 
     layers: compares these layers too, during the reference's runs. score: judges each picture of both models.
     names, identity: stored in the report.
@@ -175,7 +175,7 @@ class _ObservedEngines(EngineSet):
     """The engines of another set. `observe` is called after each run."""
 
     def __init__(self, engines: EngineSet, observe: Observe) -> None:
-        super().__init__(engines.engines, engines.variants)
+        super().__init__(engines.engines, engines.guided)
         self._observe = observe
 
     def run(self, inputs: Tensors, height: int = 0, width: int = 0) -> dict[str, torch.Tensor]:

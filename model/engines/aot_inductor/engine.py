@@ -42,7 +42,6 @@ class AotInductorEngine:
         self.component = component
         self.signature = signature
         self.bucket = bucket
-        self.concurrent = bands == 1  # exchanges of two runs that overlap would be mixed up
         self._device = device.type
         self._bands = bands
         if bands > 1:

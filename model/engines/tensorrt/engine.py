@@ -118,9 +118,6 @@ class TensorRTPlan:
 class TensorRTEngine:
     """One profile of a plan: the engine of one bucket."""
 
-    # Runs may not overlap: an execution context has one set of tensor addresses, and one workspace.
-    concurrent = False
-
     def __init__(self, plan: TensorRTPlan, profile: int, bucket: Bucket, workspace: Workspace) -> None:
         """Create the execution context of a profile. Raises EngineError if that fails or the plan lacks the profile."""
         self.component = plan.component
