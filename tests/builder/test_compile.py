@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_builder.backends.aot_inductor import compile as compiler
+from engine_builder.backends.aot_inductor import inductor_fixes
 from engine_builder.backends.aot_inductor.compile import example_inputs
 from engine_builder.building.validate import tolerance
 from engine_builder.checkpoints.folder import Checkpoint
@@ -188,7 +189,7 @@ def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch
         return CUDADeviceOpOverrides().cpp_scratch(0, workspace)[0][0]
 
     complete = allocation(384)
-    with compiler.descriptor_memory():
+    with inductor_fixes.descriptor_memory():
         assert allocation(384) == complete and "grid_0" in complete
     unchanged = CUDADeviceOpOverrides.cpp_scratch
 
@@ -196,9 +197,30 @@ def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch
         return [f"int64_t size[] = {{{workspace.size}}};"], "scratch"
 
     monkeypatch.setattr(CUDADeviceOpOverrides, "cpp_scratch", as_in_2_11)
-    with compiler.descriptor_memory():
-        assert allocation(384) == f"int64_t size[] = {{{384 * compiler.MAX_PROGRAMS}}};"
+    with inductor_fixes.descriptor_memory():
+        assert allocation(384) == f"int64_t size[] = {{{384 * inductor_fixes.MAX_PROGRAMS}}};"
         assert allocation(0) == "int64_t size[] = {0};"
     assert CUDADeviceOpOverrides.cpp_scratch is as_in_2_11
     monkeypatch.undo()
     assert CUDADeviceOpOverrides.cpp_scratch is unchanged
+
+
+def test_every_int_array_is_declared_in_the_code_that_uses_it() -> None:
+    from itertools import count
+
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    generator: Any = CppWrapperCpu.__new__(CppWrapperCpu)
+    generator.int_array_id, generator.declared_int_array_vars = count(), set()
+    generator.codegen_int_array_var_cache = {}
+    original = CppWrapperCpu.codegen_int_array_var
+
+    def declared() -> bool:
+        """Write the same array by a closure that is deleted afterwards."""
+        lines: list[str] = []
+        name = generator.codegen_int_array_var("{64L}", lambda line: lines.append(line))
+        return any(name in line for line in lines)
+
+    with inductor_fixes.declared_int_arrays():
+        assert all(declared() for _ in range(100))
+    assert CppWrapperCpu.codegen_int_array_var is original

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ SMALL = ("unet_text", "unet_time")  # the components that compile fastest
 
 @pytest.fixture
 def jobs(toy_plan: BuildPlan, tmp_path: Path) -> list[CompileJob]:
-    """Two compile jobs. No test waits until they are done."""
+    """Two compile jobs."""
     return [
         CompileJob(name, toy_plan.base, name, FP32, toy_plan.target, dynamic_bucket(None), tmp_path / f"{name}.pt2")
         for name in SMALL
@@ -68,6 +69,18 @@ def test_processes_end_with_the_generator(jobs: list[CompileJob]) -> None:
 
     with pytest.raises(StopError):
         list(compile_jobs(jobs, {}, 2, stop))
+    assert no_processes()
+
+
+def test_a_process_ends_when_no_job_is_left_for_it(jobs: list[CompileJob]) -> None:
+    """So what it holds of the device's memory is free while other engines are compiled or checked."""
+    results = compile_jobs(jobs, {}, 2, lambda job: None)
+    next(results)
+    deadline = time.monotonic() + 30
+    while len(multiprocessing.active_children()) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(multiprocessing.active_children()) == 1
+    assert len(list(results)) == 1
     assert no_processes()
 
 

@@ -16,6 +16,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from engine_builder.backends.aot_inductor.inductor_fixes import declared_int_arrays, descriptor_memory
 from engine_builder.backends.built import CompileError
 from engine_builder.networks.bands import BANDS_VERSION
 from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
@@ -38,7 +39,6 @@ LARGEST_DYNAMIC_SIDE = 1024  # pixels; limit of CPU engines
 _CPU_LEVELS = {"x86_64_v3": ("x86-64-v3", 256), "x86_64_v2": ("x86-64-v2", 0), "x86_64_v1": ("x86-64", 0)}
 _CPU_LOOP_THREADS = 8  # parts that a CPU engine's loops are split into, on any number of cores
 _MAX_TOKENS, _TRACED_TOKENS = 512, 154  # of a text, for CPU engines
-MAX_PROGRAMS = 1024  # of a kernel with tensor descriptors; at least the number of a GPU's multiprocessors
 
 
 def build_target() -> Target:
@@ -170,7 +170,8 @@ def compile_network(network: Network, target: Target, bucket: Bucket, package: P
     """Write the `.pt2` of `network` for `target` and `bucket` to `package`. Raises CompileError."""
     device = target.device
     example = trace_inputs(network, bucket, device)
-    with without_warnings(), _gpu_compiler_settings() if device == "cuda" else nullcontext():
+    settings = _gpu_compiler_settings() if device == "cuda" else nullcontext()
+    with without_warnings(), declared_int_arrays(), settings:
         exported = torch.export.export(
             network.module, tuple(example.values()), dynamic_shapes=dynamic_shapes(network, bucket), strict=False
         )
@@ -280,29 +281,3 @@ class _LargerReductions(InductorChoices):
             return True
         choice: bool = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
         return choice
-
-
-@contextmanager
-def descriptor_memory() -> Iterator[None]:
-    """Allocate memory for the tensor descriptors of all programs of a kernel.
-
-    The code that torch 2.11 generates allocates memory for one program, and Triton writes the descriptors of each
-    program after the previous program's. Since torch 2.13 the generated code allocates enough.
-    """
-    from torch._inductor.codegen.cuda.device_op_overrides import CUDADeviceOpOverrides
-
-    generator: Any = CUDADeviceOpOverrides
-    original = generator.cpp_scratch
-
-    def cpp_scratch(self: Any, index: int, workspace: Any, prefix: str | None = None) -> Any:
-        code = original(self, index, workspace, prefix)
-        if workspace.size > 0 and not any("grid_0" in line for line in code[0]):
-            workspace.size *= MAX_PROGRAMS
-            code = original(self, index, workspace, prefix)
-        return code
-
-    generator.cpp_scratch = cpp_scratch
-    try:
-        yield
-    finally:
-        generator.cpp_scratch = original

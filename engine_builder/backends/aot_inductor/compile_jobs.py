@@ -127,6 +127,8 @@ def _compile_in_processes(
                 result = _receive(worker, workers[worker], running.pop(worker))
                 if waiting:
                     send_next(worker)
+                else:
+                    worker.close()  # its process ends, so the memory that it holds is free for the checks
                 yield result
     finally:
         for worker, process in workers.items():
