@@ -312,7 +312,9 @@ def test_request_takes_thirty_guided_steps_and_one_decoding(draft: Manifest) -> 
     assert request_milliseconds(draft, engines, with_refiner) == OTHER_COMPONENTS + 30 * 100.0
     unguided = [engine for engine in engines if engine.component != "unet"]
     unguided += [measured(unguided[0], "unet", 1, 1.0)]
-    assert request_milliseconds(draft, unguided, BASE_COMPONENTS) is None
+    assert request_milliseconds(draft, unguided, BASE_COMPONENTS) == OTHER_COMPONENTS + 30 * 2 * 1.0
+    without_unets = [engine for engine in unguided if engine.component != "unet"]
+    assert request_milliseconds(draft, without_unets, BASE_COMPONENTS) is None
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def render(folder: Path, page: Path) -> str:
 
 def title_of(name: str) -> str:
     """Return the title of a file's name: "full-size-sdxl" -> "Full size SDXL"."""
-    words = [word.upper() if word in _ACRONYMS else word for word in name.replace("_", "-").split("-")]
+    written = {word: word.upper() for word in _ACRONYMS} | {"gpus": "GPUs"}
+    words = [written.get(word, word) for word in name.replace("_", "-").split("-")]
     return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
 
 

@@ -193,6 +193,7 @@ def request_milliseconds(
 
     The time is the sum of the engines' benchmarks. Each component uses the engine with the smallest batch that is large
     enough. A step runs both CFG halves in one call, in the UNet's variant for guided images if it has that batch.
+    With batch 1 only it takes two calls.
     """
     height, width = manifest.settings.native_height, manifest.settings.native_width
     usable = [engine for engine in engines if engine.bucket.holds(engine.bucket.batch.max, height, width)]
@@ -204,6 +205,8 @@ def request_milliseconds(
         return smallest.benchmark.median if smallest is not None and smallest.benchmark else None
 
     step = median(2, UNET_GUIDED, UNET)
+    if step is None and (half := median(1, UNET)) is not None:  # no batch holds both halves
+        step = 2 * half
     # Requests use no refiner by default. Outside the steps a request has one image and two texts: the prompt and the
     # negative prompt. All timesteps fit into one call of unet_time, whose buckets are larger than 2.
     other_specs = [

@@ -205,22 +205,40 @@ def test_allocates_descriptors_for_every_program(monkeypatch: pytest.MonkeyPatch
     assert CUDADeviceOpOverrides.cpp_scratch is unchanged
 
 
-def test_every_int_array_is_declared_in_the_code_that_uses_it() -> None:
+@pytest.mark.parametrize("as_in_2_11", [True, False], ids=["torch 2.11", "installed"])
+def test_every_int_array_is_declared_in_the_code_that_uses_it(
+    as_in_2_11: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from itertools import count
 
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     generator: Any = CppWrapperCpu.__new__(CppWrapperCpu)
     generator.int_array_id, generator.declared_int_array_vars = count(), set()
-    generator.codegen_int_array_var_cache = {}
+    generator.codegen_int_array_var_cache = names = {}
+
+    def codegen_by_function(self: Any, int_array: str, writeline: Any) -> Any:
+        key = int_array, id(writeline)
+        if key not in names:
+            names[key] = self._codegen_int_array_var_impl(int_array, writeline, False)
+        return names[key]
+
+    if as_in_2_11:
+        monkeypatch.setattr(CppWrapperCpu, "codegen_int_array_var", codegen_by_function)
     original = CppWrapperCpu.codegen_int_array_var
 
-    def declared() -> bool:
-        """Write the same array by a closure that is deleted afterwards."""
+    def is_declared(by_closure: bool) -> bool:
+        """Write the same array to a list of lines, by a function that is deleted afterwards."""
         lines: list[str] = []
-        name = generator.codegen_int_array_var("{64L}", lambda line: lines.append(line))
+        if by_closure:
+            name = generator.codegen_int_array_var("{64L}", lambda line: lines.append(line))
+        else:
+            name = generator.codegen_int_array_var("{64L}", lines.append)
         return any(name in line for line in lines)
 
     with inductor_fixes.declared_int_arrays():
-        assert all(declared() for _ in range(100))
+        assert all(is_declared(by_closure) for _ in range(100) for by_closure in (True, False))
+        lines: list[str] = []
+        names_of_one = {generator.codegen_int_array_var("{64L}", lines.append) for _ in range(100)}
+        assert len(names_of_one) == len(lines) == 1  # declared once for all its uses
     assert CppWrapperCpu.codegen_int_array_var is original

@@ -128,7 +128,8 @@ def _compile_in_processes(
                 if waiting:
                     send_next(worker)
                 else:
-                    worker.close()  # its process ends, so the memory that it holds is free for the checks
+                    worker.close()
+                    end_process(workers[worker])  # the checks need the memory that it holds
                 yield result
     finally:
         for worker, process in workers.items():
@@ -161,7 +162,7 @@ def _run_worker(builder: Connection, threads: int) -> None:
     while True:
         try:
             job: CompileJob = builder.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         result: CompileResult | Exception
         try:

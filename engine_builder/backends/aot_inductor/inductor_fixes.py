@@ -37,22 +37,24 @@ def descriptor_memory() -> Iterator[None]:
 def declared_int_arrays() -> Iterator[None]:
     """Declare each array of sizes and strides in the generated C++ before it is used.
 
-    The generator remembers the name of an array by the id of the function that writes its declaration. Some of these
-    functions are closures that are deleted after the call, and Python gives their ids to later ones. A later closure
-    then gets a name that was declared in other code, and the C++ compiler refuses it: "int_array_259 was not declared".
-    Here no closure is deleted while the engine is compiled. Source: github.com/pytorch/pytorch/pull/193628.
+    The generator remembers the name of an array by the id of the function that writes its declaration: in torch 2.11 of
+    a bound method, which exists during the call only, later of the object that it is bound to, or of a closure. Python
+    gives the ids of deleted objects to new ones. Then code uses a name that was declared in other code, and the C++
+    compiler refuses it: "int_array_259 was not declared". Here one function is kept for each of these objects while the
+    engine is compiled, so no id repeats. Sources: github.com/pytorch/pytorch/pull/178147 and 193628.
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
     generator: Any = CppWrapperCpu
     original = generator.codegen_int_array_var
-    kept: list[Callable[..., None]] = []
+    kept: dict[int, Callable[..., None]] = {}
 
     def codegen_int_array_var(
         self: Any, int_array: str, writeline: Callable[..., None], *rest: Any, **named: Any
     ) -> Any:
-        kept.append(writeline)
-        return original(self, int_array, writeline, *rest, **named)
+        owner = getattr(writeline, "__self__", writeline)
+        stable = kept.setdefault(id(owner), writeline)  # keeps the owner, too
+        return original(self, int_array, stable, *rest, **named)
 
     generator.codegen_int_array_var = codegen_int_array_var
     try:
