@@ -16,7 +16,8 @@ from engine_builder.networks.bands import (
 )
 from engine_builder.networks.fp8_conv import QuantizedConv
 from engine_builder.networks.fp8_linear import QuantizedLinear
-from engine_builder.networks.kernel_form import has_kernels, is_plain
+from engine_builder.networks.kernel_form import has_half_kernels, has_kernels, is_plain
+from engine_builder.networks.low_rank_linear import LowRankLinear
 from engine_builder.networks.onnx_form import is_for_onnx
 from engine_builder.networks.winograd import WinogradConv
 from model.weights.transforms import phase_weights
@@ -29,11 +30,6 @@ _SMALL_ELEMENTS = 4_000_000  # up to this size `_affine_via_store` is faster
 # Where the Triton kernels are faster, as measured on an H200.
 _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attention is faster
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
-
-
-def _has_half_kernels(tensor: Tensor) -> bool:
-    """True if the Triton kernels, which compute in half precision only, may be used for `tensor`."""
-    return has_kernels(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -242,7 +238,7 @@ def self_attention(fused: Tensor, heads: int, out_scale: Tensor | None = None) -
     if band_count() > 1:
         keys, values = tokens_of_image(fused[..., width // 3 :]).chunk(2, dim=-1)
         return attend(fused[..., : width // 3], keys, values, heads)
-    if _has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
+    if has_half_kernels(fused) and width == 3 * 64 * heads and tokens % 128 == 0:
         if batch * tokens <= _MAX_SELF_ATTENTION_TOKENS:
             from engine_builder.networks import kernels
 
@@ -275,7 +271,7 @@ def cross_attention(
 
     `out_scale`: the result may be returned as E4M3, divided by this scale. `image`: attention to its tokens is added.
     """
-    if _has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
+    if has_half_kernels(queries) and queries.shape[-1] == 64 * heads and keys.shape[1] <= 128:
         from engine_builder.networks import kernels
 
         if image is None or image.bias.shape[2] <= kernels.MAX_IMAGE_TOKENS:
@@ -319,15 +315,20 @@ def geglu(projection: Any, tokens: Tensor, out_scale: Tensor | None = None) -> T
     """
     batch, count, inner = tokens.shape
     width = projection.out_features // 2
-    if _has_half_kernels(tokens) and width % 128 == 0 and inner % 64 == 0:
+    if has_half_kernels(tokens) and width % 128 == 0 and inner % 64 == 0:
         # On an H200 the kernel is faster from a batch of one at about a million pixels on. Smaller products leave
         # multiprocessors without a tile, and cuBLAS splits them better.
         is_large = batch * count >= (_MIN_GEGLU_TOKENS_WIDE if inner >= 1280 else _MIN_GEGLU_TOKENS) and inner >= 640
-        # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs 129.
-        is_plain = isinstance(projection, nn.Linear | QuantizedLinear)  # and has no change for each entry of the batch
-        if is_plain and is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
+        if isinstance(projection, LowRankLinear):
+            is_large = projection.has_kernel(tokens)
+        # Compute capability 12.x is left out: it has 99 KiB of shared memory per program, and the kernel needs more.
+        if is_large and torch.cuda.get_device_capability(tokens.device)[0] in (9, 10):
             from engine_builder.networks import kernels
 
+            if isinstance(projection, LowRankLinear):
+                change = projection.narrow(tokens), projection.up()
+                gated = kernels.geglu(tokens, projection.weight, projection.bias, None, out_scale, *change)
+                return cast(Tensor, gated)
             if not isinstance(projection, QuantizedLinear):
                 return cast(Tensor, kernels.geglu(tokens, projection.weight, projection.bias, None, out_scale))
             scale = projection.input_scale * projection.weight_scale

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 _PLAIN = ContextVar("_PLAIN", default=False)
@@ -27,3 +28,8 @@ def is_plain() -> bool:
 def has_kernels(tensor: Tensor) -> bool:
     """True if the forms for GPUs are used for `tensor`."""
     return tensor.is_cuda and not is_plain()
+
+
+def has_half_kernels(tensor: Tensor) -> bool:
+    """True if the Triton kernels, which compute in half precision only, may be used for `tensor`."""
+    return has_kernels(tensor) and tensor.dtype in (torch.float16, torch.bfloat16)

@@ -115,6 +115,23 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _add_low_rank(  # type: ignore[no-untyped-def]
+    total, narrow, up, up_stride, row, column, TOKENS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+    PART_WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    # The rows of a tile are of one entry of the batch, and its columns are of one part.
+    part = column // PART_WIDTH
+    rows, columns = row + tl.arange(0, TILE_ROWS), column % PART_WIDTH + tl.arange(0, TILE_WIDTH)
+    of_entry = up + (row // TOKENS).to(tl.int64) * up_stride
+    BLOCK: tl.constexpr = 32 if RANK % 32 == 0 else 16
+    for first in tl.range(0, RANK, BLOCK, num_stages=1):  # a large rank at once would take too much shared memory
+        rank = part * RANK + first + tl.arange(0, BLOCK)
+        narrow_tile = tl.load(narrow + rows[:, None] * (PARTS * RANK) + rank[None, :])
+        total = tl.dot(narrow_tile, tl.load(of_entry + rank[:, None] * PART_WIDTH + columns[None, :]), total)
+    return total
+
+
 # The product with GEGLU, as measured on an H200.
 _TILE_ROWS, _TILE_WIDTH, _TILE_DEPTH_BYTES = 128, 128, 128
 _WARPS, _STAGES, _GROUP = 8, 3, 8
@@ -122,9 +139,10 @@ _WARPS, _STAGES, _GROUP = 8, 3, 8
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _geglu_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, scale, out_scale, out,
+    x, weight, bias, scale, out_scale, narrow, up, out, up_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PROGRAMS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, TILE_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     x_tiles = tl.make_tensor_descriptor(x, [ROWS, INNER], [INNER, 1], [TILE_ROWS, TILE_DEPTH])
     weight_tiles = tl.make_tensor_descriptor(weight, [2 * WIDTH, INNER], [INNER, 1], [2 * TILE_WIDTH, TILE_DEPTH])
@@ -144,6 +162,10 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
             both = tl.dot(x_tiles.load([row, depth]), weight_tiles.load([2 * column, depth]).T, both)
         if scale is not None:
             both *= tl.load(scale)
+        if narrow is not None:
+            both = _add_low_rank(
+                both, narrow, up, up_stride, row, 2 * column, TOKENS, RANK, 1, 2 * WIDTH, TILE_ROWS, 2 * TILE_WIDTH
+            )
         both += tl.load(bias + 2 * column + tl.arange(0, 2 * TILE_WIDTH))[None, :].to(tl.float32)
         values, gates = tl.split(tl.reshape(both, (TILE_ROWS, TILE_WIDTH, 2)))
         # The normal distribution as a logistic function of an odd polynomial. Apart from tanh's own error the result is
@@ -158,13 +180,18 @@ def _geglu_kernel(  # type: ignore[no-untyped-def]
 
 
 @library.triton_op("preheat::geglu", mutates_args={})
-def geglu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_scale: Tensor | None) -> Tensor:
+def geglu(
+    x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_scale: Tensor | None,
+    narrow: Tensor | None = None, up: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return values * gelu(gates), where values and gates alternate in scale * (x weight^T) + bias, in one kernel.
 
     x: [batch, tokens, inner], contiguous; weight: [2 * width, inner], both in half precision or both E4M3; bias:
     [2 * width] in half precision. width is a multiple of 128, inner of 64. scale: float32 scalar, or None for 1.
     Returns [batch, tokens, width] in the type of bias, or divided by `out_scale` (float32 scalar) as E4M3. For GPUs
     with tensor memory accelerators.
+
+    narrow, up: as in `low_rank_linear`, for one part; their product is added to values and gates.
     """
     batch, tokens, inner = x.shape
     width = weight.shape[0] // 2
@@ -174,9 +201,67 @@ def geglu(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None, out_sca
     # Triton allocates the descriptors' memory through this function; a compiled engine has its own.
     triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
     library.wrap_triton(_geglu_kernel)[(programs,)](
-        x, weight, bias, scale, out_scale, out, ROWS=batch * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
+        x, weight, bias, scale, out_scale, narrow, up, out, 0 if up is None else up.stride(0),
+        ROWS=batch * tokens, WIDTH=width, INNER=inner, PROGRAMS=programs,
         TILE_ROWS=_TILE_ROWS, TILE_WIDTH=_TILE_WIDTH, TILE_DEPTH=_TILE_DEPTH_BYTES // x.element_size(), GROUP=_GROUP,
-        num_warps=_WARPS, num_stages=_STAGES,
+        TOKENS=tokens, RANK=0 if narrow is None else narrow.shape[2], num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _low_rank_linear_kernel(  # type: ignore[no-untyped-def]
+    x, weight, bias, narrow, up, out, up_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_WIDTH: tl.constexpr, TILE_DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    TOKENS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    x_tiles = tl.make_tensor_descriptor(x, [ROWS, INNER], [INNER, 1], [TILE_ROWS, TILE_DEPTH])
+    weight_tiles = tl.make_tensor_descriptor(weight, [WIDTH, INNER], [INNER, 1], [TILE_WIDTH, TILE_DEPTH])
+    out_tiles = tl.make_tensor_descriptor(out, [ROWS, WIDTH], [WIDTH, 1], [TILE_ROWS, TILE_WIDTH // 2])
+    down: tl.constexpr = ROWS // TILE_ROWS
+    across: tl.constexpr = WIDTH // TILE_WIDTH
+    for tile in tl.range(tl.program_id(0), down * across, PROGRAMS, flatten=True):
+        first = tile // (GROUP * across) * GROUP  # the order of the tiles is that of `_geglu_kernel`
+        size = tl.minimum(down - first, GROUP)
+        row = (first + tile % (GROUP * across) % size) * TILE_ROWS
+        column = tile % (GROUP * across) // size * TILE_WIDTH
+        total = tl.zeros((TILE_ROWS, TILE_WIDTH), tl.float32)
+        for depth in range(0, INNER, TILE_DEPTH):
+            total = tl.dot(x_tiles.load([row, depth]), weight_tiles.load([column, depth]).T, total)
+        total = _add_low_rank(
+            total, narrow, up, up_stride, row, column, TOKENS, RANK, PARTS, WIDTH // PARTS, TILE_ROWS, TILE_WIDTH
+        )
+        if bias is not None:
+            total += tl.load(bias + column + tl.arange(0, TILE_WIDTH))[None, :].to(tl.float32)
+        # In halves, which take less shared memory.
+        halves = tl.permute(tl.reshape(total.to(out.dtype.element_ty), (TILE_ROWS, 2, TILE_WIDTH // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        out_tiles.store([row, column], left)
+        out_tiles.store([row, column + TILE_WIDTH // 2], right)
+
+
+@library.triton_op("preheat::low_rank_linear", mutates_args={})
+def low_rank_linear(x: Tensor, weight: Tensor, bias: Tensor | None, narrow: Tensor, up: Tensor, parts: int) -> Tensor:
+    """Return x weight^T + bias + narrow up, with an `up` for each entry of the batch, in one kernel.
+
+    x: [batch, tokens, inner], contiguous; weight: [width, inner]; bias: [width] or None. The outputs are `parts` equal
+    parts, each with its own change: narrow [batch, tokens, parts * rank], contiguous; up [batch, ...], whose entries
+    begin with [parts, rank, width / parts]. All are in half precision. tokens and width / parts are multiples of 128,
+    inner of 64, rank of 16. Returns [batch, tokens, width]. For GPUs with tensor memory accelerators.
+    """
+    batch, tokens, inner = x.shape
+    width = weight.shape[0]
+    out = torch.empty(batch, tokens, width, dtype=x.dtype, device=x.device)
+    tile_width = 2 * _TILE_WIDTH if width // parts % (2 * _TILE_WIDTH) == 0 else _TILE_WIDTH
+    tiles = batch * tokens // _TILE_ROWS * (width // tile_width)
+    programs = min(torch.cuda.get_device_properties(x.device).multi_processor_count, tiles)
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device=x.device))
+    library.wrap_triton(_low_rank_linear_kernel)[(programs,)](
+        x, weight, bias, narrow, up, out, up.stride(0), ROWS=batch * tokens, WIDTH=width, INNER=inner,
+        PROGRAMS=programs, TILE_ROWS=_TILE_ROWS, TILE_WIDTH=tile_width,
+        TILE_DEPTH=_TILE_DEPTH_BYTES // x.element_size(), GROUP=_GROUP, TOKENS=tokens, RANK=narrow.shape[2] // parts,
+        PARTS=parts, num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     return out
 

@@ -22,6 +22,7 @@ from engine_builder.networks.bands import BANDS_VERSION
 from engine_builder.networks.fp8_conv import CONV_VERSION, has_quantized_convs
 from engine_builder.networks.fp8_linear import LINEAR_VERSION
 from engine_builder.networks.int8_linear import INT8_LINEAR_VERSION
+from engine_builder.networks.low_rank_linear import LOW_RANK_VERSION
 from engine_builder.networks.network import NETWORK_VERSION, Network, digest_json, library_versions, public_name
 from engine_builder.networks.vae import splits_scores
 from model.engines.aot_inductor.package import IDENTITY, Identity
@@ -89,6 +90,8 @@ def engine_key(network: Network, target: Target, bucket: Bucket) -> str:
     optional: dict[str, Any] = {"quantized": [linear_version, *sorted(network.clips)]} if network.clips else {}
     if has_quantized_convs(network.module):
         optional["convolutions"] = CONV_VERSION
+    if target.device == "cuda" and find_component(network.component)[0].low_rank_of:
+        optional["low_rank"] = LOW_RANK_VERSION
     if network.bands > 1:
         optional["bands"] = [BANDS_VERSION, network.bands]
     if target.device == "cuda" and find_component(network.component)[0].precision_rule == "vae":

@@ -47,7 +47,11 @@ def compile_kernel(launch: Launch) -> None:
     if launch.name == "_fp8_attention_kernel":  # both products are of E4M3 numbers
         products = [line for line in compiled.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
         assert len(products) >= 2 and all("e4m3.e4m3" in line for line in products)
-    if launch.name not in ("_geglu_kernel", "_fp8_attention_kernel"):  # GPUs with tensor memory accelerators
+    if launch.name not in (
+        "_geglu_kernel",
+        "_low_rank_linear_kernel",
+        "_fp8_attention_kernel",
+    ):  # GPUs with tensor memory accelerators
         assert triton.compile(source, target=GPUTarget("cuda", 89, 32), options=launch.options).asm["cubin"]
     shared_bytes[launch.name] = max(compiled.metadata.shared, shared_bytes.get(launch.name, 0))
 
@@ -72,6 +76,15 @@ if __name__ == "__main__":
         kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240), None, None)
         for out_scale in (scale, None):
             kernels.geglu(fp16(2, tokens, 1280).to(FP8), fp16(10240, 1280).to(FP8), fp16(10240), scale, out_scale)
+        if tokens % 128 == 0:
+            for parts, rank in ((1, 32), (3, 32), (1, 128), (3, 16)):
+                narrow, up = fp16(2, tokens, parts * rank), fp16(2, parts * rank * 1280)
+                kernels.low_rank_linear(
+                    fp16(2, tokens, 1280), fp16(parts * 1280, 1280), fp16(parts * 1280), narrow, up, parts
+                )
+            for rank in (32, 128):
+                narrow, up = fp16(2, tokens, rank), fp16(2, rank * 10240)
+                kernels.geglu(fp16(2, tokens, 1280), fp16(10240, 1280), fp16(10240), None, None, narrow, up)
         hidden, groups, products = fp16(2, height, width, 1280), torch.zeros(2, 32), fp16(16, tiles, 1280)
         winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)

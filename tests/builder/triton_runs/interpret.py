@@ -20,6 +20,10 @@ from engine_builder.benchmarks import fp8_attention, fp8_attention_kernels, fp8_
 from engine_builder.benchmarks.graph_timing import Failures
 from engine_builder.networks import blocks, fp8_conv_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
+from engine_builder.networks.low_rank_linear import LowRankLinear, LowRankVectors
+from model.adapters.layers import Layer
+from model.adapters.packing import make_packing
+from model.pipeline.spec import UNET
 from model.weights.fp8 import quantize
 from tests.builder.triton_runs.launches import Launch, intercept
 
@@ -115,6 +119,30 @@ def run_geglu() -> None:
         scale = torch.tensor(0.3)
         actual = kernels.geglu(tokens, projection.weight / 0.3, projection.bias, scale, OUT_SCALE)
         compare(f"scaled, {case}", actual, quantize(expected, OUT_SCALE))
+
+
+def run_low_rank() -> None:
+    """One part and several, ranks in one block and in several, more tiles than programs, a bias or none."""
+    for batch, count, parts, rank, width in ((2, 128, 1, 16, 128), (3, 256, 3, 64, 128), (2, 128, 2, 48, 256)):
+        layers = {str(index): Layer(str(index), (width, 128), UNET, "w", index * width) for index in range(parts)}
+        packing = make_packing(layers, rank)
+        vectors = LowRankVectors()
+        # The vectors have other layers before and after these.
+        vectors.down = torch.randn(batch, packing.down_width + 64)[:, 32:-32]
+        vectors.up = torch.randn(batch, packing.up_width + 64)[:, 32:-32]
+        linear = LowRankLinear(nn.Linear(128, parts * width, bias=parts == 1), packing.layers, rank, vectors)
+        x = torch.randn(batch, count, 128)
+        change = linear.narrow(x), linear.up()
+        actual = kernels.low_rank_linear(x, linear.weight, linear.bias, *change, parts)
+        compare(f"low rank, {parts} parts of rank {rank}", actual, linear(x))
+    for batch, rank in ((2, 16), (3, 96)):
+        layers = {"0": Layer("0", (512, 128), UNET, "w")}
+        packing, vectors = make_packing(layers, rank), LowRankVectors()
+        vectors.down, vectors.up = torch.randn(batch, packing.down_width), torch.randn(batch, packing.up_width)
+        linear = LowRankLinear(nn.Linear(128, 512), packing.layers, rank, vectors)
+        x = torch.randn(batch, 128, 128)
+        actual = kernels.geglu(x, linear.weight, linear.bias, None, None, linear.narrow(x), linear.up())
+        compare(f"low rank, geglu, rank {rank}", actual, blocks.geglu(linear, x))
 
 
 def run_int8() -> None:
@@ -279,6 +307,7 @@ if __name__ == "__main__":
         run_image_attention()
         run_self_attention()
         run_geglu()
+        run_low_rank()
         run_int8()
         run_fp8_conv()
         run_fp8_attention()
