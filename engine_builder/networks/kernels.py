@@ -125,7 +125,7 @@ def _add_low_rank(  # type: ignore[no-untyped-def]
     rows, columns = row + tl.arange(0, TILE_ROWS), column % PART_WIDTH + tl.arange(0, TILE_WIDTH)
     of_entry = up + (row // TOKENS).to(tl.int64) * up_stride
     BLOCK: tl.constexpr = 32 if RANK % 32 == 0 else 16
-    for first in tl.range(0, RANK, BLOCK, num_stages=1):  # a large rank at once would take too much shared memory
+    for first in tl.static_range(0, RANK, BLOCK):  # a large rank at once would take too much shared memory
         rank = part * RANK + first + tl.arange(0, BLOCK)
         narrow_tile = tl.load(narrow + rows[:, None] * (PARTS * RANK) + rank[None, :])
         total = tl.dot(narrow_tile, tl.load(of_entry + rank[:, None] * PART_WIDTH + columns[None, :]), total)
