@@ -102,21 +102,23 @@ class BuildPlan:
 
         Those of ControlNets and IP-Adapters are last.
         """
+        specs = [*components_of(self.base.family, model_parts(self.refiner is not None))]
+        if self.lora_rank:
+            specs.append(find_component(UNET_LORA)[0])
         of_model = tuple(
             name
-            for spec in components_of(self.base.family, model_parts(self.refiner is not None))
+            for spec in specs
             for name in (spec.name, *(variant.name for variant in spec.variants if self._builds(variant)))
         )
-        of_adapters = (UNET_LORA,) if self.lora_rank else ()
         checker = (SAFETY_CHECKER,) if self.base.safety_checker else ()
         of_inputs = components_of_controlnets(self.base) + components_of_ip_adapters(self.base)
-        return of_model + of_adapters + checker + of_inputs
+        return of_model + checker + of_inputs
 
     @property
     def guided_sizes(self) -> tuple[Size, ...]:
-        """The sizes of the UNet's variant for images guided against zeros: those with an even batch, or none.
+        """The sizes of the UNets' variants for images guided against zeros: those with an even batch, or none.
 
-        Only CUDA graphs use the variant, so CPU builds leave it out. Plans leave it out because each plan holds a copy
+        Only CUDA graphs use them, so CPU builds leave them out. Plans leave them out because each plan holds a copy
         of the weights.
         """
         if self.target.device != "cuda" or self.tensorrt:

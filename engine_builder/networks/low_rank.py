@@ -40,6 +40,16 @@ class LowRankUnetNetwork(UnetNetwork):
         return super().forward(sample, time_embeds, keys_values)
 
 
+class GuidedLowRankUnetNetwork(LowRankUnetNetwork):
+    """Both halves of guidance against zeros in one call, as `GuidedUnetNetwork`. Each half has the same adapters."""
+
+    def forward(  # type: ignore[override]
+        self, sample: Tensor, time_embeds: Tensor, keys_values: Tensor, lora_down: Tensor, lora_up: Tensor
+    ) -> tuple[Tensor, ...]:
+        half = sample.shape[0] // 2
+        return super().forward(sample[:half], time_embeds, keys_values[:half], lora_down, lora_up)
+
+
 def _packing_of(network: nn.Module, rank: int) -> Packing:
     shapes = {name: tuple(parameter.shape) for name, parameter in network.named_parameters()}
     return make_packing(find_layers({UNET: shapes}), rank)

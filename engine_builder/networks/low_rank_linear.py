@@ -30,7 +30,7 @@ class LowRankLinear(nn.Module):
         self._parts, self._rank, self._vectors = parts, rank, vectors
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[batch, tokens, in] -> [batch, tokens, out]."""
+        """[batch, tokens, in] -> [batch, tokens, out]. The inputs may be those of the batch's first entries only."""
         narrow = self.narrow(inputs)
         if self.has_kernel(inputs):
             from engine_builder.networks import kernels
@@ -42,7 +42,7 @@ class LowRankLinear(nn.Module):
         changes = []
         for index, part in enumerate(self._parts):
             out_features = part.layer.shape[0]
-            up = self._vectors.up[:, part.up : part.up + self._rank * out_features]
+            up = self._vectors.up[: inputs.shape[0], part.up : part.up + self._rank * out_features]
             of_part = narrow[..., index * self._rank : (index + 1) * self._rank]
             changes.append(torch.bmm(of_part, up.reshape(inputs.shape[0], self._rank, out_features)))
         change = torch.cat(changes, -1) if len(changes) > 1 else changes[0]
@@ -63,7 +63,7 @@ class LowRankLinear(nn.Module):
     def narrow(self, inputs: Tensor) -> Tensor:
         """[batch, tokens, in] -> x D^T, [batch, tokens, parts * rank]."""
         first, width = self._parts[0].down, len(self._parts) * self._rank
-        down = self._vectors.down[:, first : first + width * self.in_features]
+        down = self._vectors.down[: inputs.shape[0], first : first + width * self.in_features]
         return torch.bmm(inputs, down.reshape(inputs.shape[0], width, self.in_features).transpose(1, 2))
 
     def up(self) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from engine_builder.networks.controlnet import ControlnetImageNetwork, ControlnetNetwork, controlnet_time_network
 from engine_builder.networks.ip_adapter import ImageEncoderNetwork, IpAdapterNetwork
-from engine_builder.networks.low_rank import LowRankUnetNetwork
+from engine_builder.networks.low_rank import GuidedLowRankUnetNetwork, LowRankUnetNetwork
 from engine_builder.networks.safety_checker import SafetyCheckerNetwork
 from engine_builder.networks.text import FinalTextNetwork, PooledTextNetwork, TextNetwork
 from engine_builder.networks.unet import (
@@ -57,6 +57,7 @@ WRAPPERS = {
     "UnetTimeNetwork": Wrapper(*_UNET, time_network),
     "UnetNetwork": Wrapper(*_UNET, UnetNetwork, accepts_winograd=True),
     "LowRankUnetNetwork": Wrapper(*_UNET, LowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
+    "GuidedLowRankUnetNetwork": Wrapper(*_UNET, GuidedLowRankUnetNetwork, accepts_winograd=True, accepts_rank=True),
     "GuidedUnetNetwork": Wrapper(*_UNET, GuidedUnetNetwork, accepts_winograd=True),
     "BandUnetNetwork": Wrapper(*_UNET, BandUnetNetwork, accepts_bands=True),
     "ControlledUnetNetwork": Wrapper(*_UNET, ControlledUnetNetwork, accepts_winograd=True),

@@ -191,6 +191,7 @@ LOW_RANK = _table(
     ComponentSpec(
         UNET_LORA, "base", "unet", "LowRankUnetNetwork", signatures.lora_unet_signature, "step", "cfg_half",
         "denoising", ("time_embeds",), low_rank_of=UNET, optional=True,
+        variants=(Variant(f"{UNET_LORA}_guided", "GuidedLowRankUnetNetwork", guided=True),),
     ),
 )  # fmt: skip
 """UNets that any family may have in addition."""

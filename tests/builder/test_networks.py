@@ -174,6 +174,25 @@ def test_guided_unet_equals_unet_with_zero_text() -> None:
     assert not text.any()  # an encoding of zeros has zero keys and values
 
 
+def test_guided_unet_with_adapters_equals_unet_with_zero_text() -> None:
+    """Equal bit for bit. Each image has its own adapters, and its unconditional half has the same."""
+    plain, guided = (
+        load_network(Checkpoint(MODEL_FOLDER), name, FP32, lora_rank=4) for name in ("unet_lora", "unet_lora_guided")
+    )
+    assert guided.tensors().keys() == plain.tensors().keys() and guided.signature == plain.signature
+    inputs = example_inputs(plain.signature, 4, 64, 96, "cpu")
+    for name in ("sample", "lora_down", "lora_up"):
+        inputs[name][2:] = inputs[name][:2]
+    inputs["keys_values"][2:] = 0
+    with torch.inference_mode():
+        expected = plain.module(*inputs.values())[0]
+        without = plain.module(*(inputs | {"lora_up": torch.zeros_like(inputs["lora_up"])}).values())[0]
+        inputs["sample"][2:] = inputs["keys_values"][2:] = float("nan")
+        actual = guided.module(*inputs.values())[0]
+    assert torch.equal(actual, expected)
+    assert not torch.allclose(expected, without, atol=1e-3)
+
+
 def test_gpu_build_has_a_variant_for_guided_images(toy_folder: Path, folder_copy: Path, target: Target) -> None:
     gpu = replace(target, device="cuda", product="h200", capability="sm90")
     sizes = (Size(1, 512, 512), Size(2, 512, 512), Size(5, 512, 512), Size(8, 512, 768))
@@ -185,6 +204,10 @@ def test_gpu_build_has_a_variant_for_guided_images(toy_folder: Path, folder_copy
     bucket = static_bucket(2, 512, 512)
     assert plan.buckets_of(networks[1]) == [bucket, static_bucket(8, 512, 768)]  # of every even batch
     assert len({engine_key(one, gpu, bucket) for one in networks}) == 2
+
+    with_adapters = replace(plan, lora_rank=4).components
+    assert with_adapters[-2:] == ("unet_lora", "unet_lora_guided")
+    assert "unet_lora_guided" not in replace(plan, lora_rank=4, target=target).components
 
     edit_json(folder_copy / "model_index.json", force_zeros_for_empty_prompt=False)
     for other in (
