@@ -37,7 +37,11 @@ def test_request_of_the_metadata_makes_the_image_again(format: str, client: http
     assert stated["request"]["seed"] == made["images"][1]["seed"] and stated["request"]["num_images"] == 1
     assert stated["request"]["prompt"] == request["prompt"] and stated["request"]["scheduler"] == "Euler"
     again = predict(client, **stated["request"])
-    assert np.array_equal(pixels(again["data"]), pixels(made["images"][1]["data"]))
+    # It ran in a batch of two and now runs alone, which may change a pixel by one level. A lossy format spreads that.
+    difference = np.abs(pixels(again["data"]).astype(int) - pixels(made["images"][1]["data"]).astype(int))
+    assert difference.max() <= (1 if format == "png" else 16) and difference.mean() < 1
+    other = predict(client, **stated["request"] | {"seed": stated["request"]["seed"] + 1})
+    assert np.abs(pixels(other["data"]).astype(int) - pixels(again["data"]).astype(int)).mean() > 1
 
 
 @pytest.mark.parametrize("format", FORMATS)
