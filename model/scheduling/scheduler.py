@@ -3,8 +3,8 @@
 Between two steps images join loops, leave them (finished, cancelled) and are decoded. So a new request waits for one
 step and not for a batch. Images join in order of arrival as soon as their loop has room, each image of a request by
 itself; `model.scheduling.admission` limits how many run at once, and `model.scheduling.adapter_turns` decides which
-adapters do. Loops (one for each UNet and size) take turns of one
-step. Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
+adapters do. Loops (one for each UNet and size) take turns of one step; `model.scheduling.in_flight` keeps their images.
+Each image's result is independent of the other images. This module decides; `model.pipeline.runner` executes.
 
 Other threads may call the methods that `Scheduler` lists. The rest runs on the scheduler's thread.
 """
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,10 +31,10 @@ from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
 from model.pipeline.preview import Preview, PreviewMap
 from model.pipeline.runner import Runner
-from model.pipeline.spec import loop_unets
 from model.scheduling.adapter_turns import AdapterTurns
 from model.scheduling.admission import may_join, shortens_mean_latency
 from model.scheduling.comparison import ImageComparison
+from model.scheduling.in_flight import InFlight
 from model.scheduling.interface import check_queue
 from model.scheduling.job import ImageEvent, Job, StepEvent
 from model.scheduling.output_workers import OutputWorkers
@@ -46,13 +46,6 @@ _CPU_NICENESS = 5
 IDLE_SECONDS = 1.0  # without work, after which the work of `when_idle` begins; a first request often follows readiness
 OVERDUE_SECONDS = 60.0  # after which a server that is never idle interrupts requests for the work of `when_idle`
 _INTERRUPTION_SECONDS = 1.0  # of such work, after which requests go on until it is overdue again
-
-
-class _Running(NamedTuple):
-    """The job that an image in a loop belongs to, and that loop."""
-
-    job: Job
-    loop: LoopKey
 
 
 @dataclass
@@ -75,7 +68,6 @@ class Scheduler:
         self._on_device_failure = on_device_failure
         self.preview_map: PreviewMap | None = None
         self.comparison: ImageComparison | None = None
-        self._unets = [spec.name for spec in loop_unets(self.model.components)]
         self._wakeup = threading.Condition()  # guards the next eight attributes
         self._idle_work: Iterator[None] | None = None
         self._idle_work_since = 0.0  # by time.monotonic(): its arrival, or its last interruption of requests
@@ -86,9 +78,7 @@ class Scheduler:
         self._accepted: weakref.WeakSet[Job] = weakref.WeakSet()
         self._closed = False
         self._waiting: list[Job] = []  # jobs with images that have not joined, in order of arrival
-        self._waiting_for_loop: dict[LoopKey, deque[tuple[Job, ImageState]]] = {}  # images between two loops
-        self._running: dict[ImageState, _Running] = {}  # the images in loops
-        self._active_loops: deque[LoopKey] = deque()  # with images in them or waiting; the first is next
+        self._in_flight = InFlight(self.model)
         # By time.monotonic(): when the thread last started work (None while it waits), and when an image was finished.
         self._last_progress: float | None = None
         self._last_image: float | None = None
@@ -222,11 +212,11 @@ class Scheduler:
                 try:
                     self._drain_inbox()
                     self._drop_cancelled()
-                    if self._idle_work_overdue() and not self._in_flight():
+                    if self._idle_work_overdue() and not self._in_flight:
                         self._advance_overdue_work()
                     self._admit()
-                    if self._active_loops:
-                        self._step(self._active_loops[0])
+                    if (key := self._in_flight.next_loop) is not None:
+                        self._step(key)
                 except Exception as error:
                     self._fail(self._unfinished_jobs(), error)
 
@@ -234,7 +224,7 @@ class Scheduler:
         """Queue new jobs and run calls. Wait for them if there is nothing else to do, with work of `when_idle`."""
         with self._wakeup:
             began: float | None = None  # by time.monotonic(), of being idle
-            while not (self._inbox or self._cancelled or self._active_loops or self._closed or self._can_admit()):
+            while not (self._inbox or self._cancelled or self._in_flight or self._closed or self._can_admit()):
                 began = time.monotonic() if began is None else began
                 self._last_progress = None
                 work = self._work_while_idle()
@@ -301,10 +291,6 @@ class Scheduler:
                 self._advance_idle_work(self._idle_work)
             self._idle_work_since = time.monotonic()
 
-    def _in_flight(self) -> bool:
-        """True if images are in loops, or between two of them."""
-        return bool(self._running) or any(self._waiting_for_loop.values())
-
     def _drop_cancelled(self) -> None:
         with self._wakeup:
             cancelled, self._cancelled = self._cancelled, deque()
@@ -313,24 +299,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Add images to loops: first those between two loops, which are half done, then those of the queue in order of
-        arrival.
-
-        A loop waits for the encoding of an image that joins. So an image joins once it is encoded, or if nothing else
-        runs.
-        """
-        for key, waiting in self._waiting_for_loop.items():
-            loop = self.model.loop(*key)
-            while waiting and has_room(loop, waiting[0][1].unet_batch):
-                if self._running and not waiting[0][1].inputs_ready:
-                    break
-                job, image = waiting.popleft()
-                try:
-                    self._start_image(key, job, image)
-                except Exception as error:
-                    self._fail({job}, error)
+        arrival."""
+        for key, job, image in self._in_flight.take_waiting():
+            try:
+                self._in_flight.start(key, job, image)
+            except Exception as error:
+                self._fail({job}, error)
         if self._idle_work_overdue():
             return
-        while (failed := self._turns.update(self._waiting, self._in_flight())) is not None:
+        while (failed := self._turns.update(self._waiting, bool(self._in_flight))) is not None:
             failed[0].fail(failed[1])
             self._free(failed[0])
         images_ahead, full_loops = 0, set()
@@ -340,7 +317,7 @@ class Scheduler:
             key = job.plan.first_loop
             if key in full_loops or not self._turns.admits(job):
                 continue
-            sizes = {key[1:] for key in self._active_loops}
+            sizes = self._in_flight.sizes
             if key[1:] not in sizes and len(sizes) >= self.limits.sizes_at_once:
                 break  # a new size waits for a free size slot, in order of arrival: later jobs could starve it
             try:
@@ -366,10 +343,10 @@ class Scheduler:
             self._leave_queue(1)
             if loop is None:
                 self._workers.submit_image(job, image)
-            elif self._running and not image.inputs_ready:
-                self._wait_for_loop(loop, job, image)
+            elif self._in_flight.in_loops and not image.inputs_ready:
+                self._in_flight.wait(loop, job, image)
             else:
-                self._start_image(loop, job, image)
+                self._in_flight.start(loop, job, image)
 
     def _may_join(self, job: Job, key: LoopKey) -> bool:
         """True if the first loop of this job can admit one more image of it.
@@ -379,8 +356,7 @@ class Scheduler:
         or that wait to join this one, count as running.
         """
         loop, needed = self.model.loop(*key), job.plan.unet_batch
-        joining = [(image, owner) for owner, image in self._waiting_for_loop.get(key, ())]
-        running = {image: owner for image, (owner, _) in self._running.items() if owner.plan.first_loop[1:] == key[1:]}
+        running, joining = self._in_flight.started_with(key)
         running |= joining
         batch = unet_batch(list(running))
         same_size = [
@@ -397,15 +373,9 @@ class Scheduler:
             or shortens_mean_latency(job.plan.steps, job_batch, len(running), batch, steps_left)
         )
         if joining:
-            taken = unet_batch([*loop.images, *(image for image, _ in joining)])
+            taken = unet_batch([*loop.images, *joining])
             return admitted and taken + needed <= loop.capacity
         return admitted and has_room(loop, needed)
-
-    def _start_image(self, key: LoopKey, job: Job, image: ImageState) -> None:
-        self.model.loop(*key).add(image)
-        self._running[image] = _Running(job, key)
-        if key not in self._active_loops:
-            self._active_loops.append(key)
 
     def _leave_queue(self, images: int) -> None:
         with self._wakeup:
@@ -416,31 +386,31 @@ class Scheduler:
         component, loop = key[0], self.model.loop(*key)
         images = list(loop.images)
         if not images:  # all of its images are still being encoded
-            self._active_loops.rotate(-1)
+            self._in_flight.end_turn()
             return
         began = time.perf_counter()
         try:
             finished = loop.step()
         except Exception as error:
-            self._fail({self._running[image].job for image in images}, error)
+            self._fail({self._in_flight.job_of(image) for image in images}, error)
             return
         metrics.STEP_SECONDS.labels(component).observe(time.perf_counter() - began)
         metrics.STEP_IMAGES.labels(component).observe(len(images))
         metrics.STEPS.labels(component).inc()
         for image in images:
             self._emit_progress(key, image, image in finished)
-        for job, image in [(self._running.pop(image).job, image) for image in finished]:
+        for job, image in [(self._in_flight.leave(image), image) for image in finished]:
             if job.done:
                 continue
             try:
                 self._finish_loop(job, image)
             except Exception as error:
                 self._fail({job}, error)
-        self._active_loops.rotate(-1)
-        self._close_empty_loops()
+        self._in_flight.end_turn()
+        self._in_flight.drop_empty_loops()
 
     def _emit_progress(self, key: LoopKey, image: ImageState, finished: bool) -> None:
-        job = self._running[image].job
+        job = self._in_flight.job_of(image)
         job.steps_done += 1
         if job.listener is None:
             return
@@ -458,39 +428,19 @@ class Scheduler:
         if key is None:
             self._workers.submit_image(job, image)
             return
-        self._wait_for_loop(key, job, image)
-
-    def _wait_for_loop(self, key: LoopKey, job: Job, image: ImageState) -> None:
-        self._waiting_for_loop.setdefault(key, deque()).append((job, image))
-        if key not in self._active_loops:
-            self._active_loops.append(key)
-
-    def _close_empty_loops(self) -> None:
-        """Remove loops without images from the rotation, and count the images of the others."""
-        for unet in self._unets:
-            count = sum(len(self.model.loop(*key).images) for key in self._active_loops if key[0] == unet)
-            metrics.ACTIVE.labels(unet).set(count)
-        self._active_loops = deque(
-            key for key in self._active_loops if self.model.loop(*key).images or self._waiting_for_loop.get(key)
-        )
+        self._in_flight.wait(key, job, image)
 
     def _free(self, job: Job) -> None:
-        """Remove a job from the queue and from all loops, together with its images between two loops."""
+        """Remove a job from the queue, and its images in flight."""
         if job in self._waiting:
             self._waiting.remove(job)
         if job.waiting_images:
             self._leave_queue(len(job.waiting_images))
             job.waiting_images.clear()
-        for image in [image for image, running in self._running.items() if running.job is job]:
-            self.model.loop(*self._running.pop(image).loop).remove(image)
-        for waiting in self._waiting_for_loop.values():
-            for entry in [entry for entry in waiting if entry[0] is job]:
-                waiting.remove(entry)
-        self._close_empty_loops()
+        self._in_flight.remove(job)
 
     def _unfinished_jobs(self) -> set[Job]:
-        between_loops = {job for waiting in self._waiting_for_loop.values() for job, _ in waiting}
-        return {running.job for running in self._running.values()} | set(self._waiting) | between_loops
+        return self._in_flight.jobs | set(self._waiting)
 
     def _fail(self, jobs: set[Job], error: Exception) -> None:
         """Fail `jobs` with an error of their work. If the device has failed, fail all other jobs too."""
