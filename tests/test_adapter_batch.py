@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from model.loading.adapters import ServedAdapters
 from model.loading.load import Loaded, load_release
 from model.loading.target import detect_targets
 from model.loading.warmup import warm_up
-from model.pipeline.params import GenerationParams
+from model.pipeline.params import GenerationParams, Mask
 from model.pipeline.plan import plan_request
 from model.pipeline.runner import Runner
 from model.pipeline.spec import UNET, UNET_LORA
@@ -104,6 +105,17 @@ def difference(one: Pixels, other: Pixels) -> int:
     return int(np.abs(one.astype(int) - other.astype(int)).max())
 
 
+@contextmanager
+def merging(adapted: Loaded) -> Iterator[None]:
+    """Merge all adapters in the block, as a release without a UNet for adapters does."""
+    assert adapted.model.adapters is not None
+    packing, adapted.model.adapters.packing = adapted.model.adapters.packing, None
+    try:
+        yield
+    finally:
+        adapted.model.adapters.packing = packing
+
+
 REQUESTS = [
     params(("four", 1.0), seed=1),
     params(("three", -0.7), seed=2),
@@ -130,6 +142,22 @@ def test_image_does_not_depend_on_the_batch(adapted: Loaded) -> None:
         assert difference(image, alone) <= 1
 
 
+@pytest.mark.parametrize("with_mask", [False, True], ids=["image", "mask"])
+def test_adapters_change_requests_with_an_image(with_mask: bool, adapted: Loaded) -> None:
+    """The image equals the one with merged adapters."""
+    image = np.full((64, 64, 3), (200, 60, 20), np.uint8)
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:, 32:] = 255
+    request = replace(REQUESTS[0], image=image, strength=0.75)
+    if with_mask:
+        request = replace(request, masks=(Mask(mask, request.prompt, request.negative_prompt, strength=0.75),))
+    assert plan_request(adapted.model, request).first_loop[0] == UNET_LORA
+    [packed] = generate(adapted.model, [request])[0]
+    with merging(adapted):
+        [merged] = generate(adapted.model, [request])[0]
+    assert difference(packed, merged) <= TOLERANCE
+
+
 def test_adapters_change_prompts_of_several_chunks(adapted: Loaded, reference: Reference) -> None:
     """Two equal chunks give the image of one of them. In a batch with a shorter prompt, too."""
     words = "red circle " * 37 + "red "  # 75 tokens
@@ -142,14 +170,10 @@ def test_adapters_change_prompts_of_several_chunks(adapted: Loaded, reference: R
 
 
 def test_both_ways_give_the_same_image(adapted: Loaded) -> None:
-    assert adapted.model.adapters is not None
     packed = generate(adapted.model, REQUESTS[:1])[0][0]
-    packing, adapted.model.adapters.packing = adapted.model.adapters.packing, None
-    try:
+    with merging(adapted):
         merged = generate(adapted.model, REQUESTS[:1])[0][0]
         assert adapted.model.active_adapters == REQUESTS[0].loras
-    finally:
-        adapted.model.adapters.packing = packing
     assert difference(packed, merged) <= TOLERANCE
 
 

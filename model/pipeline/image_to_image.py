@@ -28,7 +28,7 @@ def prepare_from_image(model: LoadedModel, plan: RequestPlan, source: Source, im
 
     All of it is queued on the encoding stream. `image.inputs` is its completion.
     """
-    unet = plan.first_loop[0]
+    unet = next(iter(plan.denoise))
     extra = model.has_extra_channels(unet)
     with model.encode_stream.run_after():
         sample = None
