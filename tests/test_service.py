@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from engine_builder.local_server.client import CallFailed, generate
 from engine_builder.local_server.server import Layout, Server, with_metadata
@@ -298,6 +300,27 @@ def test_ended_server_does_not_decode_images() -> None:
     assert asyncio.run(answer()).status_code == 400
     scheduler.close()
     assert asyncio.run(answer()).status_code == 503
+
+
+def test_client_that_leaves_at_the_first_line_is_counted() -> None:
+    service, scheduler = make_service(linear_model())
+    http = Request({"type": "http", "headers": []}, lambda: asyncio.Event().wait())
+
+    async def read_one_line() -> None:
+        response = await service.answer(GenerationRequest(prompt="a circle", stream=True), http)
+        assert isinstance(response, StreamingResponse)
+        lines = response.body_iterator
+        assert isinstance(lines, AsyncGenerator)
+        assert json.loads(str(await anext(lines)))["event"] == "accepted"
+        await lines.aclose()
+
+    def count() -> float:
+        return REGISTRY.get_sample_value("preheat_requests_total", {"status": "499"}) or 0
+
+    before = count()
+    asyncio.run(read_one_line())
+    scheduler.close()
+    assert count() == before + 1
 
 
 @dataclass

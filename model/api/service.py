@@ -191,8 +191,8 @@ class Service:
         self, context: RequestContext, job: RequestJob, events: "asyncio.Queue[StepEvent | ImageEvent | None]"
     ) -> AsyncIterator[str]:
         accepted = {"request_id": context.id, "release": self._release.release, "seed": job.params.seed}
-        yield _line("accepted", **accepted, steps=job.steps, ahead=job.images_ahead)
         try:
+            yield _line("accepted", **accepted, steps=job.steps, ahead=job.images_ahead)
             while True:
                 try:
                     event = await asyncio.wait_for(events.get(), HEARTBEAT_SECONDS)
