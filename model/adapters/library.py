@@ -43,11 +43,13 @@ class AdapterLibrary:
         `packing`: of the UNet that takes adapters as inputs; None: adapters are merged.
         """
         self.layers, self.packing = layers, packing
-        self.active: AdapterSet = ()
+        self.active: AdapterSet | None = ()
+        """The merged adapters. None: a merge has failed, so the weights are of no use."""
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on a thread of its own when an adapter was loaded, or failed to load."""
         self._store, self._device, self._cache_bytes = store, device, cache_bytes
         self._records = {record.name: record for record in records}
+        self._sizes = {record.name: _device_bytes(record) for record in records}
         self._weights = weights
         self._lock = threading.Lock()  # guards the next three
         self._loaded: OrderedDict[str, AdapterFactors] = OrderedDict()  # the least recently used first
@@ -63,15 +65,18 @@ class AdapterLibrary:
     def prepare(self, groups: Sequence[Collection[str]]) -> None:
         """Start to load the adapters of `groups` that are not on the device, in order, as far as the limit allows.
 
-        The first group is always loaded. Adapters that are loaded for a group are kept until the next call.
+        The first group is always loaded. Adapters that are loaded for a group are kept until the next call. Failures of
+        adapters that no group has are forgotten: a later request for one of them reads it again.
         """
         keep: list[str] = []
         for number, names in enumerate(groups):
             more = [name for name in dict.fromkeys(names) if name not in keep]
-            if number and sum(map(self._size, keep + more)) > self._cache_bytes:
+            if number and sum(self._sizes[name] for name in keep + more) > self._cache_bytes:
                 break
             keep += more
+        wanted = {name for names in groups for name in names}
         with self._lock:
+            self._failures = {name: error for name, error in self._failures.items() if name in wanted}
             self._evict(keep)
             for name in keep:
                 if name not in self._loaded and name not in self._loading and name not in self._failures:
@@ -112,18 +117,17 @@ class AdapterLibrary:
             return [(self._loaded[name], scale) for name, scale in adapters]
 
     def merge(self, adapters: AdapterSet) -> None:
-        """Merge adapters that are on the device (`prepare`) into the weights, in place of the active ones."""
-        self._weights.merge(self.factors(adapters))
+        """Merge adapters that are on the device (`prepare`) into the weights, in place of the active ones.
+
+        After an error the weights are a mixture, which the next merge replaces.
+        """
+        factors, self.active = self.factors(adapters), None
+        self._weights.merge(factors)
         self.active = adapters
 
     def close(self) -> None:
         """End the loading thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _size(self, name: str) -> int:
-        """Return the bytes of an adapter's factors on the device, in float32."""
-        layers = self._records[name].layers.values()
-        return sum(4 * layer.rank * (math.prod(layer.shape[1:]) + layer.shape[0]) for layer in layers)
 
     def _load(self, name: str) -> None:
         try:
@@ -143,12 +147,18 @@ class AdapterLibrary:
 
     def _evict(self, keep: Collection[str]) -> None:
         """Drop the least recently used adapters beyond the limit, but none of `keep`."""
-        total = sum(self._size(name) for name in {*self._loaded, *keep})
+        total = sum(self._sizes[name] for name in {*self._loaded, *keep})
         for name in [name for name in self._loaded if name not in keep]:
             if total <= self._cache_bytes:
                 break
             del self._loaded[name]
-            total -= self._size(name)
+            total -= self._sizes[name]
+
+
+def _device_bytes(record: AdapterRecord) -> int:
+    """Return the bytes of an adapter's factors on the device, in float32."""
+    layers = record.layers.values()
+    return sum(4 * layer.rank * (math.prod(layer.shape[1:]) + layer.shape[0]) for layer in layers)
 
 
 def load_factors(store: Store, record: AdapterRecord, device: torch.device) -> AdapterFactors:

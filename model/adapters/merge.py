@@ -105,10 +105,12 @@ class AdaptableWeights:
     def merge(self, adapters: Sequence[tuple[AdapterFactors, float]]) -> None:
         """Set the weights to those of the model, changed by these adapters, each with its scale.
 
-        The work is queued on the current stream. Without adapters the weights are exactly the model's.
+        The work is queued on the current stream. Without adapters the weights are exactly the model's. After an error
+        another merge makes them right.
         """
         needed = {name for factors, _ in adapters for name in factors}
-        for name in self._changed | needed:
+        self._changed |= needed  # the next merge writes all of them, also if an error ends this one
+        for name in self._changed:
             changes = [(factors[name], scale) for factors, scale in adapters if name in factors]
             for region in self._regions.get(name, ()):
                 _write(region, changes)

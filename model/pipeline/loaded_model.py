@@ -99,8 +99,8 @@ class LoadedModel:
         return other
 
     @property
-    def active_adapters(self) -> AdapterSet:
-        """The adapters that are merged into the weights."""
+    def active_adapters(self) -> AdapterSet | None:
+        """The adapters that are merged into the weights. None: a merge has failed, so no image may use them."""
         return () if self.adapters is None else self.adapters.active
 
     def use_adapters(self, adapters: AdapterSet) -> None:
@@ -114,9 +114,11 @@ class LoadedModel:
         text_streams = (self.text_stream, self.first_text_stream)
         for stream in text_streams:
             stream.finish_before_current()
-        self.adapters.merge(adapters)
-        for stream in text_streams:
-            stream.start_after_current()
+        try:
+            self.adapters.merge(adapters)
+        finally:
+            for stream in text_streams:
+                stream.start_after_current()
 
     def loop(self, unet: str, height: int, width: int) -> Loop:
         """Return the loop of a UNet at a size in pixels. It is made at first use, with its buffers and graphs."""

@@ -18,7 +18,6 @@ request whose adapters are still being read is overtaken by others.
 import time
 from collections.abc import Callable, Sequence
 
-from model.errors import AdapterError
 from model.pipeline.loaded_model import LoadedModel
 from model.scheduling.job import Job
 
@@ -37,10 +36,10 @@ class AdapterTurns:
         self.blocked = False
         """True if nothing can run until an adapter is on the device."""
 
-    def update(self, waiting: Sequence[Job], in_flight: bool) -> tuple[Job, AdapterError] | None:
+    def update(self, waiting: Sequence[Job], in_flight: bool) -> tuple[Job, Exception] | None:
         """Merge the next set if it is its turn. `waiting`: in order of arrival.
 
-        Returns a job whose adapters could not be loaded, with the error.
+        Returns a job whose adapters could not be loaded or merged, with the error.
         """
         self.draining = self.blocked = False
         active, library = self._model.active_adapters, self._model.adapters
@@ -62,7 +61,10 @@ class AdapterTurns:
         self.draining = now - max(next_job.accepted_at, self._merged_at) >= self._turn_seconds
         has_begun = in_flight or any(job.joined_count for job in own)
         if not has_begun and (self.draining or not any(map(self._is_ready, own))):
-            self._model.use_adapters(next_job.plan.merged)
+            try:
+                self._model.use_adapters(next_job.plan.merged)
+            except Exception as error:
+                return next_job, error
             self._merged_at = time.monotonic()
             self._on_merged(self._merged_at - now)
             self.draining = False

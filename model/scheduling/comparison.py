@@ -68,10 +68,10 @@ class ImageComparison:
     @property
     def work(self) -> Iterator[None] | None:
         """The comparison that runs, or the next one. Each part takes a step. None: no image waits."""
-        if self._work is not None and self._model.active_adapters:
+        if self._work is not None and self._model.active_adapters != ():
             self.end()  # they were merged since its last step
         if self._work is None and (candidate := self._take()) is not None:
-            if self._model.active_adapters:
+            if self._model.active_adapters != ():
                 metrics.COMPARISONS.labels("dropped").inc()
             else:
                 self._work, self._outcome = self._compare(candidate), "dropped"

@@ -96,7 +96,9 @@ class InFlight:
     def remove(self, job: Job) -> None:
         """Remove the images of a job, also from their loops."""
         for image in [image for image, running in self._running.items() if running.job is job]:
-            self._model.loop(*self._running.pop(image).loop).remove(image)
+            loop = self._model.loop(*self._running.pop(image).loop)
+            if image in loop.images:  # not if an error followed its last step
+                loop.remove(image)
         for waiting in self._waiting.values():
             for entry in [entry for entry in waiting if entry[0] is job]:
                 waiting.remove(entry)

@@ -25,7 +25,7 @@ import torch
 
 from model import metrics
 from model.denoising.loop import ImageState, has_room, unet_batch
-from model.errors import BrokenImage, PreheatError, Unavailable
+from model.errors import AdapterError, BrokenImage, PreheatError, Unavailable
 from model.images.encode import Pixels
 from model.pipeline.loaded_model import LoopKey
 from model.pipeline.params import GenerationParams
@@ -235,6 +235,8 @@ class Scheduler:
                 else:
                     self._advance_idle_work(work)
             inbox, self._inbox = self._inbox, deque()
+        if began is not None:  # no image took the time since the last one
+            self._last_image = None
         self._last_progress = time.monotonic()
         for item in inbox:
             if isinstance(item, Job):
@@ -308,8 +310,7 @@ class Scheduler:
         if self._idle_work_overdue():
             return
         while (failed := self._turns.update(self._waiting, bool(self._in_flight))) is not None:
-            failed[0].fail(failed[1])
-            self._free(failed[0])
+            self._fail({failed[0]}, failed[1])
         images_ahead, full_loops = 0, set()
         for job in list(self._waiting):
             job.images_ahead = images_ahead
@@ -384,33 +385,34 @@ class Scheduler:
 
     def _step(self, key: LoopKey) -> None:
         component, loop = key[0], self.model.loop(*key)
-        images = list(loop.images)
-        if not images:  # all of its images are still being encoded
+        jobs = {image: self._in_flight.job_of(image) for image in loop.images}
+        if not jobs:  # all of its images are still being encoded
             self._in_flight.end_turn()
             return
         began = time.perf_counter()
         try:
             finished = loop.step()
         except Exception as error:
-            self._fail({self._in_flight.job_of(image) for image in images}, error)
+            self._fail(set(jobs.values()), error)
             return
         metrics.STEP_SECONDS.labels(component).observe(time.perf_counter() - began)
-        metrics.STEP_IMAGES.labels(component).observe(len(images))
+        metrics.STEP_IMAGES.labels(component).observe(len(jobs))
         metrics.STEPS.labels(component).inc()
-        for image in images:
-            self._emit_progress(key, image, image in finished)
-        for job, image in [(self._in_flight.leave(image), image) for image in finished]:
+        for image in finished:
+            self._in_flight.leave(image)
+        for image, job in jobs.items():
             if job.done:
                 continue
             try:
-                self._finish_loop(job, image)
+                self._emit_progress(key, job, image, image in finished)
+                if image in finished:
+                    self._finish_loop(job, image)
             except Exception as error:
                 self._fail({job}, error)
         self._in_flight.end_turn()
         self._in_flight.drop_empty_loops()
 
-    def _emit_progress(self, key: LoopKey, image: ImageState, finished: bool) -> None:
-        job = self._in_flight.job_of(image)
+    def _emit_progress(self, key: LoopKey, job: Job, image: ImageState, finished: bool) -> None:
         job.steps_done += 1
         if job.listener is None:
             return
@@ -445,7 +447,7 @@ class Scheduler:
     def _fail(self, jobs: set[Job], error: Exception) -> None:
         """Fail `jobs` with an error of their work. If the device has failed, fail all other jobs too."""
         before = self._failure
-        if not isinstance(error, BrokenImage):
+        if not isinstance(error, BrokenImage | AdapterError):
             logger.error("A step of the scheduler failed.", exc_info=error)
             self._check_device(error)
         failure = None if self._failure is None else Unavailable(self._failure)

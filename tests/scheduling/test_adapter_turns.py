@@ -3,10 +3,13 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from model.adapters import merge
 from model.errors import AdapterError, Cancelled, Unavailable
 from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.runner import Runner
@@ -17,6 +20,7 @@ from model.settings import Limits
 from tests.support.adapter_model import ADAPTER_BYTES, AdapterModel, adapter_model
 from tests.support.images import pixels
 from tests.support.scheduling import Gate, params, paused, results, settle
+from tests.support.waiting import eventually
 
 A, B, C = (("a", 1.0),), (("b", 1.0),), (("c", 1.0),)
 ONE_TURN = Limits(max_queue=8, lora_turn_seconds=1e-9)
@@ -122,6 +126,45 @@ def test_damaged_adapter_fails_its_request_only(gate: Gate, scheduler: Scheduler
     results(running)
     path.write_bytes(intact)
     results(scheduler.submit(params(3, loras=A)))
+
+
+def test_failed_merge_fails_its_request_only(
+    gate: Gate, scheduler: Scheduler, load_all: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are then half merged. Each later request merges what it needs."""
+    gate.open()
+    write = merge._write
+
+    def fail_after_write(*arguments: Any) -> None:
+        write(*arguments)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(merge, "_write", fail_after_write)
+    with pytest.raises(torch.OutOfMemoryError):
+        results(scheduler.submit(params(1, loras=A)))
+    monkeypatch.setattr(merge, "_write", write)
+    for loras in ((), B):
+        job = scheduler.submit(params(2, loras=loras))
+        assert np.array_equal(pixels(results(job)[0].images[0]), expected(tmp_path / str(len(loras)), job))
+    assert scheduler.healthy()
+
+
+def test_old_failure_answers_no_later_request(gate: Gate, scheduler: Scheduler, adapted: AdapterModel) -> None:
+    """The request that needed the adapter left before it could not be read."""
+    gate.open()
+    path = Path(adapted.store.url.removeprefix("file://")) / "blobs" / "sha256" / adapted.blobs["a"]
+    intact = path.read_bytes()
+    path.write_bytes(intact[:-1] + b"\1")
+    let_go = adapted.store.hold(adapted.blobs["a"])
+    leaving = scheduler.submit(params(1, loras=A))
+    settle(scheduler)
+    scheduler.cancel(leaving, Cancelled("The client left."))
+    settle(scheduler)
+    let_go.set()
+    eventually(lambda: adapted.store.reads == [adapted.blobs["a"]], "the damaged blob was read")
+    settle(scheduler)
+    path.write_bytes(intact)
+    results(scheduler.submit(params(2, loras=A)))
 
 
 def test_request_that_waits_for_an_adapter_can_be_cancelled(

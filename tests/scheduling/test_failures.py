@@ -11,6 +11,7 @@ from model.denoising.loop import ImageState
 from model.errors import BrokenImage, Cancelled, EngineError, Unavailable
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
+from model.pipeline.preview import fit_preview_map
 from model.pipeline.text_to_image import generate
 from model.scheduling.job import ImageEvent, StepEvent
 from model.scheduling.scheduler import Scheduler
@@ -114,6 +115,54 @@ def test_failure_of_one_size_leaves_another(model: LoadedModel, scheduler: Sched
     with pytest.raises(ZeroDivisionError):
         results(failing)
     results(other)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("failure", [ZeroDivisionError("x"), torch.AcceleratorError("CUDA error: x")])
+def test_error_after_the_last_step_of_an_image(
+    failure: Exception, images: int, model: LoadedModel, scheduler: Scheduler, device_failures: list[str]
+) -> None:
+    """A loop on a GPU removes finished images, and then waits for the device, which may report an error."""
+
+    class FailingLoop(EagerLoop):
+        def step(self) -> list[ImageState]:
+            if super().step():
+                raise failure
+            return []
+
+    model.loops[spec.UNET, 64, 64] = FailingLoop(model.step_networks(spec.UNET, 64, 64), 64, 64)
+    with paused(scheduler):
+        failing = scheduler.submit(params(1, width=64, num_images=images))
+        others = [scheduler.submit(params(seed, num_inference_steps=40)) for seed in (2, 3, 4)]
+    device_failed = isinstance(failure, torch.AcceleratorError)
+    with pytest.raises(Unavailable if device_failed else ZeroDivisionError):
+        results(failing)
+    for other in others:
+        if device_failed:
+            with pytest.raises(Unavailable):
+                results(other)
+        else:
+            results(other)
+    eventually(lambda: len(device_failures) == device_failed, "a failure of the device is reported once")
+    assert scheduler.healthy() is not device_failed
+
+
+def test_failed_preview_fails_its_request_only(model: LoadedModel, scheduler: Scheduler) -> None:
+    """Another image of the same step is finished."""
+
+    class FailingLoop(EagerLoop):
+        def latents(self, image: ImageState) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
+    model.loops[spec.UNET, 64, 96] = FailingLoop(model.step_networks(spec.UNET, 64, 96), 64, 96)
+    with paused(scheduler):
+        previewed = scheduler.submit(params(1, num_images=2, num_inference_steps=40), lambda event: None, 4)
+        others = [scheduler.submit(params(2)), scheduler.submit(params(3, width=64, num_inference_steps=50))]
+    with pytest.raises(torch.OutOfMemoryError):
+        results(previewed)
+    results(*others)
+    assert scheduler.healthy()
 
 
 def test_image_that_cannot_join_the_refiner_fails_alone(model: LoadedModel, scheduler: Scheduler) -> None:

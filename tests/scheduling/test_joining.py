@@ -1,6 +1,7 @@
 """The order in which images join the denoising loops, and how many of them run at once."""
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from model.errors import Overloaded
 from model.pipeline import spec
 from model.scheduling.scheduler import Scheduler
 from model.settings import Limits
-from tests.support.scheduling import Gate, params, paused, results
+from tests.support.scheduling import Gate, params, paused, results, settle
 from tests.support.waiting import eventually
 
 
@@ -194,6 +195,24 @@ def test_later_requests_do_not_overtake_a_waiting_size(gate: Gate, scheduler: Sc
     gate.open()
     results(*jobs)
     assert gate.order == [0, 1, 2, 3, 4, 5]
+
+
+def test_idle_time_does_not_count_as_time_of_an_image(
+    gate: Gate, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.open()
+    results(scheduler.submit(params(1, num_images=2)))
+    settle(scheduler)
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 3600)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(seed)) for seed in range(8)]
+    results(*jobs)
+    with paused(scheduler):
+        jobs = [scheduler.submit(params(seed)) for seed in range(8)]
+        retry_after = scheduler.retry_after()
+    results(*jobs)
+    assert retry_after <= 4, "a second for each image, before any was measured"
 
 
 def test_refuses_images_that_exceed_the_queue(gate: Gate, scheduler: Scheduler) -> None:
