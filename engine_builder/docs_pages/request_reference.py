@@ -275,8 +275,10 @@ same status codes as without a stream. After status 200 these lines follow.
 | `error` | `status`, `kind`, `error` | last, instead of `done` |
 
 `steps` counts the steps of all images, of the base and of the refiner, for each mask. A preview follows every
-`preview_every` steps of an image. It has one pixel for each latent, from a linear map that the warm-up fits to the
-release's decoder. A `step` line with a preview is sent once the preview is encoded, so it may follow later steps.
+`preview_every` steps of an image. If such a step is the last one of a UNet or for a mask, the preview follows the step
+after it. None follows an image's last step. A preview has one pixel for each latent, from a linear map that the warm-up
+fits to the release's decoder. A `step` line with a preview is sent once the preview is encoded, so it may follow later
+steps.
 
     {"event": "accepted", "request_id": "...", "release": "sdxl/1", "seed": 7, "steps": 30, "ahead": 2}
     {"event": "heartbeat", "ahead": 1}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a process without engines needs the results and events before torch is imported
+    from model.denoising.loop import ImageState
     from model.pipeline.plan import RequestPlan
 
 
@@ -88,6 +89,7 @@ class Job:
         self.num_images = len(images)
         self.waiting_images = deque(images)  # those that have not joined a loop, in order
         self.steps_done = 0  # of all images
+        self._previews_due: dict[int, int] = {}  # by index of an image
         self._lock = threading.Lock()  # guards the next three: the scheduler and the output workers change them
         self._last_event = time.perf_counter()
         self._seconds: dict[str, float] = {}  # by stage
@@ -143,6 +145,18 @@ class Job:
         """Return the milliseconds of each stage, summed over passes and images. Together they are the time so far."""
         with self._lock:
             return {stage: seconds * 1000 for stage, seconds in self._seconds.items()}
+
+    def takes_preview(self, image: "ImageState") -> bool:
+        """True once for each `preview_every` steps of an image, on all UNets and in all passes.
+
+        It is called after each step but the last one in a loop, which leaves no latents for a preview. One that is due
+        then follows the next step.
+        """
+        if not self.preview_every:
+            return False
+        due = (self.plan.steps - self.plan.steps_left(image)) // self.preview_every
+        before, self._previews_due[image.index] = self._previews_due.get(image.index, 0), due
+        return due > before
 
     def emit(self, event: StepEvent | ImageEvent) -> None:
         """Call the listener, if there is one."""

@@ -417,7 +417,7 @@ class Scheduler:
         if job.listener is None:
             return
         done = job.steps_done
-        if finished or not job.preview_every or image.step % job.preview_every or self.preview_map is None:
+        if finished or self.preview_map is None or not job.takes_preview(image):
             job.emit(StepEvent(done, job.steps))
             return
         preview = Preview(self.preview_map, self.model.loop(*key).latents(image))

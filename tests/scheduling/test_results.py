@@ -62,6 +62,31 @@ def test_emits_each_step_and_image_with_previews(model: LoadedModel, scheduler: 
     assert [finished[index] for index in range(2)] == result.images
 
 
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, [2, 4]),
+        ({"use_refiner": True, "denoising_frac": 0.5}, [3, 4]),
+        ({"use_refiner": True, "denoising_frac": 2 / 3}, [2, 5]),
+    ],
+    ids=["base", "refiner after 2", "refiner after 4"],
+)
+def test_previews_follow_the_steps_of_an_image_on_all_unets(
+    changes: dict[str, object], expected: list[int], model: LoadedModel, scheduler: Scheduler
+) -> None:
+    """A preview that is due after the last step of the base follows the refiner's first."""
+    scheduler.preview_map = scheduler.call(lambda: fit_preview_map(model, 64, 96)).result(TIMEOUT_SECONDS)
+    events: list[StepEvent] = []
+
+    def listen(event: StepEvent | ImageEvent) -> None:
+        if isinstance(event, StepEvent):
+            events.append(event)
+
+    results(scheduler.submit(params(1, num_inference_steps=6, **changes), listen, preview_every=2))
+    eventually(lambda: len(events) == 6, "all step events arrive")
+    assert sorted(event.step for event in events if event.preview is not None) == expected
+
+
 def test_counts_images_and_steps(scheduler: Scheduler) -> None:
     def sample(name: str, **labels: str) -> float:
         value = REGISTRY.get_sample_value(name, labels)
