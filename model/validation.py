@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 MAX_TRAIN_TIMESTEPS = 100_000  # of a noise schedule
@@ -38,8 +38,9 @@ MAX_LORA_SCALE = 10  # either sign
 BAND_COUNTS = (2, 4, 8)  # bands that an image can be divided into, each for a GPU of its own
 SMALLEST_SIDE, LARGEST_SIDE = 64, 4096  # pixels
 SEED_COUNT = 2**32
+MAX_OBJECT_FIELDS = 200  # of one JSON object; more than any model has, and few enough to check each
 _UNKNOWN = "is not a known field"
-_MAX_PROBLEMS = 20  # of one input; a body of a thousand unknown fields does not get a thousand lines
+_MAX_PROBLEMS = 20  # of one input; a body of a hundred unknown fields does not get a hundred lines
 _MAX_SHOWN_CHARACTERS = 60  # of a refused value that a message repeats
 _REFUSED = "refused"  # pydantic error type of `refusal`
 
@@ -62,6 +63,17 @@ class StrictModel(BaseModel):
     """JSON types only: no "30" for 30, no 1 for true, no NaN; 7 is accepted for 7.0. Unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _limit_fields(cls, data: Any) -> Any:
+        """Refuse an object of very many fields. pydantic would make an error of each one: 7 s for a million of them."""
+        if isinstance(data, dict) and len(data) > MAX_OBJECT_FIELDS:
+            raise refusal(
+                f"got an object of {len(data)} fields, expected a JSON object with the fields "
+                f"{', '.join(cls.model_fields)}"
+            )
+        return data
 
 
 @dataclass(frozen=True)

@@ -236,10 +236,37 @@ def test_refusal_lists_all_problems() -> None:
 
 
 def test_refusal_of_many_problems_is_short() -> None:
-    body = json.dumps({"prompt": "a" * 100_000, **{"k" * 1000 + str(i): i for i in range(1000)}})
+    body = json.dumps({"prompt": "a" * 100_000, **{"k" * 1000 + str(i): i for i in range(150)}})
     assert len(problems(body)) == 20
     assert sum("the fields are" in line for line in problems(body)) == 1
     assert len("\n".join(problems(body))) < 10_000
+
+
+MANY_FIELDS = {f"k{number}": 1 for number in range(50_000)}
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "fields"),
+    [
+        (MANY_FIELDS, "request", FIELDS),
+        ({"prompt": "a", "loras": [MANY_FIELDS]}, "loras.0", "name, scale"),
+        (
+            {"prompt": "a", "masks": [{"image": ""}, MANY_FIELDS]},
+            "masks.1",
+            "image, prompt, negative_prompt, strength, feather",
+        ),
+        (
+            {"prompt": "a", "controls": [MANY_FIELDS]},
+            "controls.0",
+            "name, image, preprocess, scale, start, end, mode",
+        ),
+        ({"prompt": "a", "ip_adapters": [MANY_FIELDS]}, "ip_adapters.0", "name, images, scale"),
+    ],
+    ids=["request", "loras", "masks", "controls", "ip_adapters"],
+)
+def test_refuses_an_object_of_very_many_fields(body: dict[str, Any], path: str, fields: str) -> None:
+    expected = f"`{path}`: got an object of 50000 fields, expected a JSON object with the fields {fields}."
+    assert problems(json.dumps(body)) == [expected]
 
 
 values = st.recursive(

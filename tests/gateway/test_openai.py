@@ -105,6 +105,8 @@ def test_passes_native_requests_on(url: str, server: Server) -> None:
         assert predict(through, **SMALL, seed=5)["images"] == predict(direct, **SMALL, seed=5)["images"]
         refused = through.post("/v1/models/model:predict", json=SMALL | {"width": 80})
         assert refused.status_code == 400 and refused.json()["field"] == "width"
+        refused = through.post("/v1/models/model:predict", json=dict.fromkeys(map(str, range(1000)), 1))
+        assert refused.status_code == 400 and "request: got an object of 1000 fields" in refused.json()["error"]
         described = predict(through, prompt="x", describe=True)
         assert described["samplers"] and described["sizes"]["multiple"] == 32
 
@@ -137,6 +139,7 @@ REFUSED: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"frame_count": 4}, 400, "frame_count", "unsupported_parameter"),
     ({"colour": "red"}, 400, "colour", "unknown_parameter"),
     ({"user": 1}, 400, "user", "invalid_type"),
+    ({"loras": [dict.fromkeys(map(str, range(1000)), 1)]}, 400, "loras.0", "invalid_value"),
 ]
 
 
