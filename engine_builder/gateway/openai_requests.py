@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from engine_builder.gateway.errors import ApiError, refused
 from model.api.request import GenerationRequest
 from model.errors import RequestRefused
-from model.images.inputs import read_image
+from model.images.inputs import read_image, turn_upright
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
 
 MAX_PARTIAL_IMAGES = 3
@@ -205,7 +205,10 @@ def _input_files(files: Files) -> dict[str, Any]:
 
 
 def _white_mask(file: bytes) -> str:
-    """Return a mask of OpenAI's form as one of Preheat's: white where alpha is 0, black elsewhere. Raises ApiError."""
+    """Return a mask of OpenAI's form as one of Preheat's: white where alpha is 0, black elsewhere. Raises ApiError.
+
+    The result is upright and has no EXIF data.
+    """
     container = _read(base64.b64encode(file).decode(), "mask").container
     if container.format != "png":
         raise refused("mask", f"got a {container.format.upper()} file, expected a PNG file.")
@@ -213,7 +216,7 @@ def _white_mask(file: bytes) -> str:
         with Image.open(io.BytesIO(container.pixel_data), formats=["PNG"]) as decoded:
             if not decoded.has_transparency_data:
                 raise refused("mask", "the file has no alpha channel. The parts to edit have alpha 0.")
-            alpha = decoded.convert("RGBA").getchannel("A")
+            alpha = turn_upright(decoded.convert("RGBA").getchannel("A"), container)
     except ApiError:
         raise
     except Exception as error:  # Pillow raises many types for damaged data

@@ -120,6 +120,12 @@ def decode_mask(mask: InputImage) -> Pixels:
     return np.asarray(_decode(mask, background="black").convert("L"))
 
 
+def turn_upright(pixels: Image.Image, container: Container) -> Image.Image:
+    """Return the decoded pixels of `container`, turned as its EXIF orientation states."""
+    transposition = _TRANSPOSITIONS.get(container.orientation)
+    return pixels if transposition is None else pixels.transpose(transposition)
+
+
 def _decode_base64(data: str, field: str) -> tuple[bytes, str | None]:
     """Return the file, and the media subtype if `data` is a `data:` URL."""
     prefix, media_type = data[:_MAX_PREFIX_CHARACTERS], None
@@ -161,8 +167,7 @@ def _decode(image: InputImage, background: str) -> Image.Image:
         raise RequestRefused(
             image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
         ) from error
-    transposition = _TRANSPOSITIONS.get(container.orientation)
-    return opaque if transposition is None else opaque.transpose(transposition)
+    return turn_upright(opaque, container)
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:

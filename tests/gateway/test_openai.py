@@ -13,17 +13,21 @@ import openai
 import pytest
 from PIL import Image
 
+from engine_builder.gateway import openai_requests
 from engine_builder.gateway.backends import parse_backend
 from engine_builder.gateway.errors import GatewayConfigError
 from engine_builder.gateway.keys import read_keys
+from engine_builder.gateway.openai_requests import Files
 from engine_builder.local_server.server import Server
 from model.api.body_limit import MAX_BODY_BYTES
+from model.images.inputs import decode_mask, read_image, read_mask
 from tests.support.gateway import running_gateway
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, predict
 from tests.support.scripted_server import Answer, ScriptedServer
 
 KEY = "sk-0123456789abcdef"
+ORIENTATION = 0x0112  # the EXIF tag
 EXTRA = {"seed": 3, "num_inference_steps": 4}
 
 
@@ -77,6 +81,19 @@ def test_edit_changes_only_transparent_parts_of_the_mask(client: openai.OpenAI) 
     result, original = pixels(made.data[0].b64_json), np.asarray(Image.open(io.BytesIO(png())).convert("RGB"))
     assert (result[:, 32:] == original[:, 32:]).all()
     assert (result[:, :32] != original[:, :32]).any()
+
+
+def test_turns_a_mask_upright() -> None:
+    stored = Image.open(io.BytesIO(png(96, 64, hole=True)))  # transparent at its left
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6  # the stored left is the upright top
+    file = io.BytesIO()
+    stored.save(file, "png", exif=exif)
+    native = openai_requests.edit({"prompt": PROMPT}, Files((file.getvalue(),), file.getvalue())).native
+    image = read_image(native["image"], "image")
+    levels = decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image))
+    assert levels.shape == (96, 64)
+    assert (levels[:48] == 255).all() and (levels[48:] == 0).all()
 
 
 def test_edit_is_streamed(client: openai.OpenAI) -> None:
