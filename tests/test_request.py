@@ -129,6 +129,32 @@ def test_accepts_an_integer_as_a_number() -> None:
     assert isinstance(request.guidance_scale, float) and request.guidance_scale == 7.0
 
 
+def test_null_is_the_default_of_every_field() -> None:
+    entries = {"masks": "image", "loras": "name", "controls": "name, image", "ip_adapters": "name, images"}
+    short: dict[str, Any] = {"prompt": "a"}
+    for field, required in entries.items():
+        short[field] = [{name: HIGHEST[field][0][name] for name in required.split(", ")}]
+    full: dict[str, Any] = dict.fromkeys(FIELDS.split(", ")) | short
+    for field in entries:
+        full[field] = [dict.fromkeys(HIGHEST[field][0]) | short[field][0]]
+    assert GenerationRequest.parse_raw(json.dumps(full)) == GenerationRequest.parse_obj(short)
+    nothing = dict.fromkeys(FIELDS.split(", ")) | {"prompt": "a"}
+    assert GenerationRequest.parse_raw(json.dumps(nothing)) == GenerationRequest.parse_obj({"prompt": "a"})
+
+
+@pytest.mark.parametrize("field", ["masks.0.image", "loras.0.name", "controls.0.image", "ip_adapters.0.images"])
+def test_refuses_null_for_a_required_field(field: str) -> None:
+    parent, _, name = field.split(".")
+    body = {"prompt": "a", parent: [HIGHEST[parent][0] | {name: None}]}
+    [line] = problems(json.dumps(body))
+    assert line.startswith(f"`{field}`: got null, expected a ")
+
+
+def test_refuses_null_for_an_unknown_field() -> None:
+    [line] = problems('{"prompt": "a", "promt": null}')
+    assert line.startswith("`promt`: is not a known field")
+
+
 def test_accepts_control_characters_other_than_nul() -> None:
     assert problems(r'{"prompt": "a\tb\ncd\u0007"}') == []
 
@@ -198,7 +224,7 @@ def test_accepts_control_characters_other_than_nul() -> None:
         ("num_images", "9", "got 9, expected an integer from 1 to 8"),
         ("output_format", '"gif"', 'got "gif", expected one of "png", "jpeg", "webp"'),
         ("output_format", '["png"]', 'got a list, expected one of "png", "jpeg", "webp"'),
-        ("quality", "null", "got null, expected an integer from 1 to 100"),
+        ("quality", "0", "got 0, expected an integer from 1 to 100, or null"),
         ("stream", "1", "got 1, expected true or false"),
         ("preview_every", "101", "got 101, expected an integer from 0 to 100"),
         ("promt", '"a"', "is not a known field; the fields are " + FIELDS),
@@ -290,6 +316,9 @@ def test_schema_describes_every_field() -> None:
     assert schema["required"] == ["prompt"]
     assert schema["additionalProperties"] is False
     assert all(len(field["description"]) > 20 for field in schema["properties"].values())
+    for model in (schema, *schema["$defs"].values()):
+        for name, field in model["properties"].items():
+            assert ({"type": "null"} in field.get("anyOf", [])) == (name not in model["required"])
     assert "DPM++ 2M SDE Karras" in schema["properties"]["scheduler"]["description"]
 
 

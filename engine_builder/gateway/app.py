@@ -142,6 +142,7 @@ class Gateway:
             field = str(problems[0]["loc"][0]) if problems[0]["loc"] else None
             message = " ".join(f"{_path(problem['loc'])}: {problem['msg']}." for problem in problems)
             raise ApiError(400, message, field, "refused") from error
+        given = {name: value for name, value in given.items() if value is not None}  # null stands for a missing value
         description = await self._backends.description_of(http.query_params.get("model"))
         if given.get("describe"):
             return JSONResponse(description, headers={"X-Request-Id": _request_id(http.scope)})

@@ -8,7 +8,7 @@ import hashlib
 from itertools import pairwise
 from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 
-from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from model.denoising.sampler_names import SAMPLERS, TAKE_SIGMAS, TAKE_TIMESTEPS
@@ -89,7 +89,33 @@ Sigmas = Annotated[
 ]
 
 
-class MaskRequest(StrictModel):
+def _state_null(schema: dict[str, Any]) -> None:
+    """Add null to the JSON schema of each field with a default."""
+    for name, field in schema["properties"].items():
+        if name not in schema["required"] and "anyOf" not in field:
+            value = {key: field.pop(key) for key in [*field] if key not in ("title", "description", "default")}
+            field["anyOf"] = [value, {"type": "null"}]
+
+
+class RequestModel(StrictModel):
+    """A JSON object of a request. Null stands for a missing value, so a field that has a default takes it."""
+
+    model_config = ConfigDict(json_schema_extra=_state_null)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        dropped = {
+            name
+            for name, field in cls.model_fields.items()
+            if not field.is_required() and name in data and data[name] is None
+        }
+        return {name: value for name, value in data.items() if name not in dropped} if dropped else data
+
+
+class MaskRequest(RequestModel):
     """A part of the image to repaint."""
 
     image: str = Field(
@@ -109,7 +135,7 @@ class MaskRequest(StrictModel):
     )
 
 
-class LoraRequest(StrictModel):
+class LoraRequest(RequestModel):
     """A LoRA adapter, and how strongly it changes the model."""
 
     name: str = Field(min_length=1, max_length=128, description="One of the adapters that this deployment offers.")
@@ -121,7 +147,7 @@ class LoraRequest(StrictModel):
     )
 
 
-class ControlRequest(StrictModel):
+class ControlRequest(RequestModel):
     """The use of a ControlNet: a network that makes the result follow another image's edges, depth or poses."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = Field(
@@ -148,7 +174,7 @@ class ControlRequest(StrictModel):
     )
 
 
-class IpAdapterRequest(StrictModel):
+class IpAdapterRequest(RequestModel):
     """The use of an IP-Adapter: a network that makes the result follow what reference images show, like a prompt."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)] = Field(
@@ -166,7 +192,7 @@ class IpAdapterRequest(StrictModel):
     )
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(RequestModel):
     """The images to generate. Only `prompt` is required; the release has defaults for all other fields."""
 
     prompt: Prompt = Field(

@@ -39,6 +39,12 @@ def entries(client: httpx.Client, query: str = "") -> list[dict[str, Any]]:
     return found
 
 
+def test_a_field_that_is_null_is_not_kept(clients: list[httpx.Client]) -> None:
+    predict(clients[0], **SMALL, image=None, num_images=None)
+    [entry] = entries(clients[0])
+    assert entry["request"] == SMALL
+
+
 def test_each_key_has_its_own_finished_requests(
     clients: list[httpx.Client], server: Server, release: str, tmp_path: Path
 ) -> None:

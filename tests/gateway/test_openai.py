@@ -120,6 +120,8 @@ def test_lists_the_release(client: openai.OpenAI, release: str) -> None:
 def test_passes_native_requests_on(url: str, server: Server) -> None:
     with httpx.Client(base_url=url, trust_env=False, timeout=TIMEOUT_SECONDS) as through, http_client(server) as direct:
         assert predict(through, **SMALL, seed=5)["images"] == predict(direct, **SMALL, seed=5)["images"]
+        nulls = {"num_images": None, "stream": None, "describe": None}
+        assert predict(through, **SMALL | nulls, seed=5)["images"] == predict(direct, **SMALL | nulls, seed=5)["images"]
         refused = through.post("/v1/models/model:predict", json=SMALL | {"width": 80})
         assert refused.status_code == 400 and refused.json()["field"] == "width"
         refused = through.post("/v1/models/model:predict", json=dict.fromkeys(map(str, range(1000)), 1))
