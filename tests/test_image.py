@@ -78,6 +78,19 @@ def test_jpeg_in_strips_has_the_pixels_of_a_whole_one(
     assert restarts == -(-blocks // -(-blocks // min(strips, blocks))) - 1
 
 
+@pytest.mark.parametrize("size", [(8_240, 4_080), (6_144, 6_144)], ids=["interval-65535", "square"])
+def test_few_strips_of_a_large_jpeg_stay_in_16_bits(size: tuple[int, int]) -> None:
+    """Two strips of equal height would have more blocks than a restart interval can."""
+    height, width = size
+    y, x = np.ogrid[:height, :width]
+    pixels = np.stack([np.broadcast_to(levels // 64 % 256, size) for levels in (x, y, x + y)], -1).astype(np.uint8)
+    file = encode_in_strips(pixels, encode_whole, max_strips=2)
+    at = file.index(RESTART_INTERVAL)
+    interval = int.from_bytes(file[at + 4 : at + 6])
+    assert interval == 65_535 // (width // 16) * (width // 16)
+    np.testing.assert_array_equal(np.asarray(read_image(file)), np.asarray(read_image(encode_whole(pixels))))
+
+
 def test_only_large_images_are_encoded_in_strips() -> None:
     assert RESTART_INTERVAL not in encode_in_strips(make_pixels(256, 256), encode_whole, max_strips=4)
     large = encode_in_strips(make_pixels(512, 512), encode_whole, max_strips=4)

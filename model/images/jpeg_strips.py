@@ -15,6 +15,7 @@ import numpy.typing as npt
 _BLOCK_SIDE = 16  # pixels of a block with colour at half resolution
 _MIN_STRIP_PIXELS = 2**16  # about half a millisecond of work
 _MAX_STRIPS = min(6, len(os.sched_getaffinity(0)))
+_MAX_INTERVAL = 2**16 - 1  # blocks from one restart to the next; the file has 16 bits for it
 
 _START_OF_FRAME, _START_OF_SCAN = 0xC0, 0xDA
 
@@ -32,6 +33,8 @@ def encode_in_strips(
 ) -> bytes:
     """Return `encode(pixels)` of an image [height, width, 3], computed by several threads if it is large.
 
+    It has more strips than `max_strips` if a strip would otherwise have more than 65,535 blocks.
+
     `encode` makes a baseline JPEG with colour at half resolution (4:2:0) and releases the interpreter lock.
     """
     height, width = pixels.shape[:2]
@@ -39,11 +42,12 @@ def encode_in_strips(
     count = min(max_strips, height * width // min_strip_pixels, blocks)
     if count < 2:
         return encode(pixels)
-    step = -(-blocks // count)  # rows of blocks in a strip
+    blocks_in_row = -(-width // _BLOCK_SIDE)  # at most 4,096: a JPEG has at most 65,535 pixels on a side
+    step = min(-(-blocks // count), _MAX_INTERVAL // blocks_in_row)  # rows of blocks in a strip
     cuts = range(0, height, step * _BLOCK_SIDE)
     others = [_thread_pool().submit(encode, pixels[at : at + step * _BLOCK_SIDE]) for at in cuts[1:]]
     first = encode(pixels[: cuts[1]])
-    return join_strips([first, *(other.result() for other in others)], height, step * -(-width // _BLOCK_SIDE))
+    return join_strips([first, *(other.result() for other in others)], height, step * blocks_in_row)
 
 
 def join_strips(strips: Sequence[bytes], height: int, interval: int) -> bytes:
