@@ -62,6 +62,23 @@ def insert_chunk(png: bytes, kind: bytes, data: bytes, before: bytes = b"IDAT") 
     return png[:at] + chunk(kind, data) + png[at:]
 
 
+def png_of(levels: np.ndarray[Any, Any], depth: int, *chunks: bytes, palette: bool = False) -> bytes:
+    """Return a PNG of grey levels or palette indices [height, width], or of colours [height, width, 3].
+
+    depth: bits of each level. chunks: those before the pixels.
+    """
+    height, width = levels.shape[:2]
+    color_type = 3 if palette else 2 if levels.ndim == 3 else 0
+    if depth < 8:
+        bits = levels.astype(np.uint8)[..., None] >> np.arange(depth - 1, -1, -1) & 1
+        rows = np.packbits(bits.reshape(height, -1), axis=1)
+    else:
+        rows = levels.astype(f">u{depth // 8}").reshape(height, -1).view(np.uint8)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+    return b"".join([b"\x89PNG\r\n\x1a\n", header, *chunks, data, chunk(b"IEND")])
+
+
 def with_png_size(png: bytes, width: int, height: int) -> bytes:
     return png[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + png[24:29]) + png[33:]
 
@@ -124,10 +141,7 @@ def test_divides_16_bit_values_by_256() -> None:
 
 def test_divides_16_bit_colours_by_256() -> None:
     levels = np.random.default_rng(0).integers(0, 65536, (4, 6, 3)).astype(">u2")
-    rows = b"".join(b"\0" + row.tobytes() for row in levels)
-    header = struct.pack(">IIBBBBB", 6, 4, 16, 2, 0, 0, 0)
-    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND")
-    np.testing.assert_array_equal(pixels(file), levels >> 8)
+    np.testing.assert_array_equal(pixels(png_of(levels, 16)), levels >> 8)
 
 
 def transparent(mode: str) -> Image.Image:
@@ -155,6 +169,62 @@ def test_blends_the_transparent_colour_with_white(grey_levels: int) -> None:
     file = write(Image.fromarray(levels))
     file = insert_chunk(file, b"tRNS", struct.pack(">H", int(levels[0, 0])))
     assert pixels(file)[0, :, 0].tolist() == [255, 255, 90, 90]
+
+
+def transparent_color(*levels: int) -> bytes:
+    return chunk(b"tRNS", struct.pack(f">{len(levels)}H", *levels))
+
+
+@pytest.mark.parametrize(
+    ("depth", "key"),
+    [(depth, key) for depth in (1, 2, 4) for key in range(2**depth)] + [(8, 0), (8, 90), (8, 255)],
+)
+def test_blends_the_transparent_grey_level_of_every_depth(depth: int, key: int) -> None:
+    """A file of few bits has the pixels of its 8-bit equivalent."""
+    levels = np.arange(2**depth)[None].repeat(2, axis=0)
+    scale = 255 // (2**depth - 1)
+    file = png_of(levels, depth, transparent_color(key))
+    equivalent = png_of(levels * scale, 8, transparent_color(key * scale))
+    expected = np.where(levels == key, 255, levels * scale)
+    np.testing.assert_array_equal(pixels(file), pixels(equivalent))
+    np.testing.assert_array_equal(pixels(file)[..., 1], expected)
+    np.testing.assert_array_equal(decode_mask(read(file)), np.where(levels == key, 0, levels * scale))
+
+
+@pytest.mark.parametrize("depth", [2, 4, 8])
+def test_ignores_unused_bits_of_the_transparent_level(depth: int) -> None:
+    levels = np.arange(2**depth)[None]
+    file = png_of(levels, depth, transparent_color(2 + 2**depth))
+    np.testing.assert_array_equal(pixels(file), pixels(png_of(levels, depth, transparent_color(2))))
+
+
+@pytest.mark.parametrize("key", [0, 90, 90 << 8, 90 << 8 | 7, 65_535])
+def test_the_transparent_level_of_16_bits_is_exact(key: int) -> None:
+    levels = np.array([[0, 1, 90, 90 << 8, 90 << 8 | 7, 65_534, 65_535]])
+    file = png_of(levels, 16, transparent_color(key))
+    np.testing.assert_array_equal(pixels(file)[..., 0], np.where(levels == key, 255, levels >> 8))
+
+
+@pytest.mark.parametrize("key", [(0, 0, 0), (10, 20, 30), (10, 20, 31), (255, 254, 253)])
+@pytest.mark.parametrize("low_byte", [0, 7, 255])
+def test_blends_the_transparent_colour_of_16_bits(key: tuple[int, int, int], low_byte: int) -> None:
+    levels = np.array([[(0, 0, 0), (10, 20, 30), (10, 20, 29), (255, 254, 253)]])
+    wide_key = (level << 8 | low_byte for level in key)
+    file = png_of(levels << 8 | low_byte, 16, transparent_color(*wide_key))
+    np.testing.assert_array_equal(pixels(file), pixels(png_of(levels, 8, transparent_color(*key))))
+    np.testing.assert_array_equal(pixels(file), np.where((levels == key).all(axis=-1, keepdims=True), 255, levels))
+
+
+@pytest.mark.parametrize("alphas", [b"\xff\0", b"\x80\x40"], ids=["one-transparent", "several"])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
+def test_blends_transparent_palette_entries_of_every_depth(depth: int, alphas: bytes) -> None:
+    indices = np.array([[0, 1, 1, 0]])
+    colors = chunk(b"PLTE", bytes([200, 100, 0, 10, 20, 30]))
+    file = png_of(indices, depth, colors, chunk(b"tRNS", alphas), palette=True)
+    palette = np.array([[200, 100, 0], [10, 20, 30]])
+    alpha = np.frombuffer(alphas, np.uint8)[:, None] / 255
+    expected = np.rint(palette * alpha + 255 * (1 - alpha))[indices]
+    np.testing.assert_allclose(pixels(file), expected, atol=1)
 
 
 def test_does_not_repaint_transparent_pixels_of_a_mask() -> None:

@@ -48,6 +48,8 @@ class Container:
     animated: bool
     pixel_data: bytes
     """A file of the same format with the same pixels, and without metadata."""
+    depth: int = 8
+    """Bits of each stored level or palette index."""
 
 
 def detect_format(file: bytes) -> InputFormat | None:
@@ -76,7 +78,7 @@ def read_container(file: bytes) -> Container:
 def _read_png(file: bytes) -> Container:
     if file[12:16] != b"IHDR":
         raise InvalidFile("is damaged: it has no PNG header")
-    width, height = struct.unpack_from(">II", file, 16)
+    width, height, depth = struct.unpack_from(">IIB", file, 16)
     kept, orientation, animated, complete = [_PNG_SIGNATURE], 1, False, False
     for kind, start, end in _png_chunks(file):
         if kind == b"acTL":
@@ -89,7 +91,7 @@ def _read_png(file: bytes) -> Container:
             kept.append(file[start:end])
     if not complete:
         raise InvalidFile("is truncated: its last chunk is missing")
-    return Container("png", width, height, orientation, animated, b"".join([*kept, _PNG_END]))
+    return Container("png", width, height, orientation, animated, b"".join([*kept, _PNG_END]), depth)
 
 
 def _png_chunks(file: bytes) -> Iterator[tuple[bytes, int, int]]:

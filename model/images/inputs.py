@@ -105,7 +105,8 @@ def read_mask(data: str, field: str, image: InputImage) -> InputImage:
 def decode_rgb(image: InputImage) -> Pixels:
     """Decode to RGB, uint8 [height, width, 3], upright.
 
-    Transparent pixels are blended with white. 16-bit values are divided by 256. Grey, palette and CMYK are converted
+    Transparent pixels are blended with white. 16-bit values are divided by 256. The transparent colour of a 16-bit RGB
+    PNG includes all colours with the same high bytes. Grey, palette and CMYK are converted
     by Pillow. Colour profiles and gamma are ignored, as by diffusers' `load_image`. Raises RequestRefused for data
     that cannot be decoded. libjpeg repairs some damage within a JPEG, and this is not detected.
     """
@@ -159,6 +160,7 @@ def _decode(image: InputImage, background: str) -> Image.Image:
             if decoded.size != (container.width, container.height):
                 raise InvalidFile("is damaged: its headers state different sizes")
             decoded.load()
+            _scale_transparent_color(decoded, container.depth)
             opaque = _flatten(_to_8_bits(decoded), background)
     except InvalidFile as error:
         raise RequestRefused(image.field, f"the file {error}.") from error
@@ -168,6 +170,19 @@ def _decode(image: InputImage, background: str) -> Image.Image:
             image.field, f"the {container.format.upper()} file is truncated or damaged: its pixels cannot be decoded."
         ) from error
     return turn_upright(opaque, container)
+
+
+def _scale_transparent_color(image: Image.Image, depth: int) -> None:
+    """Scale the transparent colour of a PNG (tRNS), in place, like the levels that Pillow has scaled to 8 bits.
+
+    Pillow scales it itself for 1 bit. Grey levels of 16 bits are not scaled yet: see `_to_8_bits`.
+    """
+    transparent = image.info.get("transparency")
+    if image.mode == "L" and depth in (2, 4) and isinstance(transparent, int):
+        largest = 2**depth - 1
+        image.info["transparency"] = (transparent & largest) * 255 // largest  # the unused high bits mean nothing
+    elif image.mode == "RGB" and depth == 16 and isinstance(transparent, tuple):
+        image.info["transparency"] = tuple(level >> 8 for level in transparent)  # Pillow dropped the low bytes
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
