@@ -12,8 +12,23 @@ import pytest
 from PIL import Image, ImageCms, ImageOps, PngImagePlugin
 
 from model.errors import RequestRefused
-from model.images.containers import MAX_JPEG_SCANS, MAX_PNG_CHUNKS, Container, read_container
-from model.images.inputs import MAX_FILE_BYTES, InputImage, decode_mask, decode_rgb, read_image, read_mask
+from model.images.containers import (
+    MAX_JPEG_SCAN_PIXELS,
+    MAX_JPEG_SCANS,
+    MAX_LARGE_JPEG_SCANS,
+    MAX_PNG_CHUNKS,
+    Container,
+    read_container,
+)
+from model.images.inputs import (
+    MAX_FILE_BYTES,
+    MAX_INPUT_PIXELS,
+    InputImage,
+    decode_mask,
+    decode_rgb,
+    read_image,
+    read_mask,
+)
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 WIDTH, HEIGHT = 48, 32
@@ -84,7 +99,7 @@ def with_png_size(png: bytes, width: int, height: int) -> bytes:
 
 
 def with_jpeg_size(jpeg: bytes, width: int, height: int) -> bytes:
-    at = jpeg.index(b"\xff\xc0")
+    at = jpeg.index(b"\xff\xc2" if b"\xff\xc2" in jpeg else b"\xff\xc0")  # progressive or baseline
     return jpeg[: at + 5] + struct.pack(">HH", height, width) + jpeg[at + 9 :]
 
 
@@ -432,6 +447,23 @@ def test_limits_the_scans_of_a_jpeg() -> None:
     scan = file[file.rindex(b"\xff\xda") : -2]
     assert "scans" in refusal(lambda: read(file[:-2] + scan * MAX_JPEG_SCANS + file[-2:]))
     assert pixels(file[:-2] + scan * 3 + file[-2:]).shape
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "most"), [(8_000, 4_000, 12), (16_000, 2_000, 12), (4_000, 2_000, 48), (2_000, 1_900, 100)]
+)
+def test_limits_the_scans_of_a_large_jpeg(width: int, height: int, most: int) -> None:
+    """Each scan is decoded in a pass over all pixels. A small file states many scans and pixels."""
+    assert MAX_JPEG_SCAN_PIXELS == MAX_LARGE_JPEG_SCANS * MAX_INPUT_PIXELS
+    file = with_jpeg_size(write(picture(), "JPEG", progressive=True), width, height)
+    first, last = file.index(b"\xff\xda"), file.rindex(b"\xff\xda")
+    scans = file.count(b"\xff\xda", first)
+    accepted = file[:-2] + file[last:-2] * (most - scans)
+    assert read(accepted + file[-2:]).width == width
+    message = refusal(lambda: read(accepted + file[last:]))
+    if most < MAX_JPEG_SCANS:
+        assert f"has {most + 1} scans of {width} x {height} pixels; a JPEG of this size may have {most}." in message
+        assert message.endswith("Send it as a baseline JPEG, which has one scan, or as a PNG or WebP file.")
 
 
 def test_limits_the_chunks_of_a_webp() -> None:

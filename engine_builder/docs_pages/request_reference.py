@@ -23,6 +23,7 @@ from model.api.request import (
 )
 from model.api.service import HEARTBEAT_SECONDS, STATUS
 from model.denoising.sampler_names import DIFFUSERS_CLASSES, DPM_VARIANTS, SAMPLERS
+from model.images.containers import MAX_JPEG_SCAN_PIXELS, MAX_JPEG_SCANS
 from model.images.inputs import MAX_FILE_BYTES, MAX_INPUT_PIXELS, MAX_INPUT_SIDE
 from model.images.postprocess import RING_WIDTH
 from model.validation import MAX_PROMPT_WEIGHT
@@ -138,6 +139,8 @@ side, animations, and truncated or damaged files. Headers are checked before pix
   transparency, which shows the colours that were hidden. In a mask they are blended with black, so they are kept.
 - 16-bit values are divided by 256. Palettes, grey and CMYK are converted to RGB by Pillow, colours of a mask to luma.
 - Colour profiles, gamma and all other metadata are ignored, as by diffusers.
+- A JPEG of more than @JPEG_SCANS@ scans is refused, and one of more than @SCAN_MEGAPIXELS@ megapixels in all its scans.
+  Progressive files have about 10 scans.
 - libjpeg fills the missing part of some damaged JPEGs with grey. This is not detected.
 
 `resize` uses a Lanczos filter, for masks too. `stretch` and `crop` are the modes `default` and `crop` of diffusers'
@@ -361,6 +364,8 @@ def page() -> str:
         "FILE_MIB": MAX_FILE_BYTES // 2**20,
         "MEGAPIXELS": MAX_INPUT_PIXELS // 10**6,
         "SIDE": f"{MAX_INPUT_SIDE:,}",
+        "JPEG_SCANS": MAX_JPEG_SCANS,
+        "SCAN_MEGAPIXELS": MAX_JPEG_SCAN_PIXELS // 10**6,
         "RING": RING_WIDTH,
         "WEIGHT": MAX_PROMPT_WEIGHT,
     }

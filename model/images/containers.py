@@ -18,6 +18,8 @@ InputFormat = Literal["png", "jpeg", "webp"]
 MAX_PNG_CHUNKS = 50_000  # common encoders write 8 KiB in a chunk: 4,096 for the largest accepted file
 MAX_JPEG_SEGMENTS = 2_000
 MAX_JPEG_SCANS = 100  # a progressive JPEG has about 10
+MAX_LARGE_JPEG_SCANS = 12  # of the largest accepted image; more scans are accepted of a smaller one
+MAX_JPEG_SCAN_PIXELS = MAX_LARGE_JPEG_SCANS * 32_000_000  # scans times pixels: they take about a second to decode
 MAX_WEBP_CHUNKS = 1_000
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -33,7 +35,14 @@ _EXIF_ORIENTATION, _EXIF_SHORT = 0x0112, 3
 
 
 class InvalidFile(Exception):
-    """The bytes are not a file of an accepted format. The message is a clause about "the file"."""
+    """The bytes are not a file of an accepted format. The message is a clause about "the file".
+
+    `remedy`: a sentence that states another file to send; "": any file of an accepted format.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -138,6 +147,13 @@ def _read_jpeg(file: bytes) -> Container:
         raise InvalidFile("is truncated: its end marker is missing")
     if size is None:
         raise InvalidFile("is damaged: it has no frame header")
+    width, height = size
+    if scans > MAX_LARGE_JPEG_SCANS and scans * width * height > MAX_JPEG_SCAN_PIXELS:
+        most = max(MAX_LARGE_JPEG_SCANS, MAX_JPEG_SCAN_PIXELS // (width * height))
+        raise InvalidFile(
+            f"has {scans} scans of {width} x {height} pixels; a JPEG of this size may have {most}",
+            "Send it as a baseline JPEG, which has one scan, or as a PNG or WebP file.",
+        )
     return Container("jpeg", *size, orientation, False, b"".join(kept))
 
 

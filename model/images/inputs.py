@@ -60,14 +60,14 @@ def read_image(data: str, field: str) -> InputImage:
     """Decode base64 or a `data:` URL, and check the file's headers. No pixel is decoded.
 
     Raises RequestRefused for text that is not strict base64, a file of more than 32 MiB, another format than PNG, JPEG
-    or WebP, a media type that differs from the file, an animation, a truncated file, more than 32 megapixels, and a
-    side of more than 16,384 pixels.
+    or WebP, a media type that differs from the file, an animation, a truncated file, a JPEG of too many scans, more
+    than 32 megapixels, and a side of more than 16,384 pixels.
     """
     file, media_type = _decode_base64(data, field)
     try:
         container = read_container(file)
     except InvalidFile as error:
-        raise RequestRefused(field, f"the file {error}. Send {_ACCEPTED}.") from error
+        raise RequestRefused(field, f"the file {error}. {error.remedy or f'Send {_ACCEPTED}.'}") from error
     if media_type not in (None, container.format):
         raise RequestRefused(
             field,
