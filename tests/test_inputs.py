@@ -266,6 +266,48 @@ def test_reads_big_endian_exif_after_the_pixels() -> None:
     assert (image.width, image.height) == (HEIGHT, WIDTH)
 
 
+def exif_of(orientation: int) -> bytes:
+    """Return EXIF data that state an orientation, from their TIFF header on."""
+    return b"II*\0" + struct.pack("<IHHHIHHI", 8, 1, ORIENTATION, 3, 1, orientation, 0, 0)
+
+
+def with_jpeg_exif(file: bytes, *parts: bytes) -> bytes:
+    segments = [b"\xff\xe1" + struct.pack(">H", len(part) + 8) + b"Exif\0\0" + part for part in parts]
+    return b"".join([file[:2], *segments, file[2:]])
+
+
+def with_webp_exif(file: bytes, *parts: bytes) -> bytes:
+    body = with_webp_size(file, WIDTH, HEIGHT)[8:]
+    body = body[:12] + b"\x08" + body[13:]  # the flag of VP8X for EXIF
+    body += b"".join(b"EXIF" + struct.pack("<I", len(part)) + part + b"\0" * (len(part) % 2) for part in parts)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def check_upright_as_pillow(file: bytes, turned: bool) -> None:
+    image = read(file)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(file))).convert("RGB")
+    assert (image.width, image.height) == expected.size == ((HEIGHT, WIDTH) if turned else (WIDTH, HEIGHT))
+    np.testing.assert_array_equal(decode_rgb(image), np.asarray(expected))
+
+
+@pytest.mark.parametrize("add", [with_jpeg_exif, with_webp_exif])
+@pytest.mark.parametrize(("first", "second"), [(6, 1), (1, 6), (6, 3), (8, 6)])
+def test_the_first_exif_states_the_rotation(add: Callable[..., bytes], first: int, second: int) -> None:
+    file = add(write(picture(), "JPEG" if add is with_jpeg_exif else "WEBP"), exif_of(first), exif_of(second))
+    check_upright_as_pillow(file, turned=first >= 5)
+
+
+def test_joins_exif_in_several_jpeg_segments() -> None:
+    exif = exif_of(6)
+    check_upright_as_pillow(with_jpeg_exif(write(picture(), "JPEG"), exif[:8], exif[8:]), turned=True)
+
+
+def test_reads_exif_with_the_prefix_of_a_jpeg() -> None:
+    exif = b"Exif\0\0" + exif_of(6)
+    check_upright_as_pillow(insert_chunk(write(picture()), b"eXIf", exif), turned=True)
+    check_upright_as_pillow(with_webp_exif(write(picture(), "WEBP"), exif), turned=True)
+
+
 @pytest.mark.parametrize("exif", [b"", b"II*\0", b"II*\0\xff\xff\xff\xff", b"II*\0\x08\0\0\0\xff\xff", b"nonsense"])
 def test_ignores_damaged_exif(exif: bytes) -> None:
     image = read(insert_chunk(write(picture()), b"eXIf", exif))

@@ -122,8 +122,8 @@ def _png_chunks(file: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _read_jpeg(file: bytes) -> Container:
-    size, orientation, scans, complete = None, 1, 0, False
-    kept = [file[:2]]
+    size, scans, complete = None, 0, False
+    kept, exif = [file[:2]], []
     for marker, start, end in _jpeg_segments(file):
         if marker == _EOI:
             complete = True
@@ -135,7 +135,7 @@ def _read_jpeg(file: bytes) -> Container:
             height, width = struct.unpack_from(">HH", file, start + 5)
             size = width, height
         elif marker == _APP1 and file[start + 4 : start + 10] == b"Exif\0\0":
-            orientation = read_orientation(file[start + 10 : end])
+            exif.append(file[start + 10 : end])
         elif marker == _SOS:
             scans += 1
             if scans > MAX_JPEG_SCANS:
@@ -154,7 +154,8 @@ def _read_jpeg(file: bytes) -> Container:
             f"has {scans} scans of {width} x {height} pixels; a JPEG of this size may have {most}",
             "Send it as a baseline JPEG, which has one scan, or as a PNG or WebP file.",
         )
-    return Container("jpeg", *size, orientation, False, b"".join(kept))
+    # The segments are parts of one EXIF, as for Pillow: the orientation is in the first unless that is very short.
+    return Container("jpeg", *size, read_orientation(b"".join(exif)), False, b"".join(kept))
 
 
 def _jpeg_segments(file: bytes) -> Iterator[tuple[int, int, int]]:
@@ -208,10 +209,10 @@ def _read_webp(file: bytes) -> Container:
         width, height = 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
     else:
         raise InvalidFile("is damaged: it has no WebP header")
-    orientation, kept = 1, []
+    orientation, kept = None, []
     for kind, start, end in chunks:
-        if kind == b"EXIF":
-            orientation = read_orientation(file[start + 8 : end].removeprefix(b"Exif\0\0"))
+        if kind == b"EXIF" and orientation is None:  # RFC 9649: readers may ignore further chunks; libwebp does
+            orientation = read_orientation(file[start + 8 : end])
         elif kind in _WEBP_PIXEL_CHUNKS:
             kept.append(file[start:end] + b"\0" * ((end - start) % 2))
     animated = bool(flags & 0x02) or any(kind in (b"ANIM", b"ANMF") for kind, _, _ in chunks)
@@ -219,7 +220,7 @@ def _read_webp(file: bytes) -> Container:
     if body[:4] == b"VP8X":
         body[8] &= 0x10  # of the features, only alpha is kept
     riff = b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP"
-    return Container("webp", width, height, orientation, animated, riff + bytes(body))
+    return Container("webp", width, height, orientation or 1, animated, riff + bytes(body))
 
 
 def _webp_chunks(file: bytes, file_end: int) -> Iterator[tuple[bytes, int, int]]:
@@ -241,7 +242,12 @@ def _webp_chunks(file: bytes, file_end: int) -> Iterator[tuple[bytes, int, int]]
 
 
 def read_orientation(exif: bytes) -> int:
-    """Return the orientation, 1 to 8, of EXIF data that begins with its TIFF header. 1 if it has no valid one."""
+    """Return the orientation, 1 to 8, of EXIF data. 1 if it has no valid one.
+
+    The data begin with their TIFF header, or with a JPEG segment's `Exif`, which some programs also write into PNG
+    and WebP files.
+    """
+    exif = exif.removeprefix(b"Exif\0\0")
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None:
         return 1
