@@ -5,6 +5,7 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -419,6 +420,17 @@ def test_refuses_pixels_that_end_early(format: str) -> None:
     file = SET_SIZE[format](write(picture(), format), 4_000, 4_000)
     image = read(file)
     assert "damaged" in refusal(lambda: decode_rgb(image))
+
+
+@pytest.mark.parametrize(("mode", "missing"), [("RGB", 0), ("RGBA", 255)])
+def test_missing_rows_of_a_png_are_black_or_transparent(mode: str, missing: int) -> None:
+    """The limit that docs/requests.md states: the compressed data ends, complete, after a whole row."""
+    image = picture(mode)
+    decoded = pixels(with_png_size(write(image), WIDTH, 2 * HEIGHT))
+    np.testing.assert_array_equal(decoded[:HEIGHT], np.asarray(image.convert("RGB")))
+    assert (decoded[HEIGHT:] == missing).all()
+    page = (Path(__file__).parents[1] / "docs" / "requests.md").read_text()
+    assert "The missing rows are black, or\n  transparent" in page
 
 
 def test_refuses_damaged_compressed_data() -> None:

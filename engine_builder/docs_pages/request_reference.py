@@ -141,7 +141,9 @@ side, animations, and truncated or damaged files. Headers are checked before pix
 - Colour profiles, gamma and all other metadata are ignored, as by diffusers.
 - A JPEG of more than @JPEG_SCANS@ scans is refused, and one of more than @SCAN_MEGAPIXELS@ megapixels in all its scans.
   Progressive files have about 10 scans.
-- libjpeg fills the missing part of some damaged JPEGs with grey. This is not detected.
+- Two kinds of damage are not detected. libjpeg fills the missing part of some damaged JPEGs with grey. A PNG whose
+  checksums are right may have fewer rows of compressed data than its header states. The missing rows are black, or
+  transparent if the PNG has an alpha channel.
 
 `resize` uses a Lanczos filter, for masks too. `stretch` and `crop` are the modes `default` and `crop` of diffusers'
 `VaeImageProcessor`. `pad` centres the image and repeats its outermost pixels, and those of the masks.

@@ -106,9 +106,11 @@ def decode_rgb(image: InputImage) -> Pixels:
     """Decode to RGB, uint8 [height, width, 3], upright.
 
     Transparent pixels are blended with white. 16-bit values are divided by 256. The transparent colour of a 16-bit RGB
-    PNG includes all colours with the same high bytes. Grey, palette and CMYK are converted
-    by Pillow. Colour profiles and gamma are ignored, as by diffusers' `load_image`. Raises RequestRefused for data
-    that cannot be decoded. libjpeg repairs some damage within a JPEG, and this is not detected.
+    PNG includes all colours with the same high bytes. Grey, palette and CMYK are converted by Pillow. Colour profiles
+    and gamma are ignored, as by diffusers' `load_image`.
+
+    Raises RequestRefused for data that cannot be decoded. Some damage is not detected: libjpeg repairs it within a
+    JPEG, and Pillow accepts a PNG whose compressed data ends after a whole row.
     """
     return np.asarray(_decode(image, background="white").convert("RGB"))
 
