@@ -18,7 +18,7 @@ from model.loading.select import select
 from model.loading.target import detect_targets
 from model.pipeline import spec
 from model.pipeline.loaded_model import LoadedModel
-from model.pipeline.params import Mask
+from model.pipeline.params import REPAINTED_LEVEL, Mask
 from model.pipeline.runner import Runner
 from model.pipeline.text_to_image import denoise, generate
 from model.store.manifest import Bucket, Span
@@ -231,6 +231,30 @@ def test_warns_of_the_field_that_was_truncated(model: LoadedModel) -> None:
                            (mask.prompt, ["prompt", "masks.1.negative_prompt"])]:  # fmt: skip
         _, _, warnings = generate(model, [replace(PLAIN, prompt=prompt, image=image, masks=masks)])
         assert [warning.partition(":")[0] for warning in warnings] == fields
+
+
+@pytest.mark.parametrize(
+    ("white", "warned"),
+    [
+        ((slice(0, 0), slice(0, 0)), True),
+        ((slice(9, 10), slice(None)), True),  # a line
+        ((slice(9, 16), slice(9, 16)), True),
+        ((slice(9, 17), slice(9, 17)), False),
+        ((slice(16, 17), slice(24, 25)), False),
+        ((slice(None), slice(None)), False),
+    ],
+)
+def test_warns_of_a_mask_that_repaints_nothing(model: LoadedModel, white: tuple[slice, slice], warned: bool) -> None:
+    """The latents read the mask in the pixels whose row and column are multiples of 8."""
+    levels = np.full((64, 96), REPAINTED_LEVEL - 1, np.uint8)
+    levels[white] = REPAINTED_LEVEL
+    mask = Mask(levels, "a cat", None, strength=0.9999)
+    masks = (replace(mask, levels=np.full_like(levels, 255)), mask)
+    _, _, warnings = generate(model, [replace(PLAIN, image=np.zeros((64, 96, 3), np.uint8), masks=masks)])
+    assert warnings == warned * [
+        "masks.1.image: nothing was repainted, because the mask is white in no pixel of the result whose row and "
+        "column are multiples of 8. Draw white parts of at least 8x8 pixels."
+    ]
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

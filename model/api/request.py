@@ -120,7 +120,8 @@ class MaskRequest(RequestModel):
 
     image: str = Field(
         description="The mask, like the request's `image` and of the same size. White is repainted, black is kept. "
-        "Levels from 128 on count as white."
+        "Levels from 128 on count as white. If it repaints nothing, the response warns of it; see "
+        "[input images](#input-images)."
     )
     prompt: Prompt | None = Field(None, description="What to paint there. Default: the request's prompt.")
     negative_prompt: Text | None = Field(None, description="What to avoid there. Default: the request's.")
@@ -426,5 +427,5 @@ class GenerationResponse(TypedDict):
     time: float  # seconds from the request's arrival in the model
     images: list[ImageResult]  # in the order of their seeds
     timings: dict[str, float]  # milliseconds by stage, summed over masks
-    warnings: list[str]  # parts of the request that were not followed: a truncated prompt, an ignored negative prompt
+    warnings: list[str]  # what was not followed: a truncated prompt, an ignored negative prompt, an unused mask
     engine: EngineInfo  # the release and engines that made the images

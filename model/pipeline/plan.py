@@ -174,6 +174,7 @@ def plan_request(model: LoadedModel, params: GenerationParams) -> RequestPlan:
         for number, of_pass in enumerate(params.passes())
     ]
     warnings = [text for plan in plans for text in plan.warnings]
+    warnings += _unused_masks(plans, model.settings.vae_scale_factor)
     later: tuple[RequestPlan, ...] = ()
     # No UNet takes both adapters and the outputs of ControlNets, or reference images, as inputs.
     packed = model.adapters is not None and model.adapters.can_pack(params.loras)
@@ -244,6 +245,16 @@ def _unused_controls(params: GenerationParams, denoise: Mapping[str, DenoisePlan
         f"{control.name} was not used."
         for number, control in enumerate(params.controls)
         if control.scale and (base is None or control.name not in base.controls)
+    ]
+
+
+def _unused_masks(plans: Sequence[RequestPlan], scale: int) -> list[str]:
+    """Describe the masks that repaint no latent. `scale`: pixels on a side of a latent."""
+    return [
+        f"masks.{number}.image: nothing was repainted, because the mask is white in no pixel of the result whose row "
+        f"and column are multiples of {scale}. Draw white parts of at least {scale}x{scale} pixels."
+        for number, plan in enumerate(plans)
+        if plan.source is not None and plan.source.mask is not None and not plan.source.mask.any()
     ]
 
 
