@@ -19,6 +19,7 @@ from PIL import Image
 from model.api.images import resolve_with_images
 from model.api.request import GenerationRequest
 from model.api.resolve import resolve
+from model.denoising.sampler_names import SAMPLERS
 from model.errors import Cancelled, RequestRefused
 from model.images.postprocess import feather
 from model.loading.served import Defaults, ServedModel, SizeList
@@ -82,6 +83,24 @@ def test_masks_inherit_the_settings_of_the_request() -> None:
     assert [mask.strength for mask in resolved(masks=masks, strength=0.8).masks] == [0.8, 0.5, 0.8]
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("steps", range(1, 11))
+def test_default_strengths_leave_a_step(steps: int, sampler: str) -> None:
+    """The default is raised to the smallest strength that leaves a step. More of the steps run with larger defaults."""
+    fields: dict[str, Any] = {"num_inference_steps": steps, "scheduler": sampler}
+    masks = [{"image": file_of(half(128, 128))}]
+    for params, default in [(resolved(**fields), 0.3), (resolved(**fields, masks=masks), 0.9999)]:
+        assert params.strength == max(default, np.ceil(1e4 / steps) / 1e4)
+        run = max(1, int(steps * default))
+        entries = 2 * run - 1 if sampler == "Heun" else run  # Heun runs the UNet twice for each step except the last
+        assert plan_request(linear_model(), params).steps == entries
+        assert [mask.strength for mask in params.masks] == [params.strength] * len(params.masks)
+
+
+def test_explicit_timesteps_count_for_the_default_strength() -> None:
+    assert resolved(timesteps=[900, 500], scheduler="Euler").strength == 0.5
+
+
 def test_feather_repaints_what_diffusers_repaints() -> None:
     mask = np.zeros((128, 128), np.uint8)
     mask[20:70, 30:90] = 255
@@ -139,7 +158,16 @@ def test_resizes_image_and_masks_alike(resize: str) -> None:
     [
         ({"width": 192}, "image", "the image has 128 x 128 pixels, but 192 x 128 are requested"),
         ({"strength": 0.03}, "strength", "0.03 of 30 steps leaves no step. Set at least 0.0334."),
-        ({"num_inference_steps": 2}, "strength", "0.3 of 2 steps leaves no step. Set at least 0.5."),
+        (
+            {"num_inference_steps": 2, "strength": 0.3},
+            "strength",
+            "0.3 of 2 steps leaves no step. Set at least 0.5.",
+        ),
+        (
+            {"num_inference_steps": 1, "strength": 0.9999, "masks": [{"image": file_of(half(128, 128))}]},
+            "strength",
+            "0.9999 of 1 steps leaves no step. Set at least 1.",
+        ),
         ({"masks": [{"image": file_of(half(128, 64))}]}, "masks.0.image", "the mask has 128 x 64 pixels"),
         (
             {"masks": [{"image": file_of(half(128, 128))}, {"image": file_of(half(128, 128)), "strength": 0.0}]},

@@ -126,7 +126,9 @@ class MaskRequest(RequestModel):
     prompt: Prompt | None = Field(None, description="What to paint there. Default: the request's prompt.")
     negative_prompt: Text | None = Field(None, description="What to avoid there. Default: the request's.")
     strength: Fraction | None = Field(
-        None, description="Like the request's `strength`, for this mask. Default: the request's, else 0.9999."
+        None,
+        description="Like the request's `strength`, for this mask. Default: the request's, else 0.9999, or 1 with a "
+        "single step.",
     )
     feather: Annotated[float, Field(ge=0, le=MAX_FEATHER)] = Field(
         0,
@@ -219,7 +221,8 @@ class GenerationRequest(RequestModel):
     strength: Fraction | None = Field(
         None,
         description="With `image`, the share of the steps that run: 0 to 1. The larger, the less of the image remains. "
-        "A value that leaves no step is refused. Default: 0.3, and 0.9999 with `masks`.",
+        "A value that leaves no step is refused. Default: 0.3, and 0.9999 with `masks`; with few steps the smallest "
+        "value that leaves one, for example 0.5 of 2.",
     )
     masks: Annotated[list[MaskRequest], Field(min_length=1, max_length=MAX_MASKS)] | None = Field(
         None,

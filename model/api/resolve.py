@@ -8,7 +8,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from model.api.request import GenerationRequest, without_images
-from model.denoising.sampler_names import check_refiner, check_spacing, check_steps, sampler_name, skipped_steps
+from model.denoising.sampler_names import (
+    check_refiner,
+    check_spacing,
+    check_steps,
+    sampler_name,
+    skipped_steps,
+    smallest_strength,
+)
 from model.errors import RequestRefused
 from model.images.metadata import MAX_JPEG_BYTES, metadata_text
 from model.loading.served import ServedModel, Sizes
@@ -85,6 +92,7 @@ def resolve(
         if mask.strength is not None:
             skipped_steps(mask.strength, steps, f"masks.{number}.strength")
     if request.image is not None:
+        default = max(default, smallest_strength(steps))
         values["strength"] = default if request.strength is None else request.strength
         if not request.masks or any(mask.strength is None for mask in request.masks):
             skipped_steps(values["strength"], steps)

@@ -80,9 +80,17 @@ def skipped_steps(strength: float, steps: int, field: str = "strength") -> int:
     run = min(int(steps * strength), steps)
     if run < 1:
         raise RequestRefused(
-            field, f"{strength:g} of {steps} steps leaves no step. Set at least {math.ceil(1e4 / steps) / 1e4:g}."
+            field, f"{strength:g} of {steps} steps leaves no step. Set at least {smallest_strength(steps):g}."
         )
     return steps - run
+
+
+def smallest_strength(steps: int) -> float:
+    """Return the smallest strength, in steps of 0.0001, that leaves one of `steps`.
+
+    1 / steps itself is not enough for each number: in floating point 49 * (1 / 49) is less than 1.
+    """
+    return math.ceil(1e4 / steps) / 1e4
 
 
 def configured_sampler(config: Mapping[str, Any]) -> str:
