@@ -24,7 +24,7 @@ from engine_builder.stores.writing import (
 from model.errors import CorruptBlob, StoreError
 from model.store.adapter_record import AdapterRecord
 from model.store.keys import BLOBS, adapter_key, is_digest, release_key
-from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, open_regular_file
+from model.store.local import CHUNK_BYTES, FileMissing, LocalStore, list_json, open_regular_file
 from model.store.manifest import Manifest
 
 _TEMPORARY_PREFIX = ".incoming-"
@@ -134,7 +134,7 @@ class WritableLocalStore(LocalStore):
 
     def read_record(self, kind: str, name: str) -> bytes | None:
         try:
-            with self._reading(f"Record {kind}/{name}"), open_regular_file(self.root / record_key(kind, name)) as file:
+            with self._opened_entry(record_key(kind, name), f"Record {kind}/{name}") as file:
                 return file.read()
         except FileMissing:
             return None
@@ -147,7 +147,7 @@ class WritableLocalStore(LocalStore):
 
     def records(self, kind: str) -> list[str]:
         with self._reading(f"The list of {kind}"):
-            return sorted(path.stem for path in (self.root / RECORDS / kind).glob("*.json"))
+            return sorted(list_json(self.root / RECORDS / kind))
 
     # -- the file system -----------------------------------------------------------------------------------------
 

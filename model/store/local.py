@@ -127,22 +127,28 @@ class LocalStore:
 
     def read_release(self, name: str) -> Manifest:
         try:
-            with self._reading(f"Release {name}"), open_regular_file(self.root / release_key(name)) as file:
+            with self._opened_entry(release_key(name), f"Release {name}") as file:
                 data = file.read(MANIFEST_LIMIT + 1)
         except FileMissing as error:
             raise release_not_found(name, self.url, self.releases()) from error
         return parse_manifest(data, name)
 
     def releases(self) -> list[str]:
+        names = []
         with self._reading("The list of releases"):
-            paths = list((self.root / RELEASES).glob("*/*.json"))
-        return sorted(name for path in paths if is_release_name(name := f"{path.parent.name}/{path.stem}"))
+            models = list_folder(self.root / RELEASES)
+        for model in models:
+            # Other files may lie among the folders of models. A folder with another name contains no release.
+            if is_release_name(f"{model}/1"):
+                with self._reading(f"The list of releases of {model}"), suppress(NotADirectoryError):
+                    names += [f"{model}/{version}" for version in list_json(self.root / RELEASES / model)]
+        return sorted(name for name in names if is_release_name(name))
 
     # -- adapters ------------------------------------------------------------------------------------------------
 
     def read_adapter(self, name: str) -> AdapterRecord:
         try:
-            with self._reading(f"Adapter {name}"), open_regular_file(self.root / adapter_key(name)) as file:
+            with self._opened_entry(adapter_key(name), f"Adapter {name}") as file:
                 data = file.read(ADAPTER_LIMIT + 1)
         except FileMissing as error:
             raise adapter_not_found(name, self.url, self.adapters()) from error
@@ -150,8 +156,25 @@ class LocalStore:
 
     def adapters(self) -> list[str]:
         with self._reading("The list of adapters"):
-            names = [path.stem for path in (self.root / ADAPTERS).glob("*.json")]
+            names = list_json(self.root / ADAPTERS)
         return sorted(name for name in names if is_adapter_name(name))
+
+    @contextmanager
+    def _opened_entry(self, key: str, what: str) -> Iterator[BufferedReader]:
+        """Open the file of a release, an adapter or a record. Raises FileMissing, or StoreError if it cannot be read.
+
+        A link to a missing file cannot be read. As a missing file, it would let `preheat gc` delete what it names.
+        """
+        path = self.root / key
+        with self._reading(what):
+            try:
+                file = open_regular_file(path)
+            except FileMissing:
+                if path.is_symlink():
+                    raise OSError(f"{path} is a link to a missing file") from None
+                raise
+            with file:
+                yield file
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
@@ -160,7 +183,7 @@ class LocalStore:
         except OSError as error:
             raise StoreError(
                 f"{what} cannot be read ({self.url}): {error.strerror or error}.",
-                "Fix the folder's permissions or its disk.",
+                "Fix the permissions, the links or the disk of that folder.",
             ) from error
 
 
@@ -175,6 +198,26 @@ def open_regular_file(path: Path) -> BufferedReader:
         os.close(handle)
         raise OSError("it is not a regular file")
     return os.fdopen(handle, "rb")
+
+
+def list_folder(folder: Path) -> list[str]:
+    """Return the names of a folder's entries, or an empty list if the folder does not exist.
+
+    Raises OSError for a folder that cannot be listed, and for a link to a missing folder. `Path.glob` would return
+    nothing for both, and `preheat gc` would delete the blobs that the unlisted files name.
+    """
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not existing.exists():
+            raise OSError(f"{existing} is a link to a missing folder") from None
+        return []
+
+
+def list_json(folder: Path) -> list[str]:
+    """Return the names of a folder's JSON files, without ".json". See `list_folder`."""
+    return [name.removesuffix(".json") for name in list_folder(folder) if name.endswith(".json")]
 
 
 def fingerprint(digest: str, status: os.stat_result) -> tuple[str, int, int, int, int, int]:

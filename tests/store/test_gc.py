@@ -12,9 +12,10 @@ from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, rea
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores import s3_uploads
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.errors import CorruptBlob, ManifestError, ReleaseExists
+from model.errors import CorruptBlob, ManifestError, ReleaseExists, StoreError
 from tests.conftest import Opener
-from tests.support import releases
+from tests.support import commands, odd_files, releases
+from tests.support.commands import Invocation
 from tests.support.faulty_proxy import Fault, FaultyProxy
 
 
@@ -72,6 +73,58 @@ def test_deletes_nothing_if_a_manifest_is_unreadable(
     with pytest.raises(ManifestError, match="schema"):
         find_garbage(any_store, 0, now=datetime.now(UTC).timestamp() + 60)
     assert any_store.has(unnamed)
+
+
+def unlistable_stores(folder: Path) -> dict[str, Path]:
+    """Write stores with old blobs, in each of which one folder cannot be listed. Returns that folder -> store."""
+    stores = {}
+    for number, entry in enumerate(("releases", "releases/toy", "adapters", "records", "records/engines")):
+        for kind in ("locked", "link", "file"):
+            if (kind, entry) == ("file", "releases/toy"):
+                continue  # other files may lie among the folders of models
+            root = folder / f"{number}-{kind}"
+            store = open_writable_store(root)
+            manifest = releases.draft_release(store)
+            store.write_release(manifest)
+            store.write_record("engines", "key", f'"{store.put_bytes(b"recorded")}"'.encode())
+            (root / "adapters").mkdir()
+            for digest, _, _ in store.blobs():
+                os.utime(root / "blobs" / "sha256" / digest, (0, 0))
+            if kind == "locked":
+                (root / entry).chmod(0)
+            else:
+                (root / entry).rename(root / "moved")
+                (root / entry).symlink_to(folder / "unmounted") if kind == "link" else (root / entry).touch()
+            stores[f"{kind} {entry}"] = root
+    return stores
+
+
+def test_unlistable_folder_is_not_empty(tmp_path: Path) -> None:
+    """Otherwise the blobs that its files name would be deleted."""
+    sandbox = commands.make_sandbox(tmp_path)
+    stores = unlistable_stores(sandbox / "files")
+    blobs = {root: sorted((root / "blobs" / "sha256").iterdir()) for root in stores.values()}
+    cases = [Invocation(["gc", "--delete", f"--store={root}"]) for root in stores.values()]
+    results = dict(zip(stores, commands.run(sandbox, cases), strict=True))
+    listed = {entry: root for entry, root in stores.items() if "records" not in entry}
+    cases = [Invocation([name, f"--store={root}"]) for root in listed.values() for name in ("releases", "verify")]
+    results |= {f"{number}": result for number, result in enumerate(commands.run(sandbox, cases))}
+    odd_files.unlock(tmp_path)
+    for entry, result in results.items():
+        assert result["status"] == 1, (entry, result)
+        assert "preheat: The list of " in result["stderr"] and "cannot be read (file://" in result["stderr"], entry
+    assert {root: sorted((root / "blobs" / "sha256").iterdir()) for root in stores.values()} == blobs
+
+
+def test_deletes_nothing_if_an_entry_is_a_dangling_link(tmp_path: Path) -> None:
+    store = open_writable_store(tmp_path / "folder")
+    for entry in ("releases/toy/1.json", "adapters/style.json", "records/drafts/toy.json"):
+        path = tmp_path / "folder" / entry
+        path.parent.mkdir(parents=True)
+        path.symlink_to(tmp_path / "unmounted" / "1.json")
+        with pytest.raises(StoreError, match="cannot be read.*is a link to a missing file"):
+            find_garbage(store)
+        path.unlink()
 
 
 def put_time(store: WritableStore) -> float:
