@@ -230,6 +230,7 @@ def test_errors_show_markup_and_bytes_unchanged(sandbox: Path) -> None:
 
 @pytest.mark.parametrize("args", [["--help"], ["releases"], ["gc"]], ids=" ".join)
 def test_reports_a_full_disk_in_one_line(args: list[str], sandbox: Path) -> None:
+    (sandbox / "work" / "store").mkdir()
     with open("/dev/full", "wb") as full:
         ran = subprocess.run(
             [sys.executable, "-m", "engine_builder.commands.main", *args],
@@ -242,6 +243,31 @@ def test_reports_a_full_disk_in_one_line(args: list[str], sandbox: Path) -> None
         )
     assert ran.returncode == 1
     assert ran.stderr == "preheat: The output cannot be written: No space left on device. Free some disk space.\n"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["releases"], ["verify"], ["verify", "toy/1"], ["gc", "--delete"], ["copy", "toy/1", "--store=other", "--from"]],
+    ids=" ".join,
+)
+def test_reading_commands_refuse_a_missing_store(args: list[str], sandbox: Path) -> None:
+    work = sandbox / "work"
+    (work / "file").touch()
+    args = [*args, "--store"] if args[-1] != "--from" else args
+    cases = [Invocation([*args, str(work / name)]) for name in ("typo", "file", "file/store")]
+    reasons = ("No such file or directory", "it is not a folder", "Not a directory")
+    for reason, result in zip(reasons, commands.run(sandbox, cases), strict=True):
+        assert result["status"] == 1 and result["stdout"] == "", result
+        assert f"is not a store: {reason}. Check --store" in result["stderr"], result
+    assert not (work / "typo").exists()
+
+
+def test_verify_refuses_an_empty_store(sandbox: Path) -> None:
+    (sandbox / "work" / "store").mkdir()
+    verified, listed = commands.run(sandbox, [Invocation(["verify"]), Invocation(["releases"])])
+    assert verified["status"] == 1 and verified["stdout"] == ""
+    assert "has no release and no adapter. Check --store" in verified["stderr"]
+    assert listed["status"] == 0 and "has no release. Run preheat build" in listed["stdout"]
 
 
 def test_serve_refuses_a_missing_release_first(sandbox: Path) -> None:

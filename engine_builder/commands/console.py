@@ -25,7 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from engine_builder.stores.store import WritableStore, open_writable_store
+from engine_builder.stores.store import WritableStore, check_local_folder, open_writable_store
 from model.settings import STORE_SETTINGS, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,11 +95,14 @@ class _Note(ProgressColumn):
         return Text(self._note())
 
 
-def open_cli_store(store: str, cache_dir: Path | None = None) -> WritableStore:
+def open_cli_store(store: str, cache_dir: Path | None = None, must_exist: bool = False) -> WritableStore:
     """Open a store with the settings of the environment. The meter shows its transfers.
 
-    `cache_dir` is also set in the environment, for child processes.
+    `cache_dir` is also set in the environment, for child processes. `must_exist`: raise StoreError for a local store
+    whose folder is missing.
     """
+    if must_exist:
+        check_local_folder(store)
     if cache_dir is not None:
         os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
     return open_writable_store(

@@ -19,7 +19,7 @@ from engine_builder.commands.console import (
     plain,
 )
 from engine_builder.stores.store import WritableStore
-from model.errors import AdapterError, CorruptBlob, ManifestError, UntrustedRelease
+from model.errors import AdapterError, CorruptBlob, ManifestError, StoreError, UntrustedRelease
 from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Blob, Manifest
@@ -150,7 +150,7 @@ def releases(
     """List the releases and the adapters of a store. Exit status 1 if one of them cannot be read."""
     if out is not None and validation is None:
         raise typer.BadParameter("is an option of --validation", param_hint="--out")
-    opened_store = open_cli_store(store)
+    opened_store = open_cli_store(store, must_exist=True)
     if validation is not None:
         _show_validation(opened_store, validation, out)
         return
@@ -238,10 +238,14 @@ def verify(
     ] = None,
 ) -> None:
     """Hash every blob of releases and adapters, in the store itself, and check signatures. Exit status 1 if anything is
-    damaged, unreadable, or not signed by --public-key."""
+    damaged, unreadable, or not signed by --public-key, or if the store is empty."""
     keys = parse_public_keys(public_key)
-    opened_store = open_cli_store(store)
+    opened_store = open_cli_store(store, must_exist=True)
     names = [name] if name else [*opened_store.releases(), *opened_store.adapters()]
+    if not names:
+        raise StoreError(
+            f"{opened_store.url} has no release and no adapter.", "Check --store and the variable PREHEAT_STORE."
+        )
     manifests = _read_each(opened_store.read_release, [name for name in names if _is_release(name)])
     adapters = _read_each(opened_store.read_adapter, [name for name in names if not _is_release(name)])
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
@@ -286,7 +290,7 @@ def copy(
     """Copy a release or an adapter to another store, for example from this machine's folder to s3://bucket."""
     from engine_builder.releases.mirror import copy_adapter, copy_release
 
-    stores = open_cli_store(source, cache_dir), open_cli_store(store, cache_dir)
+    stores = open_cli_store(source, cache_dir, must_exist=True), open_cli_store(store, cache_dir)
     if stores[0].url == stores[1].url:
         raise typer.BadParameter(f"both stores are {stores[0].url}", param_hint="--from and --store")
     transfers = sum(store.url.startswith("s3:") for store in stores)  # of every byte, which the meter counts
@@ -330,7 +334,7 @@ def gc(
     """Find the blobs that no release, adapter or record names, and delete them with --delete."""
     from engine_builder.releases.gc import delete_garbage, find_garbage, read_age
 
-    opened_store = open_cli_store(store)
+    opened_store = open_cli_store(store, must_exist=True)
     with console.status(f"Reading {plain(opened_store.url)}"):
         garbage = find_garbage(opened_store, read_age(older_than))
     for digest, size in sorted(garbage.blobs.items(), key=lambda entry: -entry[1]):

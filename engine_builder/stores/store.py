@@ -1,10 +1,12 @@
 """The protocol of a writable store, which only the builder has."""
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from engine_builder.stores.local import WritableLocalStore
+from model.errors import StoreError
 from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Manifest
 from model.store.options import StoreOptions
@@ -59,6 +61,25 @@ class WritableStore(Store, Protocol):
 
     def delete_unfinished(self, begun_before: float) -> int:
         """Delete unfinished blobs begun before that time (seconds since 1970). Returns their number."""
+
+
+def check_local_folder(url: str | Path) -> None:
+    """Check that a local store's folder exists, for commands that only read. A bucket is not checked.
+
+    Writers create the folder of a store. Raises StoreError.
+    """
+    folder = local_store_folder(url)
+    if folder is None:
+        return
+    try:
+        cause = None if stat.S_ISDIR(folder.stat().st_mode) else "it is not a folder"
+    except OSError as error:
+        cause = error.strerror or str(error)
+    if cause is not None:
+        raise StoreError(
+            f"{folder} is not a store: {cause}.",
+            "Check --store, --from and the variable PREHEAT_STORE. `preheat build` makes a store.",
+        )
 
 
 def open_writable_store(url: str | Path, options: StoreOptions | None = None) -> WritableStore:
