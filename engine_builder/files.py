@@ -3,10 +3,15 @@
 import errno
 import os
 import stat
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from model.errors import PreheatError
 from model.store.local import FileMissing, open_regular_file
+
+# The folder cannot be written, or something is mounted on the file.
+_IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}
 
 
 class NotWritable(PreheatError):
@@ -53,13 +58,47 @@ def check_writable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file, and make its folder if it is missing. Raises NotWritable."""
+    """Write a file, and make its folder if it is missing. Raises NotWritable.
+
+    A full disk leaves an earlier file unchanged. Links are followed, and the earlier file's permissions are kept.
+    """
     check_writable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        _replace_file(path, data)
     except OSError as error:
         raise NotWritable(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _replace_file(path: Path, data: bytes) -> None:
+    """Write a temporary file in the same folder, and move it into place. Raises OSError.
+
+    Writes into the file itself where it cannot be replaced: /dev/stdout and other open files, and a file that is
+    mounted on its own or whose folder is read-only.
+    """
+    if path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc"):
+        path.write_bytes(data)
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{uuid.uuid4().hex}.tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            with suppress(FileNotFoundError):
+                earlier = target.stat()
+                with suppress(PermissionError):  # only root may give a file to another user
+                    os.fchown(file.fileno(), earlier.st_uid, earlier.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(earlier.st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno not in _IRREPLACEABLE_ERRNOS or not target.exists():
+            raise
+        path.write_bytes(data)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _check_folder(path: Path) -> None:

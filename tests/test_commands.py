@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_builder.files import write_file
+from tests.store.processes import finish, own_mounts, python
 from tests.support import commands, odd_files
 from tests.support.commands import Invocation
 from tests.support.http_server import HttpServer, QuietHandler
@@ -268,6 +270,76 @@ def test_verify_refuses_an_empty_store(sandbox: Path) -> None:
     assert verified["status"] == 1 and verified["stdout"] == ""
     assert "has no release and no adapter. Check --store" in verified["stderr"]
     assert listed["status"] == 0 and "has no release. Run preheat build" in listed["stdout"]
+
+
+FULL_DISK = """
+    import os, subprocess, sys
+    from pathlib import Path
+    from engine_builder.files import NotWritable, write_file
+    from engine_builder.releases.signing import BadKey, read_key, write_key
+
+    root = Path(sys.argv[1])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", root], check=True)
+    image, filler = root / "image.png", root / "filler"
+    write_file(image, b"before")
+    try:
+        write_file(image, bytes(2**20))
+    except NotWritable as error:
+        print(error)
+    assert image.read_bytes() == b"before" and os.listdir(root) == ["image.png"], os.listdir(root)
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+    try:
+        write_key(root / "key.pem")
+    except BadKey as error:
+        print(error)
+    assert not (root / "key.pem").exists()
+    filler.unlink()
+    write_key(root / "key.pem")
+    read_key(root / "key.pem")
+"""
+
+
+def test_full_disk_keeps_earlier_files_and_leaves_no_empty_key(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    lines = finish(python(FULL_DISK, root, prefix=own_mounts())).splitlines()
+    assert len(lines) == 2 and all("cannot be written: No space left on device" in line for line in lines)
+
+
+def test_written_file_keeps_links_and_permissions(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"before")
+    target.chmod(0o640)
+    link.symlink_to("target")
+    write_file(link, b"after")
+    assert link.is_symlink() and target.read_bytes() == b"after" and target.stat().st_mode & 0o777 == 0o640
+    write_file(tmp_path / "new", b"new")
+    (tmp_path / "default").touch()
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "default").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["default", "link", "new", "target"]
+
+
+def test_written_file_may_be_standard_output(tmp_path: Path) -> None:
+    script = "from pathlib import Path; from engine_builder.files import write_file"
+    script += "; write_file(Path('/dev/stdout'), b'image'); print(' and text')"
+    with (tmp_path / "out").open("ab") as out:
+        subprocess.run([sys.executable, "-c", script], stdout=out, check=True, timeout=60)
+    assert (tmp_path / "out").read_bytes() == b"image and text\n"
+
+
+def test_written_file_may_be_in_a_read_only_folder(sandbox: Path) -> None:
+    folder = sandbox / "files" / "folder"
+    folder.mkdir()
+    (folder / "x.png").write_bytes(b"before")
+    folder.chmod(0o500)
+    saved = Invocation(["save", f"--out={folder}/x.png"], f'{{"data": "{PNG}"}}'.encode())
+    [result] = commands.run(sandbox, [saved])
+    assert result["status"] == 0 and (folder / "x.png").read_bytes() == base64.b64decode(PNG), result
 
 
 def test_serve_refuses_a_missing_release_first(sandbox: Path) -> None:

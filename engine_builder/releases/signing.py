@@ -31,8 +31,15 @@ def write_key(path: Path) -> PublicKey:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Created with its mode, so that no other user can have opened it before.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(data)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with open(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)  # an incomplete key would be refused by the next try, because it exists
+            raise
     except FileExistsError as error:
         raise BadKey(f"{path} exists, and releases may be signed with it.", "Name another file.") from error
     except OSError as error:
