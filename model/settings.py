@@ -6,14 +6,13 @@ Unknown names are refused: a misspelled `public_key` would switch off the check 
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from model.errors import ConfigError
+from model.errors import ConfigError, StoreError
 from model.store.manifest import Fp16Steps
-from model.store.options import StoreOptions
+from model.store.options import StoreOptions, expand_cache_folder
 from model.store.precision import Precision
 from model.store.signature import PublicKey, parse_public_keys
 from model.validation import BAND_COUNTS, MAX_IMAGES, Safety, StrictModel, explain, format_value, refusal
@@ -145,6 +144,15 @@ class Settings(StrictModel):
     """What happens with images that the release's safety checker flags: nothing, as it is not loaded (off); the answer
     states it (flag); and they are replaced by black images (blank)."""
 
+    @field_validator("cache_dir")
+    @classmethod
+    def _check_cache_dir(cls, folder: str | None) -> str | None:
+        try:
+            expand_cache_folder(folder or "")
+        except StoreError as error:
+            raise refusal(str(error.args[0]).rstrip(".")) from error
+        return folder
+
     @field_validator("gpus_per_image")
     @classmethod
     def _check_gpus_per_image(cls, gpus: int, info: ValidationInfo) -> int:
@@ -215,7 +223,7 @@ class Settings(StrictModel):
             values = [_secret(secrets, name) for name in _SECRETS]
             keys = values if values[0] and values[1] else keys
         return StoreOptions(
-            cache_dir=Path(self.cache_dir).expanduser() if self.cache_dir else None,
+            cache_dir=expand_cache_folder(self.cache_dir) if self.cache_dir else None,
             cache_bytes=self.cache_bytes,
             endpoint=self.endpoint,
             region=self.region,

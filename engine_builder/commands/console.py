@@ -27,6 +27,7 @@ from rich.text import Text
 
 from engine_builder.stores.store import WritableStore, check_local_folder, open_writable_store
 from model.settings import STORE_SETTINGS, read_settings
+from model.store.options import expand_cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 console = Console(highlight=False, emoji=False)
@@ -104,7 +105,7 @@ def open_cli_store(store: str, cache_dir: Path | None = None, must_exist: bool =
     if must_exist:
         check_local_folder(store)
     if cache_dir is not None:
-        os.environ["PREHEAT_CACHE_DIR"] = str(cache_dir.expanduser().absolute())
+        os.environ["PREHEAT_CACHE_DIR"] = str(expand_cache_folder(str(cache_dir)).absolute())
     return open_writable_store(
         store, replace(read_settings(variables=STORE_SETTINGS).store_options(), report=meter.advance)
     )

@@ -5,8 +5,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.errors import StoreError
+
 Report = Callable[[int], None]
 """Receives the number of bytes moved since the last call. It is negative for bytes that must be moved again."""
+
+
+def expand_cache_folder(folder: str) -> Path:
+    """Return the path of a cache folder, in which a home folder is expanded (~). Raises StoreError."""
+    try:
+        if "\0" in folder:
+            raise ValueError("the name contains a NUL character")
+        return Path(folder).expanduser()
+    except (RuntimeError, ValueError) as error:
+        cause = f"{error}".rstrip(".")
+        raise StoreError(
+            f"The cache folder {folder!r} cannot be used: {cause[:1].lower()}{cause[1:]}.",
+            "Name another folder (PREHEAT_CACHE_DIR, cache_dir in config.yaml, --cache-dir).",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -38,8 +54,8 @@ class StoreOptions:
 
     @property
     def cache_folder(self) -> Path:
-        """The folder of fetched blobs."""
+        """The folder of fetched blobs. Raises StoreError if it cannot be a folder."""
         if self.cache_dir is not None:
-            return self.cache_dir
+            return expand_cache_folder(str(self.cache_dir))
         cache_home = os.environ.get("XDG_CACHE_HOME")
-        return (Path(cache_home) if cache_home else Path.home() / ".cache") / "preheat"
+        return expand_cache_folder(f"{cache_home or '~/.cache'}/preheat")

@@ -1,15 +1,18 @@
 """Options of a store: from Truss secrets, the environment and the deployment's config."""
 
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from model.errors import ConfigError
+from engine_builder.commands.console import open_cli_store
+from model.errors import ConfigError, StoreError
 from model.settings import plain_secrets, read_settings
 from model.store.options import StoreOptions
+from model.store.store import open_store
 
 
 class SecretNotFound(Exception):
@@ -90,3 +93,27 @@ def test_environment_overrides_config(bare: None, monkeypatch: pytest.MonkeyPatc
 def test_refuses_invalid_cache_size(bare: None, size: object) -> None:
     with pytest.raises(ConfigError, match="cache_bytes: got .* expected a whole number of bytes or a size like 20GiB"):
         options_of({"cache_bytes": size})
+
+
+@pytest.mark.parametrize("folder, cause", [("~nobody-here/c", "could not determine home"), ("a\0b", "a NUL character")])
+def test_refuses_impossible_cache_folder(bare: None, folder: str, cause: str) -> None:
+    with pytest.raises(ConfigError, match=f"model_metadata.preheat.cache_dir: The cache folder .*{cause}"):
+        read_settings({"cache_dir": folder})
+    with pytest.raises(ConfigError, match=f"PREHEAT_CACHE_DIR: .*{cause}.*Fix the variable PREHEAT_CACHE_DIR"):
+        read_settings(environment={"PREHEAT_CACHE_DIR": folder})
+    with pytest.raises(StoreError, match=f"{cause}.*PREHEAT_CACHE_DIR.*--cache-dir"):
+        open_store("s3://bucket", StoreOptions(cache_dir=Path(folder)))
+    with pytest.raises(StoreError, match=f"{cause}.*PREHEAT_CACHE_DIR.*--cache-dir"):
+        open_cli_store("s3://bucket", Path(folder))
+
+
+def test_default_cache_folder_needs_a_home(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_user(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
+    with pytest.raises(StoreError, match="could not determine home directory.*PREHEAT_CACHE_DIR.*--cache-dir"):
+        open_store("s3://bucket")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert StoreOptions().cache_folder == Path("/cache/preheat")
