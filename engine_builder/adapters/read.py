@@ -157,7 +157,8 @@ def _scale(file: AdapterFile, layer: Layer, alpha: torch.Tensor | None, rank: in
         for name, entry in pattern.items() if isinstance(pattern, dict) else ():
             if module == name or module.endswith(f".{name}"):
                 value = entry
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value / rank) <= MAX_SCALE:
+    # Compared before the division, which raises OverflowError for a whole number beyond a float's range.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCALE * rank:
         raise BadAdapter(f"{where} has an invalid alpha ({str(value)[:40]}).")
     return value / rank
 

@@ -4,6 +4,7 @@ import base64
 import os
 from pathlib import Path
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
@@ -55,6 +56,8 @@ def read_key(path: Path) -> Ed25519PrivateKey:
         raise BadKey(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, TypeError) as error:
         raise BadKey(f"{path} is not a private key, or has a password.") from error
+    except UnsupportedAlgorithm as error:
+        raise BadKey(f"{path} is not an Ed25519 key.") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise BadKey(f"{path} is not an Ed25519 key.")
     return key

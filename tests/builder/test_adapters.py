@@ -107,6 +107,9 @@ def test_alpha_of_peft_is_read(shapes: Shapes, layers: dict[str, Layer], tmp_pat
     save_file(renamed, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
     assert read_factors(open_adapter(folder), layers)["unet.conv_in"].scale == 2
+    (folder / "adapter_config.json").write_text('{"lora_alpha": 1' + 400 * "0" + "}")
+    with pytest.raises(BadAdapter, match="unet.conv_in has an invalid alpha"):
+        read_factors(open_adapter(folder), layers)
     save_file(tensors, folder / "b.safetensors", {"lora_adapter_metadata": json.dumps({"unet.lora_alpha": 12})})
     assert read_factors(open_adapter(folder / "b.safetensors"), layers)["unet.conv_in"].scale == 3
 

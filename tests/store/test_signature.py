@@ -190,12 +190,20 @@ def pem(key: Any, encryption: Any) -> bytes:
     return data
 
 
+# Made for this test with `openssl ecparam -name secp112r1 -genkey`. cryptography does not support the curve.
+UNSUPPORTED_CURVE = b"""-----BEGIN PRIVATE KEY-----
+ME4CAQAwEAYHKoZIzj0CAQYFK4EEAAYENzA1AgEBBA7U6yUGtmp4V0xTPQ4//qEg
+Ax4ABA8tdcw/HxBGSaiiqaA20t3SFqWHsSATpxp/JyY=
+-----END PRIVATE KEY-----
+"""
+
 INVALID_KEYS = {
     "missing file": None,
     "empty": b"",
     "no PEM": b"key",
     "short": b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
     "another algorithm": pem(ec.generate_private_key(ec.SECP256R1()), serialization.NoEncryption()),
+    "unsupported curve": UNSUPPORTED_CURVE,
     "encrypted": pem(Ed25519PrivateKey.generate(), serialization.BestAvailableEncryption(b"secret")),
 }
 
