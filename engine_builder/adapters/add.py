@@ -16,12 +16,14 @@ from engine_builder.building.weights import group_tensors
 from engine_builder.releases.signing import sign_adapter
 from engine_builder.stores.store import WritableStore
 from model.adapters.layers import COMPONENTS, Layer, find_layers
-from model.errors import AdapterExists
+from model.errors import AdapterExists, ManifestError, PreheatError, StoreError
 from model.store.adapter_record import AdapterLayer, AdapterRecord
 from model.store.keys import adapter_key
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_constants
 from model.store.store import Store
+
+_MAX_NAMED = 5  # unreadable releases in one message
 
 
 def add_adapter(
@@ -78,7 +80,10 @@ def release_layers(store: Store, manifest: Manifest) -> dict[str, Layer]:
 
 
 def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tuple[str, dict[str, Factors]]:
-    """Return a release that the adapter fits, the newest first, and its factors by layer."""
+    """Return a release that the adapter fits, the newest first, and its factors by layer.
+
+    Unreadable releases are skipped. If no other one fits, the error names them.
+    """
     names = [release] if release else store.releases()
     if not names:
         raise BadAdapter(
@@ -87,8 +92,15 @@ def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tupl
         )
     tried: set[tuple[tuple[str, str], ...]] = set()
     failures: list[BadAdapter] = []
+    unreadable: list[PreheatError] = []
     for name in reversed(names):
-        manifest = store.read_release(name)
+        try:
+            manifest = store.read_release(name)
+        except (ManifestError, StoreError) as error:
+            if release:
+                raise
+            unreadable.append(error)
+            continue
         architecture = tuple(sorted(manifest.architectures.items()))
         if architecture in tried:
             continue
@@ -97,4 +109,15 @@ def _match(store: WritableStore, file: AdapterFile, release: str | None) -> tupl
             return name, read_factors(file, release_layers(store, manifest))
         except BadAdapter as error:
             failures.append(error)
-    raise failures[0]
+        except (ManifestError, StoreError) as error:  # of its map of constants
+            if release:
+                raise
+            tried.discard(architecture)  # an intact release of this architecture may follow
+            unreadable.append(error)
+    if not unreadable:
+        raise failures[0]
+    reasons = " ".join(str(error.args[0]) for error in [*failures[:1], *unreadable[:_MAX_NAMED]])
+    raise BadAdapter(
+        f"{file.path} fits no release of {store.url} that can be read. {reasons}",
+        "Repair those releases (`preheat verify`), or name one that the adapter fits (`--release`).",
+    )

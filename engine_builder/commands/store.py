@@ -23,6 +23,7 @@ from model.errors import AdapterError, CorruptBlob, ManifestError, StoreError, U
 from model.pipeline.spec import UNET, VAE_DECODER
 from model.store.adapter_record import AdapterRecord
 from model.store.manifest import Blob, Manifest
+from model.store.manifest_json import printable
 from model.store.signature import check_signature, parse_public_keys
 from model.store.store import Store
 
@@ -160,7 +161,10 @@ def releases(
     for manifest in manifests:
         # soft_wrap: the terminal wraps the lines. Names must not be cut off, because people copy them.
         size = f"{len(manifest.components)} components, {total_bytes(manifest) / 2**20:.0f} MiB"
-        lines = [f"{manifest.created[:10]}, {_precisions(manifest)}, {size}, {_signer(manifest)}", *manifest.targets]
+        lines = [
+            f"{printable(manifest.created[:10])}, {_precisions(manifest)}, {size}, {_signer(manifest)}",
+            *manifest.targets,
+        ]
         if manifest.validation is not None:
             lines.append("validated" if not manifest.validation.accepted else "published with violated limits")
         console.print(f"[bold]{plain(manifest.name)}[/]", soft_wrap=True)
@@ -199,13 +203,18 @@ def _show_validation(store: Store, name: str, out: Path | None) -> None:
         console.print(f"[bold]{plain(out.resolve())}[/]  {', '.join(files)}", soft_wrap=True)
 
 
-def _read_each(read: Callable[[str], Entry], names: list[str]) -> list[Entry]:
-    """Return what `read` returns for the names that can be read. Prints the errors of the others."""
+def _read_each(read: Callable[[str], Entry], names: list[str], is_requested: bool = False) -> list[Entry]:
+    """Return what `read` returns for the names that can be read. Prints the errors of the others.
+
+    `is_requested`: the user named the entry, so StoreError is raised, also if the entry is missing.
+    """
     entries = []
     for name in names:
         try:
             entries.append(read(name))
-        except (ManifestError, AdapterError) as error:
+        except (ManifestError, AdapterError, StoreError) as error:
+            if is_requested and isinstance(error, StoreError):
+                raise
             console.print(f"[red]unreadable[/] {plain(error)}", soft_wrap=True)
     return entries
 
@@ -246,8 +255,8 @@ def verify(
         raise StoreError(
             f"{opened_store.url} has no release and no adapter.", "Check --store and the variable PREHEAT_STORE."
         )
-    manifests = _read_each(opened_store.read_release, [name for name in names if _is_release(name)])
-    adapters = _read_each(opened_store.read_adapter, [name for name in names if not _is_release(name)])
+    manifests = _read_each(opened_store.read_release, [name for name in names if _is_release(name)], bool(name))
+    adapters = _read_each(opened_store.read_adapter, [name for name in names if not _is_release(name)], bool(name))
     blobs = {digest: blob for manifest in manifests for digest, blob in manifest.blobs().items()}
     blobs |= {blob.sha256: blob for record in adapters for blob in record.blobs}
     untrusted = 0

@@ -21,7 +21,7 @@ from engine_builder.releases.mirror import copy_adapter
 from engine_builder.releases.signing import public_key, read_key, write_key
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.adapters.layers import Layer
-from model.errors import AdapterError, AdapterExists, AdapterNotFound, UntrustedRelease
+from model.errors import AdapterError, AdapterExists, AdapterNotFound, ManifestError, UntrustedRelease
 from model.store.adapter_record import parse_adapter
 from model.store.signature import check_signature
 from tests.conftest import MODEL_FOLDER, Opener
@@ -270,6 +270,22 @@ def test_record_is_signed(writable: WritableStore, file: Path, tmp_path: Path) -
     changed = record.layers | {name: layer.model_copy(update={"scale": 2.0})}
     with pytest.raises(UntrustedRelease, match="signature of adapter style does not match this record"):
         check_signature(record.model_copy(update={"layers": changed}), [public])
+
+
+def test_unreadable_release_blocks_no_adapter(
+    writable: WritableStore, file: Path, release: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "store" / "releases"
+    newer = folder / "zoo" / "1.json"  # tried before the release that fits
+    newer.parent.mkdir()
+    newer.write_text("{}")
+    (folder / "zoo" / "2.json").symlink_to(tmp_path / "unmounted" / "2.json")
+    assert add_adapter(writable, "style", file)[1] == release
+    with pytest.raises(ManifestError, match="zoo/1"):
+        add_adapter(writable, "style", file, "zoo/1")
+    shutil.rmtree(folder / release.partition("/")[0])
+    with pytest.raises(BadAdapter, match="fits no release of .* that can be read.*zoo/2.*zoo/1.*preheat verify"):
+        add_adapter(writable, "other", file)
 
 
 @pytest.mark.parametrize(

@@ -269,6 +269,27 @@ def test_unreadable_release_hides_no_other(store: WritableLocalStore) -> None:
     assert run("releases", "--store", store.root)[0] == run("verify", "--store", store.root)[0] == 0
 
 
+def test_dangling_link_hides_no_other_release(store: WritableLocalStore) -> None:
+    assert run("publish", "toy/1", "--store", store.root)[0] == 0
+    link = store.root / "releases" / "other" / "1.json"
+    link.parent.mkdir()
+    link.symlink_to(store.root / "unmounted" / "1.json")
+    for command, shown in (("releases", "components"), ("verify", "blobs of 1 release are intact")):
+        code, output = run(command, "--store", store.root)
+        assert code == 1 and "toy/1" in output and shown in output
+        assert "unreadable Release other/1 cannot be read" in output and "is a link to a missing file" in output
+    for command in (("verify", "other/1"), ("gc", "--delete")):
+        code, output = run(*command, "--store", store.root)
+        assert code == 1 and output.startswith("Release other/1 cannot be read")
+
+
+def test_control_codes_of_a_manifest_are_not_printed(store: WritableLocalStore) -> None:
+    manifest = releases.draft_release(store).model_copy(update={"created": "\x1b[31m2026"})
+    store.write_release(manifest)
+    code, output = run("releases", "--store", store.root)
+    assert code == 0 and "\x1b" not in output and "\N{REPLACEMENT CHARACTER}[31m2026" in output
+
+
 # -- the key in the config ----------------------------------------------------------------------------------------
 
 
