@@ -54,8 +54,8 @@ def copy_adapter(
             pass  # written meanwhile, and compared below
         else:
             return record, True
-    if destination.read_adapter(name) != record:
-        raise adapter_exists(name)
+    if (existing := destination.read_adapter(name)) != record:
+        raise adapter_exists(existing, record)
     return record, False
 
 

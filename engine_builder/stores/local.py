@@ -118,7 +118,7 @@ class WritableLocalStore(LocalStore):
         for blob in record.blobs:
             self.get(blob.sha256, blob.bytes)
         if not self._create(adapter_key(record.name), record.to_json()):
-            raise adapter_exists(record.name)
+            raise adapter_exists(self.read_adapter(record.name), record)
 
     def _create(self, key: str, data: bytes) -> bool:
         """Write a file that must not exist. Returns False if it does: exactly one of two racing writers wins."""

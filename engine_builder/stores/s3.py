@@ -105,7 +105,7 @@ class WritableS3Store(S3Store):
         """Write the record of an adapter. Checks only the length of each blob."""
         self._check_lengths(record.blobs)
         if not self._writable.create_small(adapter_key(record.name), record.to_json(), f"Adapter {record.name}"):
-            raise adapter_exists(record.name)
+            raise adapter_exists(self.read_adapter(record.name), record)
 
     def _check_lengths(self, blobs: Sequence[Blob]) -> None:
         """Raise CorruptBlob unless the bucket has all of these blobs with their lengths."""

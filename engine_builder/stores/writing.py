@@ -4,6 +4,8 @@ import re
 import time
 
 from model.errors import AdapterExists, ManifestError, ReleaseExists, StoreError
+from model.store.adapter_record import AdapterRecord
+from model.store.keys import adapter_key
 from model.store.manifest import Manifest
 from model.store.manifest_json import parse_manifest
 
@@ -38,8 +40,15 @@ def release_exists(name: str) -> ReleaseExists:
     return ReleaseExists(f"{name} is already published, and releases are written once.")
 
 
-def adapter_exists(name: str) -> AdapterExists:
-    return AdapterExists(f"The store has another adapter {name}, and adapters are written once.")
+def adapter_exists(existing: AdapterRecord, record: AdapterRecord) -> AdapterExists:
+    """Return the error for a record whose name is taken by `existing`, another adapter or another signature."""
+    if existing.model_copy(update={"signature": record.signature}) != record:
+        return AdapterExists(f"The store has another adapter {record.name}, and adapters are written once.")
+    signed = f"signed by {existing.signature.key_id}" if existing.signature else "not signed"
+    return AdapterExists(
+        f"The store has this adapter {record.name} already, {signed}, and adapters are written once.",
+        f"Choose another name, or delete {adapter_key(record.name)} from the store and run the command again.",
+    )
 
 
 def source_changed(source: str) -> StoreError:

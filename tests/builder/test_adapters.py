@@ -272,6 +272,23 @@ def test_record_is_signed(writable: WritableStore, file: Path, tmp_path: Path) -
         check_signature(record.model_copy(update={"layers": changed}), [public])
 
 
+def test_names_the_signature_of_the_same_adapter(
+    writable: WritableStore, file: Path, shapes: Shapes, tmp_path: Path
+) -> None:
+    public, _ = write_key(tmp_path / "key.pem"), write_key(tmp_path / "other.pem")
+    key, other = read_key(tmp_path / "key.pem"), read_key(tmp_path / "other.pem")
+    add_adapter(writable, "plain", file)
+    with pytest.raises(AdapterExists, match="has this adapter plain already, not signed.*delete adapters/plain.json"):
+        add_adapter(writable, "plain", file, key=key)
+    add_adapter(writable, "style", file, key=key)
+    with pytest.raises(AdapterExists, match=f"has this adapter style already, signed by {public.key_id}.*another name"):
+        add_adapter(writable, "style", file, key=other)
+    assert add_adapter(writable, "style", file)[2] is add_adapter(writable, "style", file, key=key)[2] is False
+    different = write_adapter(file.with_name("b.safetensors"), random_deltas(shapes, LINEARS, 4, seed=2), "kohya")
+    with pytest.raises(AdapterExists, match="has another adapter style"):
+        add_adapter(writable, "style", different, key=other)
+
+
 def test_unreadable_release_blocks_no_adapter(
     writable: WritableStore, file: Path, release: str, tmp_path: Path
 ) -> None:
