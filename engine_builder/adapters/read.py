@@ -75,7 +75,7 @@ def open_adapter(path: Path) -> AdapterFile:
         raise BadAdapter(f"{path} is not a safetensors file: {error}.") from error
     for key, extent in extents.items():
         if extent.dtype not in _DTYPES:
-            raise BadAdapter(f"{path}: {key[:120]!r} is {extent.dtype}, expected F16, BF16 or F32.")
+            raise BadAdapter(f"{path}: {key[:120]!r} is {extent.dtype}, expected F16, BF16, F32 or F64.")
     flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     tensors = {key: tensor_view(flat[extent.start : extent.end], extent) for key, extent in extents.items()}
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

@@ -114,6 +114,15 @@ def test_alpha_of_peft_is_read(shapes: Shapes, layers: dict[str, Layer], tmp_pat
     assert read_factors(open_adapter(folder / "b.safetensors"), layers)["unet.conv_in"].scale == 3
 
 
+def test_doubles_are_read_as_floats(layers: dict[str, Layer], file: Path) -> None:
+    expected = read_factors(open_adapter(file), layers)
+    save_file({key: tensor.double() for key, tensor in load_file(file).items()}, file)
+    for name, factors in read_factors(open_adapter(file), layers).items():
+        assert factors.down.dtype == factors.up.dtype == torch.float32
+        assert torch.equal(factors.down, expected[name].down.float())
+        assert torch.equal(factors.up, expected[name].up.float()) and factors.scale == expected[name].scale
+
+
 def drop(part: str) -> Callable[[Tensors], Tensors]:
     return lambda tensors: {key: tensor for key, tensor in tensors.items() if part not in key}
 
@@ -157,7 +166,7 @@ def add_key(key: str) -> Callable[[Tensors], Tensors]:
         (replace_first(".alpha", lambda t: t * torch.nan), "invalid alpha"),
         (replace_first(".alpha", lambda t: t + 1e9), "invalid alpha"),
         (replace_first(".alpha", lambda t: torch.ones(3)), "invalid alpha"),
-        (replace_first("lora_up.weight", lambda t: t.to(torch.int8)), "is I8, expected F16, BF16 or F32"),
+        (replace_first("lora_up.weight", lambda t: t.to(torch.int8)), "is I8, expected F16, BF16, F32 or F64"),
     ],
 )
 def test_refuses_unusable_tensors(
