@@ -16,12 +16,14 @@ from engine_builder.gateway.errors import GatewayConfigError
 
 MAX_ENTRIES = 10_000  # of all keys
 MAX_LISTED = 200  # of one answer
+_SQLITE_HEADER = b"SQLite format 3\0"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS history (
     id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL, created INTEGER NOT NULL, entry TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS history_of_key ON history (key, id);
 """
+_REMEDY = "Name a new file, or one of this gateway."
 Entry = dict[str, Any]
 
 
@@ -29,12 +31,15 @@ class History:
     """An open history. Any thread may call its methods; they take milliseconds."""
 
     def __init__(self, path: Path, max_entries: int = MAX_ENTRIES) -> None:
-        """Open or make the file, in a folder that exists. Raises GatewayConfigError or NotWritable."""
+        """Open or make the file, in a folder that exists. Afterwards only its owner can read it.
+
+        Raises GatewayConfigError, also for a file of another user, or NotWritable.
+        """
         check_writable(path)
         self._lock = threading.Lock()
         self._max_entries = max_entries
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600))
+            _make_private(path)
             self._connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             try:
                 self._connection.executescript(_SCHEMA)
@@ -43,9 +48,7 @@ class History:
                 raise
         except (OSError, ValueError, sqlite3.Error) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise GatewayConfigError(
-                f"The history {str(path)!r} cannot be opened: {reason}.", "Name a new file, or one of this gateway."
-            ) from error
+            raise GatewayConfigError(f"The history {str(path)!r} cannot be opened: {reason}.", _REMEDY) from error
 
     def add(self, key: str, entry: Entry) -> None:
         """Add an entry of the key with this name, and drop the oldest entries beyond the limit."""
@@ -73,3 +76,16 @@ class History:
         """Close the file."""
         with self._lock:
             self._connection.close()
+
+
+def _make_private(path: Path) -> None:
+    """Make the file, or take the permissions of all other users from it. Raises GatewayConfigError or OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise GatewayConfigError(f"The history {str(path)!r} cannot be opened: another user owns it.", _REMEDY)
+        # The permissions of a file that SQLite will refuse stay as they are.
+        if os.read(descriptor, len(_SQLITE_HEADER)) in (b"", _SQLITE_HEADER):
+            os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

@@ -1,5 +1,6 @@
 """The history of a gateway."""
 
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,34 @@ def test_refuses_a_file_that_is_no_history(content: bytes | None, tmp_path: Path
         path.write_bytes(content)
     with pytest.raises((GatewayConfigError, NotWritable), match="cannot be"):
         History(path)
+
+
+@pytest.mark.parametrize("kind", ["empty", "history"])
+def test_makes_an_existing_file_private(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    if kind == "history":
+        History(path).close()
+    else:
+        path.touch()
+    path.chmod(0o644)
+    History(path).close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_keeps_the_permissions_of_a_file_it_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("not a database" * 50)
+    path.chmod(0o644)
+    with pytest.raises(GatewayConfigError):
+        History(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_refuses_a_file_of_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "history"
+    History(path).close()
+    path.chmod(0o666)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(GatewayConfigError, match="another user owns it"):
+        History(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666
