@@ -1,7 +1,7 @@
 """API keys, and how many images a minute each of them may request.
 
-A key file has one key on each line: a name, the key, and optionally a number of images a minute. Empty lines and lines
-that begin with # are skipped.
+A key file has one key on each line: a name, the key in printable ASCII, and optionally a number of images a minute.
+Empty lines and lines that begin with # are skipped.
 
     website sk-1f0c9a54d2... 60
     batch   sk-88be7713aa...
@@ -130,6 +130,11 @@ def _parse(words: list[str], number: int) -> ApiKey:
     if len(words[1]) < MIN_KEY_CHARACTERS:
         raise GatewayConfigError(
             f"{where}: the key has fewer than {MIN_KEY_CHARACTERS} characters.", "Use a longer one."
+        )
+    if not (words[1].isascii() and words[1].isprintable()):
+        raise GatewayConfigError(
+            f"{where}: the key is not printable ASCII, so clients cannot send it in a header.",
+            "Use letters, digits and punctuation of ASCII.",
         )
     rate = None
     if len(words) == 3:

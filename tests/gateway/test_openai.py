@@ -373,6 +373,14 @@ def test_refuses_key_files(text: str, tmp_path: Path) -> None:
     assert KEY not in str(caught.value)
 
 
+@pytest.mark.parametrize("character", ["\u00e9", "\u20ac", "\x7f", "\0", "\u200b"])
+def test_refuses_keys_that_no_header_can_hold(character: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"a {KEY}\n\nb {KEY}{character}\n", encoding="utf-8")
+    with pytest.raises(GatewayConfigError, match="Line 3 .* not printable ASCII") as caught:
+        read_keys(tmp_path / "keys")
+    assert KEY not in str(caught.value)
+
+
 def test_image_of_an_answer_is_a_file_of_the_format(client: openai.OpenAI) -> None:
     made = client.images.generate(
         prompt=PROMPT, size="64x64", output_format="webp", output_compression=60, extra_body=EXTRA
