@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.conftest import Opener
 from tests.support import object_store as ceph
 from tests.support.adapter_model import put_adapter
 from tests.support.adapters import LINEARS, copy_store, module_shapes, random_deltas, write_adapter
+from tests.support.http_server import HttpServer, QuietHandler
 from tests.support.object_store import ObjectStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -220,6 +222,64 @@ def test_ignores_settings_of_this_machine(
     monkeypatch.setenv("PREHEAT_RELEASE", release)
     code, output = check(edited(ROOT / "config.yaml", tmp_path, store="", release=""))
     assert code == 1 and "No store is configured" in output
+
+
+class AwsRecorder(HttpServer):
+    """Answers every GET with status 404. `authorizations`: the header Authorization of each."""
+
+    def __init__(self) -> None:
+        self.authorizations: list[str] = []
+        authorizations = self.authorizations
+
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:
+                authorizations.append(self.headers["Authorization"])
+                self.send_response(404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        super().__init__(Handler)
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def aws_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AwsRecorder]:
+    """A machine with credentials whose S3 endpoint and region are configured. Amazon S3 cannot be reached from it."""
+    with AwsRecorder() as recorder:
+        for name in [name for name in os.environ if name.startswith("AWS_") or name.lower() == "no_proxy"]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws"))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+        yield recorder
+
+
+@pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "file"])
+def test_ignores_the_endpoint_of_this_machine(
+    source: str, aws_machine: AwsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if source == "file":
+        (tmp_path / "aws").write_text(f"[default]\nendpoint_url = {aws_machine.url}\n")
+    else:
+        monkeypatch.setenv(source, aws_machine.url)
+    code, output = check(edited(ROOT / "config.yaml", tmp_path, store="s3://somewhere/models", release="tiny-sdxl/1"))
+    assert code == 1 and "s3://somewhere/models at Amazon S3 cannot be reached" in output, output
+    assert aws_machine.authorizations == []
+
+
+@pytest.mark.parametrize(("configured", "used"), [(None, "us-east-1"), ("eu-west-3", "eu-west-3")])
+def test_uses_the_region_of_a_replica(
+    configured: str | None, used: str, aws_machine: AwsRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "aws").write_text("[default]\nregion = ap-south-1\n")
+    monkeypatch.setenv("AWS_REGION", "ap-south-1")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "ap-south-1")
+    changes = {"endpoint": aws_machine.url, "region": configured, "release": "tiny-sdxl/1"}
+    check(edited(ROOT / "config.yaml", tmp_path, store="s3://somewhere/models", **changes))
+    assert aws_machine.authorizations
+    assert all(f"/{used}/s3/" in authorization for authorization in aws_machine.authorizations)
 
 
 @pytest.mark.parametrize("config", GPU_CONFIGS, ids=lambda path: path.stem)

@@ -1,12 +1,13 @@
 """Check a deployment's config.yaml against the release that it names, before it is pushed.
 
 A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file and
-its environment_variables, not from the environment of this machine. Credentials of the store come from this machine.
+its environment_variables, not from this machine: a store whose endpoint or region is missing is read from Amazon S3 in
+us-east-1, as by a replica. Credentials of the store come from this machine.
 """
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
 from model.store.manifest import Manifest
 from model.store.signature import check_signature
-from model.store.store import open_store
+from model.store.store import Store, open_store
 
 PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 _SECRETS = ("aws_access_key_id", "aws_secret_access_key")
@@ -110,7 +111,12 @@ def _read_release(settings: Settings) -> Manifest:
             f"The store {store} is a placeholder.",
             "Name your own under model_metadata.preheat.store, and publish a release there.",
         )
-    return open_store(store, settings.store_options()).read_release(settings.required("release"))
+    return _open_store(settings).read_release(settings.required("release"))
+
+
+def _open_store(settings: Settings) -> Store:
+    """Open the store at the endpoint and in the region that a replica would use."""
+    return open_store(settings.store, replace(settings.store_options(), machine_defaults=False))
 
 
 def _check_adapters(settings: Settings, selection: Selection) -> None:
@@ -119,7 +125,7 @@ def _check_adapters(settings: Settings, selection: Selection) -> None:
     from model.adapters.library import check_fit  # imports PyTorch, which other checks do not need
     from model.loading.adapters import read_adapters, unquantized_weights
 
-    store = open_store(settings.store, settings.store_options())
+    store = _open_store(settings)
     records = read_adapters(store, settings.loras, settings.public_key, selection)
     unquantized_weights(selection)
     layers = release_layers(store, selection.manifest)

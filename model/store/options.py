@@ -36,11 +36,14 @@ class StoreOptions:
     endpoint: str | None = None
     """URL of an S3-compatible service; None: Amazon S3."""
     region: str | None = None
+    """None: the region of boto3's files, else us-east-1."""
     profile: str | None = None
     """Profile in boto3's config files."""
     access_key_id: str | None = None
     secret_access_key: str | None = None
     session_token: str | None = None
+    machine_defaults: bool = True
+    """False: a missing endpoint or region is not read from this machine's environment and boto3's files."""
     part_bytes: int = 16 * 2**20
     """Bytes of one range: large compared with a request's latency, small enough to share connections."""
     attempts: int = 5

@@ -28,8 +28,9 @@ def connect(options: StoreOptions, connections: int) -> Any:
         response_checksum_validation="when_required",
         # A custom endpoint may lack the DNS entries that bucket names in host names need.
         s3={"addressing_style": "path" if options.endpoint else "auto"},
+        ignore_configured_endpoint_urls=None if options.machine_defaults else True,
     )
-    region = session.region_name or "us-east-1"
+    region = (session.region_name if options.machine_defaults else options.region) or "us-east-1"
     try:
         return session.client("s3", endpoint_url=options.endpoint, config=config, region_name=region)
     except ValueError as error:
