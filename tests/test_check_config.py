@@ -224,6 +224,21 @@ def test_ignores_settings_of_this_machine(
     assert code == 1 and "No store is configured" in output
 
 
+@pytest.mark.parametrize("where", ["config", "variable"])
+def test_makes_no_cache_folder_of_a_replica(
+    where: str, aws_machine: "AwsRecorder", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREHEAT_CACHE_DIR", str(tmp_path / "own"))
+    replica = str(tmp_path / "replica")
+    changes: dict[str, object] = {"store": "s3://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
+    if where == "config":
+        changes |= {"cache_dir": replica, "cache_bytes": 1}
+    else:
+        changes["environment_variables"] = {"PREHEAT_CACHE_DIR": replica, "PREHEAT_CACHE_BYTES": "1"}
+    check(edited(ROOT / "config.yaml", tmp_path, **changes))
+    assert aws_machine.authorizations and (tmp_path / "own").is_dir() and not Path(replica).exists()
+
+
 class AwsRecorder(HttpServer):
     """Answers every GET with status 404. `authorizations`: the header Authorization of each."""
 

@@ -2,7 +2,7 @@
 
 A replica refuses the same mistakes, but only after its image was built and started. Settings come from the file and
 its environment_variables, not from this machine: a store whose endpoint or region is missing is read from Amazon S3 in
-us-east-1, as by a replica. Credentials of the store come from this machine.
+us-east-1, as by a replica. Credentials of the store and the cache of its blobs are those of this machine.
 """
 
 import re
@@ -115,8 +115,12 @@ def _read_release(settings: Settings) -> Manifest:
 
 
 def _open_store(settings: Settings) -> Store:
-    """Open the store at the endpoint and in the region that a replica would use."""
-    return open_store(settings.store, replace(settings.store_options(), machine_defaults=False))
+    """Open the store at the endpoint and in the region that a replica would use, with the cache of this machine."""
+    own = read_settings(variables=("cache_dir", "cache_bytes")).store_options()
+    options = replace(
+        settings.store_options(), cache_dir=own.cache_dir, cache_bytes=own.cache_bytes, machine_defaults=False
+    )
+    return open_store(settings.store, options)
 
 
 def _check_adapters(settings: Settings, selection: Selection) -> None:
