@@ -224,6 +224,31 @@ def test_ignores_settings_of_this_machine(
     assert code == 1 and "No store is configured" in output
 
 
+@pytest.mark.parametrize("scheme", ["s3", "S3"])
+def test_needs_secrets_for_every_spelling_of_s3(scheme: str, aws_machine: "AwsRecorder", tmp_path: Path) -> None:
+    changes = {"store": f"{scheme}://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
+    _, output = check(edited(ROOT / "config.yaml", tmp_path, **changes, secrets={}))
+    assert "does not declare aws_access_key_id and aws_secret_access_key under secrets" in output
+
+
+@pytest.mark.parametrize("path", ["store", "./store", "~/store"])
+@pytest.mark.parametrize("where", ["config", "variable"])
+def test_refuses_a_relative_store(path: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    variables = {} if where == "config" else {"PREHEAT_STORE": path}
+    config = edited(
+        ROOT / "config.yaml",
+        tmp_path,
+        store=path if where == "config" else "",
+        release="a/1",
+        environment_variables=variables,
+    )
+    code, output = check(config)
+    assert code == 1 and f"The store {path} is a relative path" in output and "Name s3://bucket/prefix, or" in output
+    _, output = check(config, "--store", "store")  # a store of this machine
+    assert "relative path" not in output and "Release a/1 was not found in" in output
+
+
 @pytest.mark.parametrize("where", ["config", "variable"])
 def test_makes_no_cache_folder_of_a_replica(
     where: str, aws_machine: "AwsRecorder", tmp_path: Path, monkeypatch: pytest.MonkeyPatch

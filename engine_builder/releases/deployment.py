@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from engine_builder.releases.runnable_targets import find_pinned_version, list_runnable_targets
 from engine_builder.truss_config import read_truss_config
 from model.engines.tensorrt.libraries import LIBRARIES
-from model.errors import ConfigError, PreheatError
+from model.errors import ConfigError, PreheatError, StoreError
 from model.loading.select import Selection, select
 from model.loading.served import ServedModel, SizeList, served_model
 from model.pipeline.spec import UNET
 from model.settings import Settings, read_settings
 from model.store.manifest import Manifest
 from model.store.signature import check_signature
-from model.store.store import Store, open_store
+from model.store.store import Store, local_store_folder, open_store
 
 PLACEHOLDER_STORES = ("s3://preheat-releases", "s3://bucket/prefix")
 _SECRETS = ("aws_access_key_id", "aws_secret_access_key")
@@ -68,7 +68,7 @@ def check_deployment(path: Path, store: str | None = None) -> DeploymentCheck:
     _check_secrets(check, config, settings)
     check.attempt(lambda: _check_gpus(config, settings))
     torch = check.attempt(lambda: _pinned_torch(check, config))
-    manifest = check.attempt(lambda: _read_release(settings))
+    manifest = check.attempt(lambda: _read_release(settings, is_own_store=store is not None))
     if manifest is None:
         return check
     check.attempt(lambda: check_signature(manifest, settings.public_key))
@@ -104,12 +104,19 @@ def _read_settings(config: Any) -> Settings:
     return read_settings(section if section is not None else {}, environment=config.environment_variables or {})
 
 
-def _read_release(settings: Settings) -> Manifest:
+def _read_release(settings: Settings, is_own_store: bool) -> Manifest:
+    """Read the release. `is_own_store`: the store was named for this machine, so its path may be relative."""
     store = settings.required("store")
     if store.rstrip("/") in PLACEHOLDER_STORES:
         raise ConfigError(
             f"The store {store} is a placeholder.",
             "Name your own under model_metadata.preheat.store, and publish a release there.",
+        )
+    folder = local_store_folder(store)
+    if folder is not None and not folder.is_absolute() and not is_own_store:
+        raise InvalidConfig(
+            f"The store {store} is a relative path, which a replica looks for in a folder of its own.",
+            "Name s3://bucket/prefix, or file:// with the absolute path of a folder that is mounted in the replica.",
         )
     return _open_store(settings).read_release(settings.required("release"))
 
@@ -141,7 +148,7 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
     missing = [name for name in _SECRETS if name not in (config.secrets or {})]
     environment = config.environment_variables or {}
     has_keys = environment.get("AWS_ACCESS_KEY_ID") and environment.get("AWS_SECRET_ACCESS_KEY")
-    if settings.store.startswith("s3:") and missing and not has_keys:
+    if _is_bucket(settings.store) and missing and not has_keys:
         check.refusals.append(
             InvalidConfig(
                 f"The config does not declare {' and '.join(missing)} under secrets, so the server cannot read "
@@ -157,6 +164,14 @@ def _check_secrets(check: DeploymentCheck, config: Any, settings: Settings) -> N
                     "Set it to null, and keep the value in the workspace's secrets.",
                 )
             )
+
+
+def _is_bucket(store: str) -> bool:
+    """True for an s3:// URL. An invalid one is refused when the release is read."""
+    try:
+        return local_store_folder(store) is None
+    except StoreError:
+        return False
 
 
 def _check_gpus(config: Any, settings: Settings) -> None:
