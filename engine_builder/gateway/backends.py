@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _DOWN_SECONDS = 5.0  # a server that failed is the last choice for this long
 _DESCRIPTION_SECONDS = 60.0  # a description is read again after this time
+_PATIENCE_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
 _CONNECT_SECONDS = 5.0
 _ACCEPT_SECONDS = 600.0  # a replica may have to start
 _EVENT_SECONDS = 60.0  # servers send a heartbeat every second
@@ -47,6 +48,17 @@ class Backend:
     down_until: float = 0.0
     description: Event | None = None
     described_at: float = -_DESCRIPTION_SECONDS
+    asking: asyncio.Task[None] | None = field(default=None, repr=False)
+    """The task that reads the description, or the last one that did."""
+    asked_at: float = 0.0
+
+    def is_asked(self) -> bool:
+        """True while a task reads the description."""
+        return self.asking is not None and not self.asking.done()
+
+    def patience(self) -> float:
+        """Return the seconds left in which the description may be waited for by requests that others may answer."""
+        return self.asked_at + _PATIENCE_SECONDS - time.monotonic() if self.is_asked() else 0.0
 
     def is_up(self) -> bool:
         """True unless it failed within the last seconds."""
@@ -117,14 +129,15 @@ class Backends:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Check the health of local servers meanwhile, and close all connections at the end."""
+        """Check the health of local servers meanwhile. At the end stop reading descriptions, and close connections."""
         checks = [asyncio.create_task(self._check(backend)) for backend in self.all if backend.health_url]
         try:
             yield
         finally:
-            for check in checks:
-                check.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
+            tasks = [*checks, *(backend.asking for backend in self.all if backend.asking is not None)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for client in self._clients.values():
                 await client.aclose()
 
@@ -143,23 +156,51 @@ class Backends:
             await asyncio.sleep(_CHECK_SECONDS)
 
     async def descriptions(self) -> list[tuple[Backend, Event]]:
-        """Return each server with its description, as far as it is known. See `model.api.describe`."""
-        await asyncio.gather(*(self._describe(backend) for backend in self.all))
+        """Return each server with its description, as far as it is known after a few seconds.
+
+        See `model.api.describe`. A server that needs longer is described in the background.
+        """
+        await self._wait(self._ask(), lambda: False, is_patient=False)
+        return self._known()
+
+    def _known(self) -> list[tuple[Backend, Event]]:
         return [(backend, backend.description) for backend in self.all if backend.description is not None]
+
+    def _ask(self) -> dict[asyncio.Task[None], Backend]:
+        """Start to read the descriptions that are due. Return the tasks in progress, which all requests share."""
+        now = time.monotonic()
+        for backend in self.all:
+            if not backend.is_asked() and _is_due(backend, now):
+                backend.asked_at = now
+                backend.asking = asyncio.create_task(self._describe(backend))
+        return {backend.asking: backend for backend in self.all if backend.asking is not None and backend.is_asked()}
+
+    async def _wait(
+        self, asked: Mapping[asyncio.Task[None], Backend], is_enough: Callable[[], bool], *, is_patient: bool
+    ) -> None:
+        """Wait for descriptions until `is_enough` is true or all have arrived or failed.
+
+        Without `is_patient`, ignore servers that were asked more than a few seconds ago.
+        """
+        while not is_enough():
+            left = {task: backend.patience() for task, backend in asked.items() if not task.done()}
+            if not is_patient:
+                left = {task: seconds for task, seconds in left.items() if seconds > 0}
+            if not left:
+                return
+            timeout = None if is_patient else min(left.values())
+            await asyncio.wait(left, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def _describe(self, backend: Backend) -> None:
         now = time.monotonic()
-        if now - backend.described_at < _DESCRIPTION_SECONDS or not backend.is_up():
-            return
-        if backend.description is not None and backend.health_url is None:
-            return  # a question would keep a deployed model from scaling to zero
         # A replica of a deployed model may have to start for its first answer.
         seconds = _CONNECT_SECONDS if backend.health_url else _ACCEPT_SECONDS
         with suppress(ValueError, KeyError, TypeError):
             client = self._clients[backend.is_loopback]
+            timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
             try:
                 answer = await client.post(
-                    backend.predict_url, json=_DESCRIBE, headers=backend.headers, timeout=seconds
+                    backend.predict_url, json=_DESCRIBE, headers=backend.headers, timeout=timeout
                 )
             except httpx.HTTPError:
                 backend.mark_down()
@@ -167,13 +208,18 @@ class Backends:
             if answer.status_code == 200 and isinstance((found := answer.json())["release"], str):
                 backend.description, backend.described_at = found, now
 
-    async def default_model(self) -> str:
-        """Return the release of the first server that is described. Raises ApiError."""
-        return (await self._described())[0][1]["release"]  # type: ignore[no-any-return]
-
     async def description_of(self, model: str | None) -> Event:
-        """Return the description of a release, by default that of the first server. Raises ApiError."""
-        known = await self._described()
+        """Return the description of a release, by default that of the first server. Raises ApiError.
+
+        A known description is returned at once, unless its server is down and another may serve the release. Until
+        one fits, wait for all servers: a replica may have to start.
+        """
+        asked = self._ask()
+        await self._wait(asked, lambda: self._is_settled(model), is_patient=False)
+        await self._wait(asked, lambda: self._is_known(model), is_patient=True)
+        known = self._known()
+        if not known:
+            raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
         wanted = known[0][1]["release"] if model is None else model
         for _, description in known:
             if description["release"] == wanted:
@@ -183,11 +229,16 @@ class Backends:
             404, f"The model {wanted[:80]!r} does not exist. Available: {names}.", "model", "model_not_found"
         )
 
-    async def _described(self) -> list[tuple[Backend, Event]]:
-        known = await self.descriptions()
-        if not known:
-            raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
-        return known
+    def _is_known(self, model: str | None) -> bool:
+        """True if a server of the release is described; of any release for None."""
+        return any(model in (None, description["release"]) for _, description in self._known())
+
+    def _is_settled(self, model: str | None) -> bool:
+        """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
+        if model is not None:
+            return any(backend.is_up() and description["release"] == model for backend, description in self._known())
+        first = next((backend for backend in self.all if backend.description or backend.patience() > 0), None)
+        return first is not None and not first.patience() > 0
 
     @asynccontextmanager
     async def start(self, request: Event, model: str, request_id: str) -> AsyncIterator[Accepted]:
@@ -255,6 +306,14 @@ class Backends:
         turn = self._turn % max(1, len(serving))
         serving = serving[turn:] + serving[:turn]
         return sorted(serving, key=lambda backend: (not backend.is_up(), backend.images))
+
+
+def _is_due(backend: Backend, now: float) -> bool:
+    """True if the description of a server should be read again."""
+    if now - backend.described_at < _DESCRIPTION_SECONDS or not backend.is_up():
+        return False
+    # A question would keep a deployed model from scaling to zero.
+    return backend.description is None or backend.health_url is not None
 
 
 async def _events(backend: Backend, answer: httpx.Response) -> AsyncGenerator[Event, None]:

@@ -3,7 +3,9 @@
 import base64
 import io
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.support.gateway import running_gateway
 from tests.support.images import largest_difference, pixels
 from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, predict
 from tests.support.scripted_server import Answer, ScriptedServer
+from tests.support.waiting import eventually
 
 KEY = "sk-0123456789abcdef"
 ORIENTATION = 0x0112  # the EXIF tag
@@ -332,6 +335,74 @@ def test_notices_another_release_of_a_server() -> None:
         assert changed.headers["Retry-After"] == "1"
         assert send(model="toy/1").status_code == 404
         assert send().json()["preheat"]["engine"] == {"release": "toy/2"}
+
+
+def answering(release: str, described: Callable[[], object] = lambda: None) -> ScriptedServer:
+    """A deployed model that makes images at once, and describes itself after `described` has returned."""
+    image = {"event": "image", "index": 0, "data": "", "seed": 1, "format": "png", "width": 64, "height": 64}
+    done = {"event": "done", "engine": {"release": release}}
+
+    def answer(_: int, request: dict[str, Any]) -> Answer:
+        if not request.get("describe"):
+            return lines(ACCEPTED | {"release": release}, image, done)
+        described()
+        return Answer(200, json.dumps({"release": release, "defaults": {"num_inference_steps": 2}}).encode())
+
+    return ScriptedServer(answer)
+
+
+def served_release(url: str, **values: str) -> str:
+    """Generate an image. Return the release that made it."""
+    body = {"prompt": PROMPT} | values
+    answer = httpx.post(f"{url}/v1/images/generations", json=body, trust_env=False, timeout=60)
+    assert answer.status_code == 200, answer.text
+    release: str = answer.json()["preheat"]["engine"]["release"]
+    return release
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_backend_that_is_starting_delays_no_other(is_first: bool) -> None:
+    started = threading.Event()
+    with answering("toy/1") as ready, answering("toy/2", started.wait) as starting:
+        urls = [starting.url, ready.url] if is_first else [ready.url, starting.url]
+        with running_gateway(urls) as url:
+            try:
+                assert served_release(url, model="toy/1") == "toy/1"
+                assert served_release(url) == "toy/1"
+                listed = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()["data"]
+                assert [model["id"] for model in listed] == ["toy/1"]
+                described = httpx.get(f"{url}/v1/description", trust_env=False, timeout=60).json()["models"]
+                assert [model["release"] for model in described] == ["toy/1"]
+                assert len(starting.headers) == 1  # all requests share its description
+            finally:
+                started.set()
+
+
+def test_request_waits_for_the_backend_that_it_wakes() -> None:
+    started = threading.Event()
+    with answering("toy/1") as ready, answering("toy/2", started.wait) as starting:
+        with running_gateway([ready.url, starting.url]) as url, ThreadPoolExecutor(3) as pool:
+            try:
+                waiting = [pool.submit(served_release, url, model="toy/2") for _ in range(2)]
+                unknown = pool.submit(httpx.get, f"{url}/v1/models/toy/3", trust_env=False, timeout=60)
+                eventually(lambda: bool(starting.headers), "the model is woken")
+                assert served_release(url, model="toy/1") == "toy/1"
+                assert not any(future.done() for future in (*waiting, unknown))
+            finally:
+                started.set()
+            assert [future.result() for future in waiting] == ["toy/2"] * 2
+            assert unknown.result().status_code == 404
+            assert len(starting.headers) == 3  # one description, two images
+
+
+def test_default_is_the_first_backend_in_any_order_of_descriptions() -> None:
+    second_is_described = threading.Event()
+    with (
+        answering("toy/1", second_is_described.wait) as first,
+        answering("toy/2", second_is_described.set) as second,
+        running_gateway([first.url, second.url]) as url,
+    ):
+        assert served_release(url) == "toy/1"
 
 
 def test_stops_the_work_when_the_client_leaves(url: str, server: Server) -> None:
