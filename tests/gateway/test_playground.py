@@ -103,6 +103,22 @@ def photo(folder: Path) -> Path:
     return folder / "photo.png"
 
 
+def test_page_waits_for_a_server_that_starts(page: Page) -> None:
+    answered: list[str] = []
+
+    def describe(route: Route) -> None:
+        answered.append(route.request.url)
+        if len(answered) == 1:
+            route.fulfill(json={"key_required": False, "models": []})
+        else:
+            route.continue_()
+
+    page.route("**/v1/description", describe)
+    page.reload()
+    expect(page.locator("#served")).to_have_text("No server has answered yet")
+    expect(page.locator("#served")).to_contain_text("tiny-sdxl")
+
+
 def test_previews_arrive_before_the_image(page: Page) -> None:
     fill(page, prompt="a large red circle on a blue background", num_inference_steps=40, seed=7)
     page.click("#generate")

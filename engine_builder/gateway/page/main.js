@@ -8,7 +8,9 @@ import {Painter} from "./mask.js";
 const KEY = "preheat.key"; // in the tab's own storage, which ends with it
 const find = (id) => document.getElementById(id);
 const painter = new Painter(find("mask"), find("brush"));
+const RETRY_MILLISECONDS = 3000;
 let models = [];
+let retry = null; // the timer of the next attempt to connect
 let inputImage = null; // base64 of a file
 let running = null; // the AbortController of the request in flight
 let shown = null; // the image of the dialog
@@ -18,13 +20,19 @@ function model() {
 }
 
 async function connect() {
+  clearTimeout(retry);
   find("served").textContent = "Connecting";
   try {
     const found = await describe(find("key").value);
     find("key-field").hidden = !found.key_required;
     models = found.models;
+    if (!models.length && found.key_required && !find("key").value) {
+      find("served").textContent = "Enter an API key";
+      return;
+    }
     if (!models.length) {
-      find("served").textContent = found.key_required ? "Enter an API key" : "No server can be reached";
+      find("served").textContent = "No server has answered yet";
+      retry = setTimeout(connect, RETRY_MILLISECONDS);
       return;
     }
     form.offerModels(models);
