@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _CHECK_SECONDS = 2.0  # between two health checks of a local server
 _DOWN_SECONDS = 5.0  # a server that failed is the last choice for this long
 _DESCRIPTION_SECONDS = 60.0  # a description is read again after this time
-_PATIENCE_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
+_DESCRIPTION_WAIT_SECONDS = 5.0  # a request that others may answer waits so long for a server's description
 _CONNECT_SECONDS = 5.0
 _ACCEPT_SECONDS = 600.0  # a replica may have to start
 _EVENT_SECONDS = 60.0  # servers send a heartbeat every second
@@ -48,17 +48,17 @@ class Backend:
     down_until: float = 0.0
     description: Event | None = None
     described_at: float = -_DESCRIPTION_SECONDS
-    asking: asyncio.Task[None] | None = field(default=None, repr=False)
+    reading: asyncio.Task[None] | None = field(default=None, repr=False)
     """The task that reads the description, or the last one that did."""
-    asked_at: float = 0.0
+    reading_since: float = 0.0
 
-    def is_asked(self) -> bool:
+    def is_being_described(self) -> bool:
         """True while a task reads the description."""
-        return self.asking is not None and not self.asking.done()
+        return self.reading is not None and not self.reading.done()
 
-    def patience(self) -> float:
+    def wait_left(self) -> float:
         """Return the seconds left in which the description may be waited for by requests that others may answer."""
-        return self.asked_at + _PATIENCE_SECONDS - time.monotonic() if self.is_asked() else 0.0
+        return self.reading_since + _DESCRIPTION_WAIT_SECONDS - time.monotonic() if self.is_being_described() else 0.0
 
     def is_up(self) -> bool:
         """True unless it failed within the last seconds."""
@@ -134,7 +134,7 @@ class Backends:
         try:
             yield
         finally:
-            tasks = [*checks, *(backend.asking for backend in self.all if backend.asking is not None)]
+            tasks = [*checks, *(backend.reading for backend in self.all if backend.reading is not None)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -160,35 +160,39 @@ class Backends:
 
         See `model.api.describe`. A server that needs longer is described in the background.
         """
-        await self._wait(self._ask(), lambda: False, is_patient=False)
+        await self._wait(self._start_reading(), lambda: False, until_all=False)
         return self._known()
 
     def _known(self) -> list[tuple[Backend, Event]]:
         return [(backend, backend.description) for backend in self.all if backend.description is not None]
 
-    def _ask(self) -> dict[asyncio.Task[None], Backend]:
+    def _start_reading(self) -> dict[asyncio.Task[None], Backend]:
         """Start to read the descriptions that are due. Return the tasks in progress, which all requests share."""
         now = time.monotonic()
         for backend in self.all:
-            if not backend.is_asked() and _is_due(backend, now):
-                backend.asked_at = now
-                backend.asking = asyncio.create_task(self._describe(backend))
-        return {backend.asking: backend for backend in self.all if backend.asking is not None and backend.is_asked()}
+            if not backend.is_being_described() and _is_due(backend, now):
+                backend.reading_since = now
+                backend.reading = asyncio.create_task(self._describe(backend))
+        return self._readings()
+
+    def _readings(self) -> dict[asyncio.Task[None], Backend]:
+        readings = ((backend.reading, backend) for backend in self.all)
+        return {task: backend for task, backend in readings if task is not None and not task.done()}
 
     async def _wait(
-        self, asked: Mapping[asyncio.Task[None], Backend], is_enough: Callable[[], bool], *, is_patient: bool
+        self, readings: Mapping[asyncio.Task[None], Backend], is_enough: Callable[[], bool], *, until_all: bool
     ) -> None:
         """Wait for descriptions until `is_enough` is true or all have arrived or failed.
 
-        Without `is_patient`, ignore servers that were asked more than a few seconds ago.
+        Without `until_all`, ignore servers that were asked more than a few seconds ago.
         """
         while not is_enough():
-            left = {task: backend.patience() for task, backend in asked.items() if not task.done()}
-            if not is_patient:
+            left = {task: backend.wait_left() for task, backend in readings.items() if not task.done()}
+            if not until_all:
                 left = {task: seconds for task, seconds in left.items() if seconds > 0}
             if not left:
                 return
-            timeout = None if is_patient else min(left.values())
+            timeout = None if until_all else min(left.values())
             await asyncio.wait(left, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
 
     async def _describe(self, backend: Backend) -> None:
@@ -211,12 +215,13 @@ class Backends:
     async def description_of(self, model: str | None) -> Event:
         """Return the description of a release, by default that of the first server. Raises ApiError.
 
-        A known description is returned at once, unless its server is down and another may serve the release. Until
-        one fits, wait for all servers: a replica may have to start.
+        A named release whose server is up and described is answered at once. Its server may be down, or no release be
+        named and the first server's description be due: then wait a few seconds for other descriptions. Until one fits,
+        wait for all servers: a replica may have to start.
         """
-        asked = self._ask()
-        await self._wait(asked, lambda: self._is_settled(model), is_patient=False)
-        await self._wait(asked, lambda: self._is_known(model), is_patient=True)
+        readings = self._start_reading()
+        await self._wait(readings, lambda: self._is_settled(model), until_all=False)
+        await self._wait(readings, lambda: self._is_known(model), until_all=True)
         known = self._known()
         if not known:
             raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
@@ -237,8 +242,8 @@ class Backends:
         """True if a description fits that no later one would replace: of a server that is up, or the first for None."""
         if model is not None:
             return any(backend.is_up() and description["release"] == model for backend, description in self._known())
-        first = next((backend for backend in self.all if backend.description or backend.patience() > 0), None)
-        return first is not None and not first.patience() > 0
+        first = next((backend for backend in self.all if backend.description or backend.wait_left() > 0), None)
+        return first is not None and not first.wait_left() > 0
 
     @asynccontextmanager
     async def start(self, request: Event, model: str, request_id: str) -> AsyncIterator[Accepted]:
@@ -251,7 +256,9 @@ class Backends:
         images = request.get("num_images", 1)
         waits: list[int] = []
         is_replaced = False
-        for backend in self._candidates(model):
+        tried: list[Backend] = []
+        while (backend := await self._next_candidate(model, tried)) is not None:
+            tried.append(backend)
             backend.images += images
             try:
                 async with self._clients[backend.is_loopback].stream(
@@ -299,13 +306,21 @@ class Backends:
             )
         raise ApiError(503, "No backend can be reached.", None, "backend_unavailable", int(_DOWN_SECONDS))
 
-    def _candidates(self, model: str) -> list[Backend]:
-        """Return the servers of a release, those that are up first, the least loaded first, else by turns."""
-        self._turn += 1
-        serving = [backend for backend in self.all if (backend.description or {}).get("release") == model]
-        turn = self._turn % max(1, len(serving))
-        serving = serving[turn:] + serving[:turn]
-        return sorted(serving, key=lambda backend: (not backend.is_up(), backend.images))
+    async def _next_candidate(self, model: str, tried: Sequence[Backend]) -> Backend | None:
+        """Return a server of a release that is not in `tried`: one that is up, the least loaded, else by turns.
+
+        If there is none, wait a few seconds for the descriptions that are being read. Returns None without a server.
+        """
+        if not tried:
+            self._turn += 1
+
+        def untried() -> list[Backend]:
+            serving = [backend for backend in self.all if (backend.description or {}).get("release") == model]
+            turn = self._turn % max(1, len(serving))
+            return [backend for backend in serving[turn:] + serving[:turn] if not any(backend is one for one in tried)]
+
+        await self._wait(self._readings(), lambda: bool(untried()), until_all=False)
+        return min(untried(), key=lambda backend: (not backend.is_up(), backend.images), default=None)
 
 
 def _is_due(backend: Backend, now: float) -> bool:

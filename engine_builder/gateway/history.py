@@ -33,7 +33,7 @@ class History:
     def __init__(self, path: Path, max_entries: int = MAX_ENTRIES) -> None:
         """Open or make the file, in a folder that exists. Afterwards only its owner can read it.
 
-        Raises GatewayConfigError, also for a file of another user, or NotWritable.
+        Raises GatewayConfigError, also for a file of another user unless this one is root, or NotWritable.
         """
         check_writable(path)
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ def _make_private(path: Path) -> None:
     """Make the file, or take the permissions of all other users from it. Raises GatewayConfigError or OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
-        if os.fstat(descriptor).st_uid != os.geteuid():
+        if os.geteuid() not in (0, os.fstat(descriptor).st_uid):
             raise GatewayConfigError(f"The history {str(path)!r} cannot be opened: another user owns it.", _REMEDY)
         # The permissions of a file that SQLite will refuse stay as they are.
         if os.read(descriptor, len(_SQLITE_HEADER)) in (b"", _SQLITE_HEADER):

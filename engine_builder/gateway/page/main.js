@@ -9,8 +9,10 @@ const KEY = "preheat.key"; // in the tab's own storage, which ends with it
 const find = (id) => document.getElementById(id);
 const painter = new Painter(find("mask"), find("brush"));
 const RETRY_MILLISECONDS = 3000;
+const MAX_RETRIES = 200; // each may start a replica of a deployed model
 let models = [];
 let retry = null; // the timer of the next attempt to connect
+let attempts = 0; // to connect
 let inputImage = null; // base64 of a file
 let running = null; // the AbortController of the request in flight
 let shown = null; // the image of the dialog
@@ -21,9 +23,11 @@ function model() {
 
 async function connect() {
   clearTimeout(retry);
+  const attempt = ++attempts;
   find("served").textContent = "Connecting";
   try {
     const found = await describe(find("key").value);
+    if (attempt !== attempts) return; // another attempt began meanwhile
     find("key-field").hidden = !found.key_required;
     models = found.models;
     if (!models.length && found.key_required && !find("key").value) {
@@ -31,8 +35,9 @@ async function connect() {
       return;
     }
     if (!models.length) {
-      find("served").textContent = "No server has answered yet";
-      retry = setTimeout(connect, RETRY_MILLISECONDS);
+      const isLast = attempts >= MAX_RETRIES;
+      find("served").textContent = isLast ? "No server can be reached" : "No server has answered yet";
+      if (!isLast) retry = setTimeout(connect, RETRY_MILLISECONDS);
       return;
     }
     form.offerModels(models);
