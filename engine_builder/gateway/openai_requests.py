@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from engine_builder.gateway.errors import ApiError, refused
 from model.api.request import GenerationRequest
 from model.errors import RequestRefused
-from model.images.inputs import read_image, turn_upright
+from model.images.inputs import read_image, to_8_bits, turn_upright
 from model.validation import MAX_IMAGES, MAX_PROMPT_CHARACTERS, format_value
 
 MAX_PARTIAL_IMAGES = 3
@@ -216,7 +216,7 @@ def _white_mask(file: bytes) -> str:
         with Image.open(io.BytesIO(container.pixel_data), formats=["PNG"]) as decoded:
             if not decoded.has_transparency_data:
                 raise refused("mask", "the file has no alpha channel. The parts to edit have alpha 0.")
-            alpha = turn_upright(decoded.convert("RGBA").getchannel("A"), container)
+            alpha = turn_upright(to_8_bits(decoded, container.depth).convert("RGBA").getchannel("A"), container)
     except ApiError:
         raise
     except Exception as error:  # Pillow raises many types for damaged data

@@ -161,9 +161,7 @@ def _decode(image: InputImage, background: str) -> Image.Image:
         with Image.open(io.BytesIO(container.pixel_data), formats=[container.format.upper()]) as decoded:
             if decoded.size != (container.width, container.height):
                 raise InvalidFile("is damaged: its headers state different sizes")
-            decoded.load()
-            _scale_transparent_color(decoded, container.depth)
-            opaque = _flatten(_to_8_bits(decoded), background)
+            opaque = _flatten(to_8_bits(decoded, container.depth), background)
     except InvalidFile as error:
         raise RequestRefused(image.field, f"the file {error}.") from error
     except Exception as error:
@@ -174,27 +172,25 @@ def _decode(image: InputImage, background: str) -> Image.Image:
     return turn_upright(opaque, container)
 
 
-def _scale_transparent_color(image: Image.Image, depth: int) -> None:
-    """Scale the transparent colour of a PNG (tRNS), in place, like the levels that Pillow has scaled to 8 bits.
+def to_8_bits(image: Image.Image, depth: int) -> Image.Image:
+    """Load an image with levels of 8 bits. depth: bits of each stored level or palette index.
 
-    Pillow scales it itself for 1 bit. Grey levels of 16 bits are not scaled yet: see `_to_8_bits`.
+    Pillow scales the levels of a PNG to 8 bits, but not its transparent colour (tRNS), except of 1 bit.
     """
+    image.load()
     transparent = image.info.get("transparency")
+    if image.mode == "I;16":  # grey; Pillow reduces other PNGs of 16 bits to their high bytes
+        levels = np.asarray(image)
+        grey = Image.fromarray((levels >> 8).astype(np.uint8))
+        if transparent is not None:
+            grey.putalpha(Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8)))
+        return grey
     if image.mode == "L" and depth in (2, 4) and isinstance(transparent, int):
         largest = 2**depth - 1
         image.info["transparency"] = (transparent & largest) * 255 // largest  # the unused high bits mean nothing
     elif image.mode == "RGB" and depth == 16 and isinstance(transparent, tuple):
-        image.info["transparency"] = tuple(level >> 8 for level in transparent)  # Pillow dropped the low bytes
-
-
-def _to_8_bits(image: Image.Image) -> Image.Image:
-    if image.mode != "I;16":  # 16 bits and grey; Pillow itself reduces other PNGs of 16 bits, by their high bytes
-        return image
-    levels = np.asarray(image)
-    grey = Image.fromarray((levels >> 8).astype(np.uint8))
-    if (transparent := image.info.get("transparency")) is not None:
-        grey.putalpha(Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8)))
-    return grey
+        image.info["transparency"] = tuple(level >> 8 for level in transparent)
+    return image
 
 
 def _flatten(image: Image.Image, background: str) -> Image.Image:

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from model.api.body_limit import MAX_BODY_BYTES
 from model.images.inputs import decode_mask, read_image, read_mask
 from tests.support.gateway import running_gateway
 from tests.support.images import largest_difference, pixels
+from tests.support.odd_images import chunk, png_of
 from tests.support.predictions import PROMPT, SMALL, TIMEOUT_SECONDS, http_client, predict
 from tests.support.scripted_server import Answer, ScriptedServer
 from tests.support.waiting import eventually
@@ -97,6 +99,18 @@ def test_turns_a_mask_upright() -> None:
     levels = decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image))
     assert levels.shape == (96, 64)
     assert (levels[:48] == 255).all() and (levels[48:] == 0).all()
+
+
+@pytest.mark.parametrize(("depth", "key"), [(2, 1), (4, 15), (8, 15), (16, 0x0A07)])
+def test_mask_may_have_a_transparent_grey_level(depth: int, key: int) -> None:
+    """As optimizers of PNG files write it."""
+    levels = np.zeros((64, 64), np.int64)
+    levels[:, :16] = key
+    file = png_of(levels, depth, chunk(b"tRNS", struct.pack(">H", key)))
+    native = openai_requests.edit({"prompt": PROMPT}, Files((png(64, 64),), file)).native
+    image = read_image(native["image"], "image")
+    repainted = decode_mask(read_mask(native["masks"][0]["image"], "masks.0.image", image))
+    assert (repainted[:, :16] == 255).all() and (repainted[:, 16:] == 0).all()
 
 
 def test_edit_is_streamed(client: openai.OpenAI) -> None:
@@ -387,6 +401,7 @@ def test_request_waits_for_the_backend_that_it_wakes() -> None:
                 unknown = pool.submit(httpx.get, f"{url}/v1/models/toy/3", trust_env=False, timeout=60)
                 eventually(lambda: bool(starting.headers), "the model is woken")
                 assert served_release(url, model="toy/1") == "toy/1"
+                httpx.get(f"{url}/v1/models", trust_env=False, timeout=60)  # as long as requests for others wait
                 assert not any(future.done() for future in (*waiting, unknown))
             finally:
                 started.set()
@@ -395,7 +410,7 @@ def test_request_waits_for_the_backend_that_it_wakes() -> None:
             assert len(starting.headers) == 3  # one description, two images
 
 
-def test_default_is_the_first_backend_in_any_order_of_descriptions() -> None:
+def test_default_is_first_backend_in_any_order_of_answers() -> None:
     second_is_described = threading.Event()
     with (
         answering("toy/1", second_is_described.wait) as first,

@@ -66,6 +66,23 @@ def chunk(kind: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
+def png_of(levels: np.ndarray[Any, Any], depth: int, *chunks: bytes, palette: bool = False) -> bytes:
+    """Return a PNG of grey levels or palette indices [height, width], or of colours [height, width, 3].
+
+    depth: bits of each level. chunks: those before the pixels.
+    """
+    height, width = levels.shape[:2]
+    color_type = 3 if palette else 2 if levels.ndim == 3 else 0
+    if depth < 8:
+        bits = levels.astype(np.uint8)[..., None] >> np.arange(depth - 1, -1, -1) & 1
+        rows = np.packbits(bits.reshape(height, -1), axis=1)
+    else:
+        rows = levels.astype(f">u{depth // 8}").reshape(height, -1).view(np.uint8)
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, color_type, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)))
+    return b"".join([b"\x89PNG\r\n\x1a\n", header, *chunks, data, chunk(b"IEND")])
+
+
 def insert_chunks(png: bytes, chunks: bytes, before: bytes = b"IDAT") -> bytes:
     at = png.index(before) - 4
     return png[:at] + chunks + png[at:]
