@@ -10,8 +10,8 @@ from pathlib import Path
 from model.errors import PreheatError
 from model.store.local import FileMissing, open_regular_file
 
-# The folder cannot be written, or something is mounted on the file.
-_IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY}
+# The folder cannot be written, something is mounted on the file, or its owner cannot be given to another file.
+_IRREPLACEABLE_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EINVAL, errno.ENOTSUP}
 
 
 class NotWritable(PreheatError):
@@ -60,7 +60,8 @@ def check_writable(path: Path) -> None:
 def write_file(path: Path, data: bytes) -> None:
     """Write a file, and make its folder if it is missing. Raises NotWritable.
 
-    A full disk leaves an earlier file unchanged. Links are followed, and the earlier file's permissions are kept.
+    A full disk leaves an earlier file unchanged, where a new file can take its place with the same owner and
+    permissions. Symbolic links are followed.
     """
     check_writable(path)
     try:
@@ -73,8 +74,8 @@ def write_file(path: Path, data: bytes) -> None:
 def _replace_file(path: Path, data: bytes) -> None:
     """Write a temporary file in the same folder, and move it into place. Raises OSError.
 
-    Writes into the file itself where it cannot be replaced: /dev/stdout and other open files, and a file that is
-    mounted on its own or whose folder is read-only.
+    Writes into the file itself where it cannot be replaced: in /dev and /proc, and where it is mounted on its own, its
+    folder is read-only, or it belongs to another user.
     """
     if path.absolute().is_relative_to("/dev") or path.absolute().is_relative_to("/proc"):
         path.write_bytes(data)
@@ -85,8 +86,7 @@ def _replace_file(path: Path, data: bytes) -> None:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
             with suppress(FileNotFoundError):
                 earlier = target.stat()
-                with suppress(PermissionError):  # only root may give a file to another user
-                    os.fchown(file.fileno(), earlier.st_uid, earlier.st_gid)
+                os.fchown(file.fileno(), earlier.st_uid, earlier.st_gid)
                 os.fchmod(file.fileno(), stat.S_IMODE(earlier.st_mode))
             file.write(data)
             file.flush()

@@ -1,6 +1,7 @@
 """Commands refuse invalid arguments before they do anything, and report an output that cannot be written."""
 
 import base64
+import errno
 import json
 import os
 import subprocess
@@ -322,6 +323,20 @@ def test_written_file_keeps_links_and_permissions(tmp_path: Path) -> None:
     (tmp_path / "default").touch()
     assert (tmp_path / "new").stat().st_mode == (tmp_path / "default").stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["default", "link", "new", "target"]
+
+
+def test_written_file_of_another_user_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file would belong to the user who runs the command."""
+    path = tmp_path / "shared"
+    path.write_bytes(b"before")
+    inode = path.stat().st_ino
+
+    def refuse(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchown", refuse)
+    write_file(path, b"after")
+    assert path.stat().st_ino == inode and path.read_bytes() == b"after" and list(tmp_path.iterdir()) == [path]
 
 
 def test_written_file_may_be_standard_output(tmp_path: Path) -> None:
