@@ -85,8 +85,8 @@ class AdapterOverlay:
     def read_release(self, name: str) -> Manifest:
         return self._store.read_release(name)
 
-    def releases(self) -> list[str]:
-        return self._store.releases()
+    def releases(self, model: str | None = None) -> list[str]:
+        return self._store.releases(model)
 
     def read_adapter(self, name: str) -> AdapterRecord:
         return self._adapters.read_adapter(name)

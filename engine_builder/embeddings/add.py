@@ -136,5 +136,5 @@ def _write_rows(
 
 def _next_version(store: Store, model: str) -> str:
     """Return the next whole number after the versions of a model."""
-    versions = [version for owner, version in map(split_name, store.releases()) if owner == model]
+    versions = [version for _, version in map(split_name, store.releases(model))]
     return str(max((int(version) for version in versions if version.isdigit()), default=0) + 1)

@@ -23,7 +23,7 @@ def copy_release(
     """
     manifest = source.read_release(name)
     report(manifest)
-    if name in destination.releases():
+    if name in destination.releases(manifest.model):
         return _existing_release(destination, manifest), False
     _copy_blobs(source, destination, manifest.blobs().values())
     try:

@@ -61,8 +61,8 @@ def publish(
     _check_signatures(merged)
     merged = require_validation(store, merged, thresholds or Thresholds(), accept)
     if not version:
-        releases = [split_name(release) for release in store.releases()]
-        numbers = sorted((number for owner, number in releases if owner == model and number.isdigit()), key=int)
+        releases = [split_name(release) for release in store.releases(model)]
+        numbers = sorted((number for _, number in releases if number.isdigit()), key=int)
         if numbers:
             newest = store.read_release(f"{model}/{numbers[-1]}")
             is_signed_as_requested = private_key is None or _is_signed_with(newest, private_key)

@@ -53,9 +53,11 @@ def is_release_name(name: str) -> bool:
     return True
 
 
-def release_not_found(name: str, url: str, names: list[str]) -> ReleaseNotFound:
-    """Return the error for a missing release. It lists the available `names`."""
+def release_not_found(name: str, url: str, names: list[str] | None) -> ReleaseNotFound:
+    """Return the error for a missing release. It lists the available `names`, unless they cannot be listed (None)."""
     publish = f"`preheat publish {name} --store {url}`"
+    if names is None:
+        return ReleaseNotFound(f"Release {name} was not found in {url}.", f"Check the name, or run {publish}.")
     if not names:
         return ReleaseNotFound(f"Release {name} was not found in {url}, which has no release.", f"Run {publish}.")
     unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
@@ -65,12 +67,14 @@ def release_not_found(name: str, url: str, names: list[str]) -> ReleaseNotFound:
     )
 
 
-def adapter_not_found(name: str, url: str, names: list[str]) -> AdapterNotFound:
-    """Return the error for a missing adapter. It lists the available `names`."""
-    unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
-    available = f"Available: {', '.join(names[:_MAX_LISTED])}{unlisted}." if names else "It has no adapter."
+def adapter_not_found(name: str, url: str, names: list[str] | None) -> AdapterNotFound:
+    """Return the error for a missing adapter. It lists the available `names`, unless they cannot be listed (None)."""
+    available = ""
+    if names is not None:
+        unlisted = f" and {len(names) - _MAX_LISTED} more" if names[_MAX_LISTED:] else ""
+        available = f" Available: {', '.join(names[:_MAX_LISTED])}{unlisted}." if names else " It has no adapter."
     add = f"`preheat add-lora {name} FILE --store {url}`"
-    return AdapterNotFound(f"Adapter {name} was not found in {url}. {available}", f"Name another one, or run {add}.")
+    return AdapterNotFound(f"Adapter {name} was not found in {url}.{available}", f"Name another one, or run {add}.")
 
 
 def blob_missing(digest: str, url: str) -> CorruptBlob:

@@ -7,7 +7,7 @@ device) are never opened. Writers move finished files into place, so a reader ne
 import hashlib
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
@@ -130,18 +130,18 @@ class LocalStore:
             with self._opened_entry(release_key(name), f"Release {name}") as file:
                 data = file.read(MANIFEST_LIMIT + 1)
         except FileMissing as error:
-            raise release_not_found(name, self.url, self.releases()) from error
+            raise release_not_found(name, self.url, _list_if_readable(self.releases)) from error
         return parse_manifest(data, name)
 
-    def releases(self) -> list[str]:
+    def releases(self, model: str | None = None) -> list[str]:
         names = []
         with self._reading("The list of releases"):
-            models = list_folder(self.root / RELEASES)
-        for model in models:
+            models = list_folder(self.root / RELEASES) if model is None else [model]
+        for listed in models:
             # Other files may lie among the folders of models. A folder with another name contains no release.
-            if is_release_name(f"{model}/1"):
-                with self._reading(f"The list of releases of {model}"), suppress(NotADirectoryError):
-                    names += [f"{model}/{version}" for version in list_json(self.root / RELEASES / model)]
+            if is_release_name(f"{listed}/1"):
+                with self._reading(f"The list of releases of {listed}"), suppress(NotADirectoryError):
+                    names += [f"{listed}/{version}" for version in list_json(self.root / RELEASES / listed)]
         return sorted(name for name in names if is_release_name(name))
 
     # -- adapters ------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class LocalStore:
             with self._opened_entry(adapter_key(name), f"Adapter {name}") as file:
                 data = file.read(ADAPTER_LIMIT + 1)
         except FileMissing as error:
-            raise adapter_not_found(name, self.url, self.adapters()) from error
+            raise adapter_not_found(name, self.url, _list_if_readable(self.adapters)) from error
         return parse_adapter(data, name)
 
     def adapters(self) -> list[str]:
@@ -198,6 +198,14 @@ def open_regular_file(path: Path) -> BufferedReader:
         os.close(handle)
         raise OSError("it is not a regular file")
     return os.fdopen(handle, "rb")
+
+
+def _list_if_readable(list_names: Callable[[], list[str]]) -> list[str] | None:
+    """Return the names for a message, or None if a folder with entries of others cannot be listed."""
+    try:
+        return list_names()
+    except StoreError:
+        return None
 
 
 def list_folder(folder: Path) -> list[str]:

@@ -166,9 +166,10 @@ class S3Store:
             raise release_not_found(name, self.url, self.releases())
         return data
 
-    def releases(self) -> list[str]:
+    def releases(self, model: str | None = None) -> list[str]:
         folder = f"{RELEASES}/"
-        keys = (key for key, _, _ in self._bucket.list_objects(folder) if key.endswith(".json"))
+        listed = folder if model is None else f"{folder}{model}/"
+        keys = (key for key, _, _ in self._bucket.list_objects(listed) if key.endswith(".json"))
         names = (key.removeprefix(folder).removesuffix(".json") for key in keys)
         return sorted(name for name in names if is_release_name(name))
 

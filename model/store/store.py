@@ -49,8 +49,8 @@ class Store(Protocol):
     def read_release(self, name: str) -> Manifest:
         """Return the manifest of "model/version". Raises ReleaseNotFound, ManifestError or StoreError."""
 
-    def releases(self) -> list[str]:
-        """Return all release names, sorted. Raises StoreError."""
+    def releases(self, model: str | None = None) -> list[str]:
+        """Return the names of all releases, or of those of a model, sorted. Raises StoreError."""
 
     def read_adapter(self, name: str) -> AdapterRecord:
         """Return the record of an adapter. Raises AdapterNotFound, AdapterError or StoreError."""

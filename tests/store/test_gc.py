@@ -12,7 +12,7 @@ from engine_builder.releases.gc import BadAge, delete_garbage, find_garbage, rea
 from engine_builder.releases.mirror import copy_release
 from engine_builder.stores import s3_uploads
 from engine_builder.stores.store import WritableStore, open_writable_store
-from model.errors import CorruptBlob, ManifestError, ReleaseExists, StoreError
+from model.errors import CorruptBlob, ManifestError, ReleaseExists, ReleaseNotFound, StoreError
 from tests.conftest import Opener
 from tests.support import commands, odd_files, releases
 from tests.support.commands import Invocation
@@ -114,6 +114,26 @@ def test_unlistable_folder_is_not_empty(tmp_path: Path) -> None:
         assert result["status"] == 1, (entry, result)
         assert "preheat: The list of " in result["stderr"] and "cannot be read (file://" in result["stderr"], entry
     assert {root: sorted((root / "blobs" / "sha256").iterdir()) for root in stores.values()} == blobs
+
+
+def test_lists_the_releases_of_a_model(any_store: WritableStore) -> None:
+    manifest = releases.draft_release(any_store)
+    for model in ("toy", "toy-2"):
+        any_store.write_release(manifest.model_copy(update={"model": model}))
+    assert any_store.releases() == ["toy-2/1", "toy/1"]
+    assert any_store.releases("toy") == ["toy/1"] and any_store.releases("other") == []
+
+
+def test_folder_of_another_model_may_be_unlistable(tmp_path: Path) -> None:
+    source, store = (open_writable_store(tmp_path / name) for name in ("source", "store"))
+    source.write_release(releases.draft_release(source))
+    (tmp_path / "store" / "releases").mkdir(parents=True)
+    (tmp_path / "store" / "releases" / "other").symlink_to(tmp_path / "unmounted")
+    assert copy_release(source, store, "toy/1")[1] and store.releases("toy") == ["toy/1"]
+    with pytest.raises(ReleaseNotFound, match="Release toy/2 was not found in file://.*/store. Check the name"):
+        store.read_release("toy/2")
+    with pytest.raises(StoreError, match="cannot be read"):
+        store.releases()
 
 
 def test_deletes_nothing_if_an_entry_is_a_dangling_link(tmp_path: Path) -> None:
