@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
-from model.errors import ConfigError, StoreError
+from model.errors import ConfigError
 from model.store.manifest import Fp16Steps
 from model.store.options import StoreOptions, expand_cache_folder
 from model.store.precision import Precision
@@ -147,10 +147,9 @@ class Settings(StrictModel):
     @field_validator("cache_dir")
     @classmethod
     def _check_cache_dir(cls, folder: str | None) -> str | None:
-        try:
-            expand_cache_folder(folder or "")
-        except StoreError as error:
-            raise refusal(str(error.args[0]).rstrip(".")) from error
+        # A home folder (~) is expanded on the machine that uses the folder: `check-config` reads settings elsewhere.
+        if "\0" in (folder or ""):
+            raise refusal(f"got {folder!r}, which contains a NUL character")
         return folder
 
     @field_validator("gpus_per_image")

@@ -264,6 +264,12 @@ def test_makes_no_cache_folder_of_a_replica(
     assert aws_machine.authorizations and (tmp_path / "own").is_dir() and not Path(replica).exists()
 
 
+def test_home_folder_of_a_replica_may_be_unknown_here(aws_machine: "AwsRecorder", tmp_path: Path) -> None:
+    store = {"store": "s3://somewhere/models", "endpoint": aws_machine.url, "release": "a/1"}
+    _, output = check(edited(ROOT / "config.yaml", tmp_path, **store, cache_dir="~nobody-here/cache"))
+    assert aws_machine.authorizations and "nobody-here" not in output
+
+
 class AwsRecorder(HttpServer):
     """Answers every GET with status 404. `authorizations`: the header Authorization of each."""
 

@@ -125,7 +125,10 @@ def _open_store(settings: Settings) -> Store:
     """Open the store at the endpoint and in the region that a replica would use, with the cache of this machine."""
     own = read_settings(variables=("cache_dir", "cache_bytes")).store_options()
     options = replace(
-        settings.store_options(), cache_dir=own.cache_dir, cache_bytes=own.cache_bytes, machine_defaults=False
+        settings.model_copy(update={"cache_dir": None}).store_options(),
+        cache_dir=own.cache_dir,
+        cache_bytes=own.cache_bytes,
+        machine_defaults=False,
     )
     return open_store(settings.store, options)
 
