@@ -252,8 +252,8 @@ def test_warns_of_a_mask_that_repaints_nothing(model: LoadedModel, white: tuple[
     masks = (replace(mask, levels=np.full_like(levels, 255)), mask)
     _, _, warnings = generate(model, [replace(PLAIN, image=np.zeros((64, 96, 3), np.uint8), masks=masks)])
     assert warnings == warned * [
-        "masks.1.image: nothing was repainted, because the mask is white in no pixel of the result whose row and "
-        "column are multiples of 8. Draw white parts of at least 8x8 pixels."
+        "masks.1.image: the mask marks no latent to repaint, because it is white in no pixel of the result whose row "
+        "and column are multiples of 8. Draw white parts of at least 8x8 pixels."
     ]
 
 

@@ -153,8 +153,8 @@ by three box filters. What is repainted is decided by a binary mask again: level
 value is refused if it leaves no such level in a mask that had one. Only `composite` blends pixels.
 
 The latents read a mask in one of 8x8 pixels: the one whose row and column, counted from 0, are multiples of 8. A mask
-that is white in none of them repaints nothing, and `warnings` names it. Narrow strokes can be such a mask, also where
-`feather` has made them narrower. A white part of at least 8x8 pixels always repaints something.
+that is white in none of them marks no latent to repaint, and `warnings` names it. Narrow strokes can be such a mask,
+also where `feather` has made them narrower. A white part of at least 8x8 pixels always marks one.
 
 With `composite` a pixel becomes `input + (result - input) * mask / 255`, with the largest level of all masks.
 

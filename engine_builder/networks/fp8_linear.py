@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from engine_builder.networks.onnx_form import is_for_onnx
 from model.weights.fp8 import E4M3_MAX, quantize
 
-# Part of every quantized engine's key. Raise it when the code of a quantized network changes: here, or where blocks.py
-# and kernels.py take or return E4M3.
+# Part of every quantized engine's key. Raise it when the code of a quantized network on a GPU changes: here, or where
+# blocks.py and kernels.py take or return E4M3.
 LINEAR_VERSION = 2
 MULTIPLE = 16  # of a product's width and depth
 

@@ -44,7 +44,7 @@ class AdapterLibrary:
         """
         self.layers, self.packing = layers, packing
         self.active: AdapterSet | None = ()
-        """The merged adapters. None: a merge has failed, so the weights are of no use."""
+        """The merged adapters. None: a merge has failed, so the weights are invalid."""
         self.on_loaded: Callable[[], None] = lambda: None
         """Called on a thread of its own when an adapter was loaded, or failed to load."""
         self._store, self._device, self._cache_bytes = store, device, cache_bytes

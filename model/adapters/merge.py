@@ -106,7 +106,7 @@ class AdaptableWeights:
         """Set the weights to those of the model, changed by these adapters, each with its scale.
 
         The work is queued on the current stream. Without adapters the weights are exactly the model's. After an error
-        another merge makes them right.
+        the next merge overwrites them.
         """
         needed = {name for factors, _ in adapters for name in factors}
         self._changed |= needed  # the next merge writes all of them, also if an error ends this one

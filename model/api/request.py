@@ -120,7 +120,7 @@ class MaskRequest(RequestModel):
 
     image: str = Field(
         description="The mask, like the request's `image` and of the same size. White is repainted, black is kept. "
-        "Levels from 128 on count as white. If it repaints nothing, the response warns of it; see "
+        "Levels from 128 on count as white. If it marks no latent to repaint, the response warns of it; see "
         "[input images](#input-images)."
     )
     prompt: Prompt | None = Field(None, description="What to paint there. Default: the request's prompt.")

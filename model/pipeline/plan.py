@@ -249,10 +249,10 @@ def _unused_controls(params: GenerationParams, denoise: Mapping[str, DenoisePlan
 
 
 def _unused_masks(plans: Sequence[RequestPlan], scale: int) -> list[str]:
-    """Describe the masks that repaint no latent. `scale`: pixels on a side of a latent."""
+    """Describe the masks that mark no latent to repaint. `scale`: pixels on a side of a latent."""
     return [
-        f"masks.{number}.image: nothing was repainted, because the mask is white in no pixel of the result whose row "
-        f"and column are multiples of {scale}. Draw white parts of at least {scale}x{scale} pixels."
+        f"masks.{number}.image: the mask marks no latent to repaint, because it is white in no pixel of the result "
+        f"whose row and column are multiples of {scale}. Draw white parts of at least {scale}x{scale} pixels."
         for number, plan in enumerate(plans)
         if plan.source is not None and plan.source.mask is not None and not plan.source.mask.any()
     ]

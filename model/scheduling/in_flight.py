@@ -75,8 +75,10 @@ class InFlight:
                 yield key, *waiting.popleft()
 
     def started_with(self, key: LoopKey) -> tuple[dict[ImageState, Job], dict[ImageState, Job]]:
-        """Return images with their jobs: those whose first loop has the size of this one, also if they have moved to a
-        further loop, and those that wait to join this one."""
+        """Return the running and the waiting images of a first loop, with their jobs.
+
+        Those that run may be in any loop, if their first loop has the size of this one. Those that wait join this one.
+        """
         running = {image: job for image, (job, _) in self._running.items() if job.plan.first_loop[1:] == key[1:]}
         return running, {image: job for job, image in self._waiting.get(key, ())}
 

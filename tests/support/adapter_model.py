@@ -42,8 +42,10 @@ class HeldStore(WritableLocalStore):
     def stream(self, digest: str, size: int, sink: Sink) -> None:
         if digest in self._held:
             assert self._held[digest].wait(TIMEOUT_SECONDS)
-        self.reads.append(digest)
-        super().stream(digest, size, sink)
+        try:
+            super().stream(digest, size, sink)
+        finally:
+            self.reads.append(digest)
 
 
 @dataclass
