@@ -2,7 +2,7 @@
 
 Products are summed in fp32, on a Hopper GPU with the lower precision of its fast accumulation. On a CPU, for tests and
 `preheat check-fp8`, the same numbers are multiplied in fp32. torch._scaled_mm takes over 1,000 times as long there,
-because oneDNN has only reference code for E4M3 on most CPUs.
+because oneDNN has only reference code for E4M3 on most CPUs. An exported network has torch._scaled_mm on every device.
 """
 
 import torch
@@ -45,7 +45,8 @@ class QuantizedLinear(nn.Module):
             rounded: Tensor = quantized_linear(inputs, self.weight, self.input_scale, self.weight_scale, self.bias)
             return rounded
         numbers = self.quantize_inputs(inputs).reshape(-1, self.in_features)
-        if numbers.is_cuda:
+        # The compiler would turn scalars that are factors of an elementwise product into literals of the code.
+        if numbers.is_cuda or torch.compiler.is_compiling():
             product = torch._scaled_mm(
                 numbers,
                 self.weight.t(),
