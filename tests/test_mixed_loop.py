@@ -188,7 +188,7 @@ def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
     """The fp16 UNet has smaller batches. A later measurement finds batches that both have, on the inner UNet."""
     inner, outer = bucketed(model, 2, 4, 8, width=64), bucketed(model, 2, 4, width=64)
     model.engines[spec.UNET] = inner
-    model.fp16_unets, model.fp16_steps = {spec.UNET: outer}, Fp16Steps(first=1, last=1)
+    model.fp16_engines, model.fp16_steps = {spec.UNET: outer}, Fp16Steps(first=1, last=1)
     served = ServedModel(64, 64, SizeRange(64, 512, 8), has_refiner=True, defaults=Defaults())
     loaded = Loaded(model, served, "linear/1", "cpu", "aot_inductor", 0)
     warm_up(loaded)
@@ -207,7 +207,7 @@ def test_serves_what_both_unets_serve(model: LoadedModel) -> None:
 
 def test_refiner_begins_without_the_estimate_of_a_mixed_base(model: LoadedModel) -> None:
     plain = linear_model()
-    model.fp16_unets, model.fp16_steps = {spec.UNET: model.engines[spec.UNET]}, Fp16Steps(first=1, last=1)
+    model.fp16_engines, model.fp16_steps = {spec.UNET: model.engines[spec.UNET]}, Fp16Steps(first=1, last=1)
     params = replace(PLAIN, use_refiner=True, num_inference_steps=8, scheduler="DPM++ 2M")
     np.testing.assert_array_equal(generate(model, [params])[0][0], generate(plain, [params])[0][0])
 
@@ -215,7 +215,7 @@ def test_refiner_begins_without_the_estimate_of_a_mixed_base(model: LoadedModel)
 def test_server_goes_on_after_one_step_failed(model: LoadedModel) -> None:
     outer, inner = unets(model)
     model.engines[spec.UNET] = EngineSet([inner])
-    model.fp16_unets, model.fp16_steps = {spec.UNET: EngineSet([outer])}, Fp16Steps(first=1)
+    model.fp16_engines, model.fp16_steps = {spec.UNET: EngineSet([outer])}, Fp16Steps(first=1)
     scheduler = Scheduler(Runner(model), Limits(), lambda: None)
     try:
         inner.fails = torch.OutOfMemoryError("once")

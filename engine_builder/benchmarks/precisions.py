@@ -1,4 +1,4 @@
-"""Compare a release's precisions in one process: 30 steps of one image, and images/s of 20 steps with eight images.
+"""Compare a release's precisions in one process: 30 steps and 4 steps of one image, and 20 steps of eight images.
 
     python -m engine_builder.benchmarks.precisions STORE NAME/1 --precision fp16 --precision fp8 --out rows.json
 
@@ -26,7 +26,11 @@ from model.settings import ServedPrecision
 from model.store.manifest import Fp16Steps
 from model.store.precision import PRECISIONS
 
-CASES = (Case("30-steps", 30, 30), Case("20-steps-throughput", 5, 20, images=8, throughput=True))
+CASES = (
+    Case("30-steps", 30, 30),
+    Case("lcm-4-steps", 50, 4, "LCM", 1.0),
+    Case("20-steps-throughput", 3, 20, images=8, throughput=True),
+)
 
 
 def compare(loaded: Sequence[Loaded], cases: Sequence[Case] = CASES) -> list[Row]:

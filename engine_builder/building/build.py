@@ -255,7 +255,7 @@ def _builder_entries(plan: BuildPlan, source: str) -> dict[str, str]:
     if plan.quantization:
         version = INT8_LINEAR_VERSION if plan.quantization.precision == INT8 else LINEAR_VERSION
         options |= {"quantization": plan.quantization.digest, plan.quantization.precision.name: str(version)}
-        if plan.quantization.policy.convolutions:
+        if plan.quantization.policy.convolutions or plan.quantization.policy.vae_convolutions:
             options["fp8_convolutions"] = str(CONV_VERSION)
     if preset := plan.base.preset:
         options["preset"] = json.dumps([preset.name, preset.scheduler, preset.defaults], sort_keys=True)

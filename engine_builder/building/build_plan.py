@@ -17,7 +17,15 @@ from engine_builder.quantization.plan import Quantization
 from model.denoising.sampler_names import REPLACED_CLASSES
 from model.errors import PreheatError
 from model.loading.target import Target
-from model.pipeline.spec import SAFETY_CHECKER, UNET_LORA, Variant, components_of, find_component, model_parts
+from model.pipeline.spec import (
+    SAFETY_CHECKER,
+    UNET_LORA,
+    VAE_DECODER,
+    Variant,
+    components_of,
+    find_component,
+    model_parts,
+)
 from model.store.manifest import Bucket
 from model.store.precision import FP16, FP32, Precision
 from model.validation import LARGEST_SIDE, MAX_STEPS, SMALLEST_SIDE
@@ -58,7 +66,7 @@ class BuildPlan:
         sizes, engines are dynamic (CPU).
     tensorrt: options of plans, whose target differs from AOTInductor's. None: AOTInductor engines.
     more_targets: further targets that the same plans serve, if TensorRT-RTX builds them.
-    quantization: how the UNets are quantized. Required for FP8, otherwise None.
+    quantization: how the UNets, and maybe the VAE decoder, are quantized. Required for FP8, otherwise None.
     merge: adapters that are merged into the weights of `base`; None: no adapter.
     lora_rank: of a further UNet that takes adapters as inputs; 0: it is not built.
     text_chunks: chunks of a prompt that the UNets read, if there are sizes. Dynamic engines read any number.
@@ -148,17 +156,29 @@ class BuildPlan:
     def precision_of(self, component: str) -> Precision:
         """Return a component's precision.
 
-        8-bit precisions are those of the UNets; the other components of such a model, also ControlNets, are fp16. The
-        VAE of an fp16 model is fp32 if its config has force_upcast, because it overflows in fp16. An explicit
-        `vae_precision` replaces that.
+        8-bit precisions are those of the UNets, and of the VAE decoder if it is quantized; the other components of such
+        a model, also ControlNets, are fp16. The VAE of an fp16 model is fp32 if its config has force_upcast, because it
+        overflows in fp16. An explicit `vae_precision` replaces that.
         """
         spec = find_component(component)[0]
+        if component == VAE_DECODER and self.quantizes_vae:
+            return self.precision
         if spec.precision_rule == "model":
             is_quantized = spec.phase == "step" and not spec.low_rank_of and not spec.feeds
             return self.precision if is_quantized else self.precision.unquantized
+        return self.unquantized_vae_precision
+
+    @property
+    def unquantized_vae_precision(self) -> Precision:
+        """The precision of the VAE, apart from a decoder that is quantized."""
         if self.vae_precision is not None:
             return self.vae_precision
         return FP32 if self.precision.unquantized == FP16 and self.upcasts_vae else self.precision.unquantized
+
+    @property
+    def quantizes_vae(self) -> bool:
+        """True if the VAE decoder is quantized."""
+        return self.quantization is not None and self.quantization.covers(VAE_DECODER)
 
     def load(self, component: str, reader: ModuleReader) -> Network:
         """Load a component's network for the build, quantized if its precision is. Raises as `load_network` does."""

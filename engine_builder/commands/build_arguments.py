@@ -130,7 +130,7 @@ def parse_plan(
         quantization = plan_quantization(base, refiner_checkpoint, policy, calibrations, unet_precision)
         if bands and quantization.policy.convolutions:
             raise typer.BadParameter("is not supported with convolutions in FP8", param_hint="--bands")
-    return BuildPlan(
+    plan = BuildPlan(
         model=name or (base.root.resolve().name if Path(model).is_dir() else model.rpartition("/")[2]),
         base=base,
         refiner=refiner_checkpoint,
@@ -146,12 +146,19 @@ def parse_plan(
         bands=tuple(sorted(set(bands))),
         merge=read_merge(base, adapters) if adapters else None,
     )
+    if plan.quantizes_vae and plan.unquantized_vae_precision != FP16:
+        raise typer.BadParameter(
+            f"has vae_convolutions, which need a VAE in fp16; this one would be {plan.unquantized_vae_precision} "
+            "(give a VAE made for fp16 with --vae)",
+            param_hint="--policy",
+        )
+    return plan
 
 
 def plan_quantization(
     base: "Checkpoint", refiner: "Checkpoint | None", policy: Path | None, store: WritableStore, precision: Precision
 ) -> "Quantization":
-    """Return how the UNets are quantized. Raises CalibrationError and BadPolicy."""
+    """Return how the networks are quantized. Raises CalibrationError and BadPolicy."""
     from engine_builder.quantization.plan import plan_quantization
     from engine_builder.quantization.policy import DEFAULTS, Policy
 

@@ -35,6 +35,9 @@ PROMPTS = ROOT / "data" / "prompts" / "general.txt"
 PARTIAL = ROOT / ".preheat" / "calibration"  # the ranges of unfinished calibrations
 _LISTED_LAYERS = 10
 _PROMPT_LIMIT = f"at most {MAX_PROMPT_CHARACTERS} characters, without NUL"
+VaeOption = Annotated[
+    str | None, typer.Option(help="A VAE in place of the model's own, as for `preheat build`: a folder, or a Hub id.")
+]
 _PRECISIONS = {precision.name: precision for precision in (FP32, FP16, BF16)}
 
 
@@ -57,10 +60,11 @@ def calibrate(
     ] = None,
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
+    vae: VaeOption = None,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Generate an image of each prompt in eager PyTorch, and store the ranges of the UNet's inputs of each layer.
+    """Generate an image of each prompt in eager PyTorch, and store the ranges of the inputs of the networks' layers.
 
     A calibration that was interrupted continues. One that is stored is not run again.
     """
@@ -74,7 +78,7 @@ def calibrate(
         raise typer.BadParameter(f"it is no prompt: {_PROMPT_LIMIT}", param_hint="--negative-prompt")
     device = build_target().device
     chosen = choose_precision(precision, device)
-    base, refiner_checkpoint = find_parts(model, refiner, no_refiner)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     plan = CalibrationPlan(
         base=base,
@@ -117,13 +121,15 @@ def _is_prompt(text: str) -> bool:
     return len(text) <= MAX_PROMPT_CHARACTERS and "\0" not in text
 
 
-def find_parts(model: str, refiner: str | None, no_refiner: bool) -> tuple["Checkpoint", "Checkpoint | None"]:
+def find_parts(
+    model: str, refiner: str | None, no_refiner: bool, vae: str | None
+) -> tuple["Checkpoint", "Checkpoint | None"]:
     """Return the checkpoints of the base and the refiner. Raises CheckpointError or typer.BadParameter."""
     from engine_builder.checkpoints.find import find_checkpoints
 
     if refiner and no_refiner:
         raise typer.BadParameter("contradicts --refiner", param_hint="--no-refiner")
-    base, found = find_checkpoints(model, refiner)
+    base, found = find_checkpoints(model, refiner, vae)
     return base, None if no_refiner else found
 
 

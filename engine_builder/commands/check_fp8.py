@@ -8,6 +8,7 @@ import typer
 
 from engine_builder.commands.calibrate import (
     PROMPTS,
+    VaeOption,
     choose_precision,
     choose_size,
     find_parts,
@@ -48,10 +49,11 @@ def check_fp8(
     ] = None,
     refiner: Annotated[str | None, typer.Option(help="The refiner; default: MODEL/refiner if it exists.")] = None,
     no_refiner: Annotated[bool, typer.Option("--no-refiner", help="Leave out MODEL/refiner.")] = False,
+    vae: VaeOption = None,
     store: StoreOption = DEFAULT_STORE,
     cache_dir: CacheOption = None,
 ) -> None:
-    """Compute the UNet's linears in FP8 or INT8 in eager PyTorch, and measure the distance to the model's own pictures.
+    """Compute a model's layers in FP8 or INT8 in eager PyTorch, and measure the distance to the model's own pictures.
 
     Needs a calibration (`preheat calibrate`). The report and the pictures are stored for `preheat publish`, in place of
     an earlier check of the same policy and calibration. Exit status 1 if a threshold is not kept. Without --thresholds
@@ -83,7 +85,7 @@ def check_fp8(
     limits = Thresholds.read(thresholds) if thresholds else Thresholds.for_check(len(listed), steps)
     if out is not None:
         check_writable(out / "report.json")
-    base, refiner_checkpoint = find_parts(model, refiner, no_refiner)
+    base, refiner_checkpoint = find_parts(model, refiner, no_refiner, vae)
     width, height = choose_size(size, base)
     requests = validation_requests(
         listed, width, height, steps=steps, guidance=guidance, use_refiner=refiner_checkpoint is not None, min_prompts=1

@@ -1,4 +1,4 @@
-"""Collect the ranges of the UNets' inputs of linears and convolutions, while images of many prompts are generated.
+"""Collect the input ranges of linears and convolutions of the UNets and the VAE decoder, during images of many prompts.
 
 The networks run in eager PyTorch, in their plain form: every linear and convolution is a module with the names of its
 weights. After each image the ranges are saved to a folder, so an interrupted calibration continues where it stopped.
@@ -36,7 +36,7 @@ from engine_builder.quantization.record import (
 )
 from engine_builder.stores.store import WritableStore
 from model.api.request import GenerationRequest
-from model.pipeline.spec import COMPONENTS, unets
+from model.pipeline.spec import COMPONENTS, VAE_DECODER, unets
 from model.store.precision import Precision
 
 Ranges = dict[str, InputRange]
@@ -67,7 +67,7 @@ class CalibrationPlan:
     height: int
 
     def conditions(self, component: str) -> Conditions:
-        """Return the conditions of one UNet's record."""
+        """Return the conditions of one network's record."""
         checkpoint = self.base if COMPONENTS[component].part == "base" else self.refiner
         assert checkpoint is not None
         prompts = json.dumps([*self.prompts, self.negative_prompt]).encode()
@@ -86,13 +86,14 @@ class CalibrationPlan:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The UNets of the model."""
-        return tuple(spec.name for spec in unets() if spec.part == "base" or self.refiner is not None)
+        """The UNets of the model, and the VAE decoder."""
+        of_model = tuple(spec.name for spec in unets() if spec.part == "base" or self.refiner is not None)
+        return (*of_model, VAE_DECODER)
 
 
 @dataclass(frozen=True)
 class CalibratedNetwork:
-    """The record of one UNet. `is_new`: this call made it."""
+    """The record of one network. `is_new`: this call made it."""
 
     conditions: Conditions
     ranges: Ranges
@@ -102,7 +103,7 @@ class CalibratedNetwork:
 def calibrate(
     plan: CalibrationPlan, store: WritableStore, partial: Path, report: ReportPrompt = lambda *_: None
 ) -> list[CalibratedNetwork]:
-    """Return the calibration of each UNet, from the store or by generating the images.
+    """Return the calibration of each network, from the store or by generating the images.
 
     `partial`: a folder for the ranges of an unfinished calibration. Raises CheckpointError, CalibrationError, or
     BrokenImage if an image holds NaN.

@@ -1,4 +1,4 @@
-"""Compute a model's UNets in FP8 or INT8 in eager PyTorch, and compare its pictures with those of the model itself.
+"""Compute a model in FP8 or INT8 in eager PyTorch, and compare its pictures with those of the model itself.
 
 No engine is built. So a policy can be tried in minutes, on a GPU or, for small models, on a CPU.
 """
@@ -19,6 +19,7 @@ from model.engines.engine import EngineSet
 from model.errors import PreheatError
 from model.loading.target import Target
 from model.pipeline.params import GenerationParams
+from model.pipeline.spec import unets
 from model.store.precision import FP8, INT8, Precision
 
 # Of a GPU: torch._scaled_mm multiplies E4M3 from compute capability 8.9 on, and torch._int_mm int8 from 8.0 on.
@@ -39,7 +40,7 @@ class Int8Unsupported(PreheatError):
 
 @dataclass(frozen=True)
 class QuantizationCheck:
-    """The quantized layers by UNet, and the comparison."""
+    """The quantized layers by component, and the comparison."""
 
     layers: dict[str, list[QuantizedLayer]]
     comparison: Comparison
@@ -70,7 +71,7 @@ def check_quantization(
     """Generate the images of `requests` in `precision` and in `quantized_precision`, and compare them.
 
     The ranges are those of the store's calibration of these weights with the most prompts. `calibrated` is called with
-    each UNet and the key. `report`, `score`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
+    each network and the key. `report`, `score`: see `compare_models`. Raises CalibrationError without one, BadPolicy,
     NotComparable or BrokenImage.
     """
     quantization = plan_quantization(base, refiner, policy, store, calibrated, quantized_precision)
@@ -83,8 +84,10 @@ def check_quantization(
         names = [layer.name for layer in layers[name]]
         pairs.append(LayerPair(name, networks[name].module, quantized[name].module, names))
     engines = {name: EngineSet([engine]) for name, engine in eager_engines(quantized).items()}
-    exact = {name: reference.engines[name] for name in quantization.calibrations} if quantization.fp16_steps else {}
-    other = replace(reference, engines=engines, loops={}, fp16_unets=exact, fp16_steps=policy.fp16_steps)
+    exact = {}
+    if quantization.fp16_steps:
+        exact = {spec.name: reference.engines[spec.name] for spec in unets() if quantization.covers(spec.name)}
+    other = replace(reference, engines=engines, loops={}, fp16_engines=exact, fp16_steps=policy.fp16_steps)
     comparison = compare_models(
         reference,
         other,

@@ -1,4 +1,4 @@
-"""What decides the weights and layers of a model in FP8 or INT8: a policy, and the calibration of each of its UNets."""
+"""What decides the weights and layers of a model in FP8 or INT8: a policy, and the calibration of each network."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from engine_builder.quantization.quantize import QuantizedLayer, quantize_networ
 from engine_builder.quantization.ranges import InputRange
 from engine_builder.quantization.record import find_calibration
 from engine_builder.stores.store import WritableStore
-from model.pipeline.spec import COMPONENTS, find_component, unets
+from model.pipeline.spec import COMPONENTS, VAE_DECODER, find_component, unets
 from model.store.manifest import Fp16Steps
 from model.store.precision import FP8, Precision
 
@@ -20,7 +20,7 @@ QUANTIZATION_VERSION = 1  # part of every digest; raise it when the same policy 
 
 @dataclass(frozen=True)
 class Quantization:
-    """A policy, and by UNet the key and the ranges of its calibration."""
+    """A policy, and by UNet, or VAE decoder, the key and the ranges of its calibration."""
 
     policy: Policy
     calibrations: dict[str, str]
@@ -44,14 +44,23 @@ class Quantization:
         steps = self.policy.fp16_steps
         return steps if steps.exist else None
 
+    def covers(self, component: str) -> bool:
+        """True for a component, or a variant of one, that is quantized."""
+        return _calibrated_component(component) in self.ranges
+
     def apply(self, network: Network) -> tuple[Network, list[QuantizedLayer]]:
-        """Return a UNet, or a variant of one, in 8 bits, and its quantized layers. The given network is not changed.
+        """Return a network that is covered in 8 bits, and its quantized layers. The given network is not changed.
 
         Raises CalibrationError if a layer has no range.
         """
-        spec, _ = find_component(network.component)
-        unet = spec.replaces or spec.name
-        return quantize_network(network, self.ranges[unet], self.policy, self.precision)
+        ranges = self.ranges[_calibrated_component(network.component)]
+        return quantize_network(network, ranges, self.policy, self.precision)
+
+
+def _calibrated_component(component: str) -> str:
+    """Return the component whose calibration a component, or a variant of one, uses."""
+    spec, _ = find_component(component)
+    return spec.replaces or spec.name
 
 
 def plan_quantization(
@@ -64,17 +73,19 @@ def plan_quantization(
 ) -> Quantization:
     """Return the quantization of a model by the store's calibrations of its weights with the most prompts.
 
-    `found` is called with each UNet and the key of its calibration. Raises CalibrationError if a UNet has none, and
+    `found` is called with each network and the key of its calibration. Raises CalibrationError if one has none, and
     BadPolicy if a pattern matches no calibrated layer, or if the policy is not of this 8-bit precision.
     """
     policy.check_precision(precision)
     calibrations, ranges = {}, {}
-    for spec in unets():
+    decoder = (COMPONENTS[VAE_DECODER],) if policy.vae_convolutions else ()
+    for spec in (*unets(), *decoder):
         checkpoint = base if spec.part == "base" else refiner
         if checkpoint is None:
             continue
         weights = digest_weights(checkpoint, COMPONENTS[spec.name].checkpoint_folder)
         calibrations[spec.name], ranges[spec.name] = find_calibration(store, spec.name, weights)
         found(spec.name, calibrations[spec.name])
-    policy.check_patterns([layer for of_unet in ranges.values() for layer in of_unet])
+    of_unets = [layer for name, of_one in ranges.items() if name != VAE_DECODER for layer in of_one]
+    policy.check_patterns(of_unets, ranges.get(VAE_DECODER, {}))
     return Quantization(policy, calibrations, ranges, precision)

@@ -13,9 +13,10 @@ from engine_builder.networks.int8_linear import quantize_linear as quantize_line
 from engine_builder.networks.int8_linear import smoothing_scales
 from engine_builder.networks.network import Network, public_name
 from engine_builder.networks.winograd import WinogradConv
-from engine_builder.quantization.policy import Policy
+from engine_builder.quantization.policy import BadPolicy, Policy
 from engine_builder.quantization.ranges import InputRange, bin_centers, to_e4m3
 from engine_builder.quantization.record import CalibrationError
+from model.pipeline.spec import VAE_DECODER
 from model.store.precision import FP8, INT8, Precision
 from model.weights.int8 import INT8_MAX
 
@@ -40,10 +41,13 @@ def quantize_network(
 ) -> tuple[Network, list[QuantizedLayer]]:
     """Return the network in FP8 or INT8, and its quantized layers in order. The given network is not changed.
 
-    ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range.
+    ranges: of the network's inputs by layer. Raises CalibrationError if a layer has no range, and BadPolicy if no layer
+    is quantized.
     """
     clips, smoothing = {}, {}
     weights = _selected_weights(network, policy)
+    if not weights:
+        raise BadPolicy(f"The policy quantizes no layer of {network.component}.")
     for layer, weight in weights.items():
         observed = ranges.get(layer)
         if observed is None or len(observed.channel_maxima) != weight.shape[1]:
@@ -102,8 +106,11 @@ def quantize_layers(
 def _selected_weights(network: Network, policy: Policy) -> dict[str, torch.Tensor]:
     """Return the weights of the layers that a policy quantizes, in the order of the network's modules."""
     modules = {public_name(name): module for name, module in network.module.named_modules()}
-    linears = policy.select(name for name, module in modules.items() if can_quantize(module))
-    convolutions = policy.select_convolutions(name for name, module in modules.items() if can_quantize_conv(module))
+    is_vae = network.component == VAE_DECODER
+    linears = () if is_vae else policy.select(name for name, module in modules.items() if can_quantize(module))
+    convolutions = policy.select_convolutions(
+        (name for name, module in modules.items() if can_quantize_conv(module)), of_vae=is_vae
+    )
     selected = {*linears, *convolutions}
     weights = {}
     for name, module in modules.items():

@@ -13,6 +13,7 @@ from engine_builder.releases.signing import public_key, sign
 from engine_builder.releases.validation_gate import quantized_engines, require_validation
 from engine_builder.stores.store import WritableStore
 from model.errors import ManifestError, PreheatError, UntrustedRelease
+from model.pipeline.spec import find_component
 from model.store.manifest import EngineRecord, Manifest
 from model.store.manifest_json import split_name
 from model.store.precision import FP16
@@ -85,7 +86,8 @@ def check_fp16_steps(manifest: Manifest) -> None:
         return
     in_fp16 = {(e.component, e.target, e.bucket) for e in manifest.engines if e.precision == FP16}
     for engine in quantized_engines(manifest):
-        if (engine.component, engine.target, engine.bucket) not in in_fp16:
+        is_unet = find_component(engine.component)[0].phase == "step"
+        if is_unet and (engine.component, engine.target, engine.bucket) not in in_fp16:
             raise MissingFp16Engines(
                 f"The policy of {manifest.model} runs steps in fp16, and an engine of {engine.component} for "
                 f"{engine.target} exists only in {engine.precision}."

@@ -161,14 +161,14 @@ def load_release(
         with cold_start.phase("engines"):
             plans = Plans(store, device, caches)
             engines: dict[str, EngineSet] = {}
-            fp16_unets: dict[str, EngineSet] = {}
+            fp16_engines: dict[str, EngineSet] = {}
             for name, records in selection.engines.items():
                 pairs = list(zip(records, tensors[name], strict=True))
                 opened = [(record, open_engine(contents, record, weights, device, plans)) for record, weights in pairs]
                 first = records[0].precision
                 engines[name] = _engine_set(name, [engine for record, engine in opened if record.precision == first])
                 if others := [engine for record, engine in opened if record.precision != first]:
-                    fp16_unets[name] = _engine_set(name, others)
+                    fp16_engines[name] = _engine_set(name, others)
             engines |= {name: engines[owner] for name, owner in selection.shared.items()}
     model = LoadedModel(
         engines=engines,
@@ -176,7 +176,7 @@ def load_release(
         noise_schedules=noise_schedules,
         settings=manifest.settings,
         device=device,
-        fp16_unets=fp16_unets,
+        fp16_engines=fp16_engines,
         fp16_steps=selection.fp16_steps or Fp16Steps(),
         adapters=library,
         blanks_flagged=safety == "blank",

@@ -15,6 +15,7 @@ from model.pipeline.spec import (
     LOW_RANK,
     SAFETY_CHECKER,
     UNET,
+    VAE_DECODER,
     ComponentSpec,
     components_of,
     control_components,
@@ -38,7 +39,7 @@ class Selection:
     `weights[name][i]` belongs to `engines[name][i]`. The engines of a component's variants follow its own. `shared`:
     components without engines of their own -> the component with the same weights whose engines serve both.
     `fp16_steps`: the steps in fp16, or None if there are none. With them, or if images are compared with fp16, UNets
-    have engines in two precisions: first the served one, then fp16.
+    have engines in two precisions: first the served one, then fp16. In a comparison the VAE decoder has them too.
     """
 
     manifest: Manifest
@@ -143,6 +144,8 @@ def select(
         for spec in (*unets(), *(spec for spec in ADDED_COMPONENTS.values() if spec.replaces)):
             if spec.name in engines:
                 engines[spec.name] += choose_engines(manifest, spec.name, target, buckets, FP16)
+    if precision.compares and engines[VAE_DECODER][0].precision.is_quantized:
+        engines[VAE_DECODER] += choose_engines(manifest, VAE_DECODER, target, buckets, FP16)
     for name, records in engines.items():
         records += [
             engine

@@ -41,7 +41,8 @@ LoopKey = tuple[str, int, int]
 class LoadedModel:
     """The engines, tokenizers, noise schedules and facts of a release by name, and the denoising loops made so far.
 
-    `fp16_unets`: by UNet, the same network in fp16, which runs the `fp16_steps` and the images of `with_fp16_unets`.
+    `fp16_engines`: by UNet, the same network in fp16, which runs the `fp16_steps` and the images of `in_fp16`. Those
+    images may also need the VAE decoder in fp16.
     """
 
     engines: dict[str, EngineSet]
@@ -49,7 +50,7 @@ class LoadedModel:
     noise_schedules: dict[str, AnyNoiseSchedule]
     settings: ModelFacts
     device: torch.device
-    fp16_unets: dict[str, EngineSet] = field(default_factory=dict)
+    fp16_engines: dict[str, EngineSet] = field(default_factory=dict)
     fp16_steps: Fp16Steps = Fp16Steps()
     components: Components = field(default_factory=lambda: COMPONENTS)
     loops: dict[LoopKey, Loop] = field(default_factory=dict)
@@ -82,13 +83,13 @@ class LoadedModel:
         self.text_stream, self.first_text_stream = SideStream(self.device), SideStream(self.device)
         self.encode_stream, self.decode_stream = SideStream(self.device), SideStream(self.device)
 
-    def with_fp16_unets(self) -> "LoadedModel":
-        """Return the same model with its UNets in fp16 in all steps, on this rank only.
+    def in_fp16(self) -> "LoadedModel":
+        """Return the same model with its UNets and its VAE decoder in fp16, in all steps, on this rank only.
 
         It has no adapters, and shares everything else.
         """
         return self.sharing(
-            engines=self.engines | self.fp16_unets, fp16_unets={}, fp16_steps=Fp16Steps(), adapters=None
+            engines=self.engines | self.fp16_engines, fp16_engines={}, fp16_steps=Fp16Steps(), adapters=None
         )
 
     def sharing(self, **changes: Any) -> "LoadedModel":
@@ -192,9 +193,9 @@ def make_loop(model: LoadedModel, unet: str, height: int, width: int, use_graphs
         return EagerLoop(networks, height, width)
 
     loop = make(networks)
-    if unet not in model.fp16_unets or not model.fp16_steps.exist:
+    if unet not in model.fp16_engines or not model.fp16_steps.exist:
         return loop
-    fp16 = model.fp16_unets
+    fp16 = model.fp16_engines
     controlled = _of_size(fp16, controlled_unet(unet), height, width)
     image_prompted = _of_size(fp16, ip_unet(unet), height, width)
     outer = make(replace(networks, unet=fp16[unet], controlled=controlled, image_prompted=image_prompted))

@@ -41,7 +41,7 @@ class ImageComparison:
     def __init__(self, model: LoadedModel, every: int) -> None:
         """Compare one in `every` images that are offered. `model` must have its UNets in fp16, too."""
         self._model, self._every = model, every
-        self._reference = model.with_fp16_unets()
+        self._reference = model.in_fp16()
         self._probe = DeviceProbe(model.device)
         self._lock = threading.Lock()  # guards the next two
         self._offered = 0

@@ -146,12 +146,14 @@ def store(tmp_path: Path) -> WritableStore:
 
 def test_calibrates_once(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:
     reports: list[tuple[int, int]] = []
-    [first] = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
+    first, decoder = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
     assert first.is_new and reports == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert {found.calls for found in first.ranges.values()} == {6}, "three prompts of two guided steps"
+    assert decoder.conditions.component == "vae_decoder" and "decoder.conv_in" in decoder.ranges
+    assert {found.calls for found in decoder.ranges.values()} == {3}
     assert list((tmp_path / "partial").iterdir()) == []
     reports.clear()
-    [again] = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
+    again, _ = calibrate(plan, store, tmp_path / "partial", lambda *progress: reports.append(progress))
     assert not again.is_new and reports == []
     assert again.ranges.keys() == first.ranges.keys()
     for name, found in again.ranges.items():
@@ -172,7 +174,7 @@ def test_base_runs_all_steps_of_half_of_the_prompts(store: WritableStore, tmp_pa
         network.conditions.component: {found.calls for found in network.ranges.values()}
         for network in calibrate(plan, store, tmp_path / "partial")
     }
-    assert calls == {"unet": {(5 + 4) + 4 + 5}, "refiner_unet": {1 + 1}}
+    assert calls == {"unet": {(5 + 4) + 4 + 5}, "refiner_unet": {1 + 1}, "vae_decoder": {2 + 1 + 1}}
 
 
 def test_interrupted_calibration_continues(plan: CalibrationPlan, store: WritableStore, tmp_path: Path) -> None:

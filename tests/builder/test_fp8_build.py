@@ -20,8 +20,10 @@ from engine_builder.building.build import build
 from engine_builder.building.build_plan import BuildPlan
 from engine_builder.commands.main import app
 from engine_builder.networks.fp8_conv import CONV_VERSION
+from engine_builder.networks.network import ModuleReader
 from engine_builder.quantization.plan import plan_quantization
 from engine_builder.quantization.policy import BadPolicy, Policy
+from engine_builder.quantization.record import CalibrationError
 from engine_builder.releases.publish import MissingFp16Engines, check_fp16_steps, merge_drafts, read_drafts
 from engine_builder.stores.store import WritableStore, open_writable_store
 from model.api.request import GenerationRequest
@@ -33,6 +35,7 @@ from model.images.distance import psnr
 from model.loading.load import Loaded, load_release
 from model.loading.select import select
 from model.loading.target import detect_targets
+from model.pipeline.loaded_model import LoadedModel
 from model.pipeline.text_to_image import generate
 from model.scheduling.comparison import ImageComparison
 from model.settings import ServedPrecision
@@ -40,6 +43,9 @@ from model.store.manifest import Fp16Steps, Manifest
 from model.store.manifest_json import parse_constants
 from model.store.precision import FP8, FP16, FP32, INT8, Precision
 from tests.builder.helpers import folder_of
+from tests.conftest import MODEL_FOLDER
+
+VAE_POLICY = Policy(keep_fp16=["*.proj_in", "*.proj_out"], vae_convolutions=["decoder.*"])
 
 
 class BuildStarted(Exception):
@@ -50,12 +56,16 @@ def stop_build(*progress: object) -> None:
     raise BuildStarted
 
 
-def calibrate(store: WritableStore, folder: Path) -> None:
+def calibrate(store: WritableStore, folder: Path, *options: str) -> None:
     prompts = Path(folder_of(store)) / "prompts.txt"
     prompts.write_text("a circle\na square\n")
     arguments = ["calibrate", str(folder), "--prompts", str(prompts), "--steps", "2", "--size", "64x64"]
-    ran = CliRunner().invoke(app, [*arguments, "--store", store.url], catch_exceptions=False)
+    ran = CliRunner().invoke(app, [*arguments, *options, "--store", store.url], catch_exceptions=False)
     assert ran.exit_code == 0, ran.output
+
+
+def quantized_plan(plan: BuildPlan, policy: Policy, store: WritableStore) -> BuildPlan:
+    return replace(plan, quantization=plan_quantization(plan.base, None, policy, store))
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +97,12 @@ def load(store: WritableStore, precision: Precision | None, fp16_steps: Fp16Step
 
 
 def picture(loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    return generate_one(loaded.model, loaded)
+
+
+def generate_one(model: LoadedModel, loaded: Loaded) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
     request = GenerationRequest(prompt="a circle", negative_prompt="a line", seed=3, num_inference_steps=6)
-    return generate(loaded.model, [resolve(request, loaded.served)])[0][0]
+    return generate(model, [resolve(request, loaded.served)])[0][0]
 
 
 def test_only_unets_are_fp8(built: tuple[WritableStore, Manifest], fp8_plan: BuildPlan) -> None:
@@ -190,7 +204,7 @@ def test_first_and_last_steps_run_in_fp16(
     served = ServedPrecision(FP8, configured)
     loaded = load_release(with_fp16, "toy-sdxl/steps", detect_targets(), [], ColdStart(), precision=served)
     ran: list[str] = []
-    for engines, name in ((loaded.model.engines["unet"], "8"), (loaded.model.fp16_unets.get("unet"), "16")):
+    for engines, name in ((loaded.model.engines["unet"], "8"), (loaded.model.fp16_engines.get("unet"), "16")):
         if engines is not None:
             record_runs(engines, name, ran)
     picture(loaded)
@@ -251,7 +265,7 @@ def test_images_in_fp8_are_compared_with_fp16(with_fp16: WritableStore) -> None:
     found = picture(loaded)
     expected = psnr(picture(exact), found)
     ran: list[str] = []
-    record_runs(loaded.model.fp16_unets["unet"], "16", ran)
+    record_runs(loaded.model.fp16_engines["unet"], "16", ran)
     record_runs(loaded.model.engines["unet"], "8", ran)
     comparison = ImageComparison(loaded.model, every=1)
     assert comparison.offer(resolve(request, loaded.served), 0, found)
@@ -326,6 +340,45 @@ def test_convolutions_in_fp8_are_built_and_served(
     loaded = load_release(store, "toy-sdxl/mixed-3", detect_targets(), [], ColdStart(), precision=served)
     difference = np.abs(picture(load(store, None)).astype(int) - picture(loaded).astype(int))
     assert 0 < difference.mean() < 12, "the same picture, or another one"
+
+
+def test_vae_decoder_in_fp8_is_built_served_and_compared_with_fp16(
+    with_fp16: WritableStore, fp8_plan: BuildPlan, tmp_path: Path
+) -> None:
+    """Its linears stay in fp16. A comparison decodes in fp16, too. The toy's own VAE is too narrow for FP8."""
+    store = open_writable_store(shutil.copytree(folder_of(with_fp16), tmp_path / "store"))
+    with pytest.raises(BadPolicy, match="quantizes no layer of vae_decoder"):
+        quantized_plan(fp8_plan, VAE_POLICY, store).load("vae_decoder", ModuleReader())
+    vae = MODEL_FOLDER / "vae"
+    plan = replace(fp8_plan, base=replace(fp8_plan.base, vae=vae))
+    with pytest.raises(CalibrationError, match="no intact calibration of this model's vae_decoder"):
+        quantized_plan(plan, VAE_POLICY, store)
+    calibrate(store, plan.base.root, "--vae", str(vae))
+    build(replace(plan, precision=FP16, quantization=None), store)
+    result = build(quantized_plan(plan, VAE_POLICY, store), store)
+    assert result.compiled == ("vae_decoder",), "the UNet's engine is that of the policy without the entry"
+    assert result.draft.builder["fp8_convolutions"] == str(CONV_VERSION)
+    [decoder] = [engine for engine in result.draft.engines if engine.component == "vae_decoder"]
+    constants = parse_constants(store.get(decoder.constants.sha256, decoder.constants.bytes).read_bytes())
+    tensors = {constant.tensor: constant.dtype for constant in constants.values()}
+    quantized = [name for name, dtype in tensors.items() if dtype == "float8_e4m3fn"]
+    assert len(quantized) > 5 and all(".conv" in name or ".phases" in name for name in quantized)
+    assert all(tensors[f"{name}_scale"] == "float32" for name in quantized)
+    drafts = [draft for draft in read_drafts(store, "toy-sdxl") if not has_fp32(draft)]
+    store.write_release(merge_drafts(drafts).model_copy(update={"version": "mixed-4"}))
+
+    def load_in(served: ServedPrecision) -> Loaded:
+        return load_release(store, "toy-sdxl/mixed-4", detect_targets(), [], ColdStart(), precision=served)
+
+    exact, fp8 = load_in(ServedPrecision(FP16)), load_in(ServedPrecision(FP8, compares=True))
+    assert not exact.model.fp16_engines and set(fp8.model.fp16_engines) == {"unet", "vae_decoder"}
+    np.testing.assert_array_equal(generate_one(fp8.model.in_fp16(), fp8), picture(exact))
+    latents = {"latents": torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).half()}
+    found, expected = (
+        loaded.model.engines["vae_decoder"].run(latents, 64, 64)["pixels"].double() for loaded in (fp8, exact)
+    )
+    noise = (found - expected).square().mean() / expected.square().mean()
+    assert 1e-5 < noise < 1e-2, "between 20 and 50 dB"
 
 
 def test_another_clip_reuses_the_engine_with_other_weights(

@@ -129,17 +129,25 @@ def test_policy_quantizes_convolutions_by_name_except_kept_ones() -> None:
     policy = Policy(convolutions=["*.conv1", "down.*"], keep_fp16=["up.*"])
     assert policy.select_convolutions(layers) == ["down.0.conv1", "down.0.conv2"]
     assert Policy().select_convolutions(layers) == []
+    assert policy.select_convolutions(layers, of_vae=True) == []
+    of_vae = Policy(vae_convolutions=["*"], keep_fp16=["up.*"]).select_convolutions(layers, of_vae=True)
+    assert of_vae == [layer for layer in layers if not layer.startswith("up.")]
 
 
 def test_policies_without_convolutions_keep_their_digests() -> None:
-    assert "convolutions" not in Policy().entries and EVERY.entries["convolutions"] == ["*"]
+    assert not {"convolutions", "vae_convolutions"} & set(Policy().entries)
+    assert EVERY.entries["convolutions"] == ["*"] and "vae_convolutions" not in EVERY.entries
 
 
 def test_refuses_convolutions_that_match_nothing_and_int8() -> None:
     with pytest.raises(BadPolicy, match=r"'\*\.conv9' of convolutions matches no layer"):
-        Policy(convolutions=["*.conv9"]).check_patterns(["mid.conv1"])
-    with pytest.raises(BadPolicy, match=r"int8 has no convolutions, but this one has \['\*'\]"):
-        Policy(convolutions=["*"], smoothing=0.8).check_precision(INT8)
+        Policy(convolutions=["*.conv9"]).check_patterns(["mid.conv1"], ["decoder.conv9"])
+    with pytest.raises(BadPolicy, match=r"'mid\.\*' of vae_convolutions matches no layer"):
+        Policy(vae_convolutions=["mid.*"]).check_patterns(["mid.conv1"], ["decoder.conv1"])
+    Policy(keep_fp16=["mid.*", "decoder.*"]).check_patterns(["mid.conv1"], ["decoder.conv1"])
+    for entry in ("convolutions", "vae_convolutions"):
+        with pytest.raises(BadPolicy, match=rf"int8 has no {entry}, but this one has \['\*'\]"):
+            Policy.model_validate({entry: ["*"], "smoothing": 0.8}).check_precision(INT8)
 
 
 # -- a network -------------------------------------------------------------------------------------------------------

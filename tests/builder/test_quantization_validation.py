@@ -418,7 +418,7 @@ def test_steps_in_fp16_are_not_compared(use_refiner: bool, first: int, last: int
     reference, quantized = linear_model(), linear_model()
     request = replace(PLAIN, use_refiner=use_refiner)
     names = ["unet", "refiner_unet"][: 1 + use_refiner]
-    quantized.fp16_unets = {name: linear_model().engines[name] for name in names}
+    quantized.fp16_engines = {name: linear_model().engines[name] for name in names}
     quantized.fp16_steps = Fp16Steps(first=first, last=last)
     report = compare_models(reference, quantized, [request]).report
     assert {unet: len(calls) for unet, calls in report.prompts[0].unet_decibels.items()} == dict.fromkeys(
@@ -488,7 +488,7 @@ def test_names_the_call_and_the_picture_with_nan() -> None:
     with pytest.raises(NotComparable, match="Call 2 of unet: A tensor holds NaN"):
         compare_models(linear_model(), broken, [PLAIN])
     broken = linear_model()
-    broken.fp16_unets, broken.fp16_steps = {"unet": linear_model().engines["unet"]}, Fp16Steps(first=1)
+    broken.fp16_engines, broken.fp16_steps = {"unet": linear_model().engines["unet"]}, Fp16Steps(first=1)
     stub(broken, "unet").poison = (0, math.nan)
     with pytest.raises(NotComparable, match="Call 1 of unet: A tensor holds NaN"):
         compare_models(linear_model(), broken, [PLAIN])

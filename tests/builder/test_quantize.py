@@ -106,7 +106,7 @@ def test_refuses_a_missing_policy(tmp_path: Path) -> None:
 
 def test_refuses_a_pattern_that_matches_nothing() -> None:
     with pytest.raises(BadPolicy, match=r"'\*\.proj_outt' of keep_fp16 matches no layer"):
-        Policy(keep_fp16=["*.proj_outt"]).check_patterns(LAYERS)
+        Policy(keep_fp16=["*.proj_outt"]).check_patterns(LAYERS, ())
 
 
 # -- a network -------------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(model: LoadedModel) -> LoadedModel:
     for unet in (spec.UNET, spec.REFINER_UNET):
-        model.fp16_unets[unet] = EngineSet([OtherStub(unet, stub(model, unet).signature)])
+        model.fp16_engines[unet] = EngineSet([OtherStub(unet, stub(model, unet).signature)])
     return model
 
 
@@ -76,7 +76,7 @@ def decibels() -> tuple[float, float]:
 
 
 def fp16_runs(model: LoadedModel, unet: str = spec.UNET) -> int:
-    engine = model.fp16_unets[unet].engines[0]
+    engine = model.fp16_engines[unet].engines[0]
     assert isinstance(engine, Stub)
     return len(engine.seen)
 
@@ -87,7 +87,7 @@ def test_reports_the_distance_to_fp16(
 ) -> None:
     wanted = params(5, **changes)
     expected = psnr(
-        generate(model.with_fp16_unets(), [wanted])[0][-1],
+        generate(model.in_fp16(), [wanted])[0][-1],
         generate(model, [wanted])[0][-1],
     )
     runs, (count, total) = fp16_runs(model), decibels()
@@ -101,7 +101,7 @@ def test_reports_the_distance_to_fp16(
 
 
 def test_equal_images_count_as_100_decibels(model: LoadedModel, scheduler: Scheduler, outcomes: Any) -> None:
-    model.fp16_unets = {name: model.engines[name] for name in model.fp16_unets}
+    model.fp16_engines = {name: model.engines[name] for name in model.fp16_engines}
     scheduler.comparison = ImageComparison(model, every=1)
     _, total = decibels()
     results(scheduler.submit(params(1)))
@@ -125,7 +125,7 @@ def test_request_ends_the_comparison(
     pixels = generate(model, [finished])[0][0]  # while the scheduler's thread has nothing to do
     arrived = []
     comparison = ImageComparison(model, every=2)  # so not the image of the request that arrives
-    engine = model.fp16_unets[spec.UNET].engines[0]
+    engine = model.fp16_engines[spec.UNET].engines[0]
     assert isinstance(engine, Stub)
     outputs = engine.outputs
 
@@ -206,7 +206,7 @@ def test_failure_harms_no_request(
     kind: str, model: LoadedModel, scheduler: Scheduler, comparison: ImageComparison, outcomes: Any,
     device_failures: list[str],
 ) -> None:  # fmt: skip
-    engine = model.fp16_unets[spec.UNET].engines[0]
+    engine = model.fp16_engines[spec.UNET].engines[0]
     assert isinstance(engine, Stub)
     if kind == "error":
         engine.fails = RuntimeError("out of memory")
@@ -223,10 +223,10 @@ def test_steps_in_fp16_do_not_count_as_8_bit(model: LoadedModel) -> None:
     """Mixed loops serve, and the reference runs all steps in fp16."""
     model.fp16_steps = Fp16Steps(first=4)
     served = generate(model, [params(1)])[0][0]
-    np.testing.assert_array_equal(served, generate(model.with_fp16_unets(), [params(1)])[0][0])
+    np.testing.assert_array_equal(served, generate(model.in_fp16(), [params(1)])[0][0])
     model.fp16_steps, model.loops = Fp16Steps(), {}
     assert (generate(model, [params(1)])[0][0] != served).any()
-    assert not model.with_fp16_unets().fp16_unets
+    assert not model.in_fp16().fp16_engines
 
 
 def test_loops_of_a_comparison_hold_no_graphs(model: LoadedModel, comparison: ImageComparison) -> None:
@@ -246,7 +246,7 @@ def test_warm_up_generates_in_fp16(model: LoadedModel) -> None:
     warm_up(loaded)
     assert not fp16_runs(model)
     warm_up(loaded, comparison=ImageComparison(model, every=1))
-    engine = model.fp16_unets[spec.UNET].engines[0]
+    engine = model.fp16_engines[spec.UNET].engines[0]
     assert isinstance(engine, Stub)
     assert {tuple(inputs["sample"].shape[2:]) for inputs in engine.seen} == {(8, 8), (8, 12)}
 
@@ -254,7 +254,7 @@ def test_warm_up_generates_in_fp16(model: LoadedModel) -> None:
 def test_image_of_a_request_is_compared_by_its_own_seed(model: LoadedModel) -> None:
     comparison = ImageComparison(model, every=1)
     wanted = params(2**32 - 1, num_images=2)
-    for index, pixels in enumerate(generate(model.with_fp16_unets(), [wanted])[0]):
+    for index, pixels in enumerate(generate(model.in_fp16(), [wanted])[0]):
         assert comparison.offer(wanted, index, pixels)
         _, total = decibels()
         assert comparison.work is not None

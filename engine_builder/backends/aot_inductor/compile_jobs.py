@@ -114,6 +114,7 @@ def _compile_in_processes(
         with suppress(ConnectionError):  # the process has ended; `_receive` raises the error
             worker.send(job)
 
+    torch.cuda.empty_cache()  # the processes need what PyTorch keeps of memory that was freed
     try:
         for _ in range(processes):
             builder_end, worker_end = get_context("spawn").Pipe()
@@ -131,6 +132,7 @@ def _compile_in_processes(
                     worker.close()
                     end_process(workers[worker])  # the checks need the memory that it holds
                 yield result
+                torch.cuda.empty_cache()  # of the check
     finally:
         for worker, process in workers.items():
             worker.close()
@@ -182,6 +184,7 @@ def _run_worker(builder: Connection, threads: int) -> None:
             result = error
         except Exception:
             result = CompileError(f"Compiling the {job.component} failed:\n{traceback.format_exc()}")
+        torch.cuda.empty_cache()
         try:
             builder.send(result)
         except BrokenPipeError:

@@ -70,7 +70,7 @@ def export_model(
 ) -> list[ExportedComponent]:
     """Write every component's graph and weights to the store, and check each graph with the model's weights.
 
-    `opset`: one of `opsets.OPSETS`. `quantization`: how the UNets are quantized, for an 8-bit precision. All other
+    `opset`: one of `opsets.OPSETS`. `quantization`: how networks are quantized, for an 8-bit precision. All other
     components are in fp16 then. Raises CheckpointError, CompileError, CalibrationError or InaccurateEngine.
     """
     assert (quantization is not None) == precision.is_quantized
@@ -82,7 +82,7 @@ def export_model(
         checkpoint = refiner if refiner is not None and COMPONENTS[name].part == "refiner" else base
         report(name, "loading", done, len(names))
         network = load_network(checkpoint, name, precision.unquantized, reader=reader)
-        if quantization is not None and COMPONENTS[name].phase == "step":
+        if quantization is not None and quantization.covers(name):
             network, _ = quantization.apply(network)
         report(name, "writing weights", done, len(names))
         weights = write_weights(network, store)

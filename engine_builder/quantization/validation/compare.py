@@ -43,7 +43,7 @@ ReportPrompt = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LayerPair:
-    """The modules of one UNet that the two models run, and the names of the layers to compare.
+    """The modules of one component that the two models run, and the names of the layers to compare.
 
     `reference` must be the module that the reference model runs in eager PyTorch.
     """
@@ -231,7 +231,7 @@ def _teacher_forcing(quantized: LoadedModel, plan: RequestPlan, decibels: dict[s
 
 def _quantized_steps(model: LoadedModel, unet: str, steps: int) -> range:
     """Return which of an image's steps on a UNet do not run in fp16."""
-    if unet not in model.fp16_unets:
+    if unet not in model.fp16_engines:
         return range(steps)
     return range(model.fp16_steps.first, steps - model.fp16_steps.last)
 

@@ -90,7 +90,7 @@ class PredictNoise(PipelineModel):
 
     def _open(self, name: str, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
         super()._open(name, config, args)
-        if UNET in self.model.fp16_unets and self.model.fp16_steps.exist:
+        if UNET in self.model.fp16_engines and self.model.fp16_steps.exist:
             raise TritonConfigError(
                 f"Some steps of release {self.served.release} run in fp16 and others in 8 bits, and the unrolled "
                 "pipeline has one UNet.",
