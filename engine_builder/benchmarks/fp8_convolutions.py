@@ -8,7 +8,7 @@ Two comparisons for each shape, in microseconds:
 - alone: PyTorch's convolution of fp16 pixels, and the FP8 kernel on E4M3 pixels with each choice of tiles. Layers whose
   fp16 engines use Winograd's kernels have their time, too. It includes the norm, because they do the norm's work.
 - compiled: group norm, SiLU, convolution, bias and residual as engines have them, in fp16 and in FP8. Downsamplers and
-  upsamplers have only the convolution, with the quantization of its input. The FP8 kernel has its default tiles.
+  upsamplers have only the convolution, with the quantization of its input. The FP8 kernel has engines' tiles.
 
 Then it prints the sum over the network, and the layers whose compiled form in FP8 is not faster, as `keep_fp16` of a
 policy. For the VAE decoder it also times the whole network in fp16, compiled. Weights and pixels are random. Four sets
@@ -21,7 +21,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +32,12 @@ from engine_builder.benchmarks.rows import Row, finish, make_row
 from engine_builder.checkpoints.random_sdxl import make_network
 from engine_builder.networks.blocks import norm_silu_conv
 from engine_builder.networks.fp8_conv import QuantizedConv, conv_channels, quantize_conv, suits_kernel
+from engine_builder.networks.fp8_conv_tiles import Tiles
 from engine_builder.networks.kernel_form import plain_operations
 from engine_builder.networks.network import public_name
 from engine_builder.networks.unet import UnetNetwork, text_width, time_width
 from engine_builder.networks.vae import VaeDecoderNetwork
 from engine_builder.networks.winograd import WinogradConv
-
-if TYPE_CHECKING:
-    from engine_builder.networks.fp8_conv_kernels import Tiles
 
 _BATCHES = {"unet": 2, "vae_decoder": 1}  # of one image
 _SETS = 4  # of tensors
@@ -158,24 +156,23 @@ def _shape_of(network: str, layer: str, module: nn.Module, inputs: Tensor) -> Co
     )  # fmt: skip
 
 
-def candidate_tiles() -> dict[str, "Tiles"]:
+def candidate_tiles() -> dict[str, Tiles]:
     """Return the tiles that are compared, by name: pixels x channels x depth, warps, stages."""
-    from engine_builder.networks.fp8_conv_kernels import Tiles
-
     choices = [
         Tiles(pixels, channels, depth, warps=warps, stages=stages)
         for pixels, channels, depth, warps, stages in (
             (128, 128, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 64, 8, 4), (128, 128, 128, 4, 3),
             (64, 128, 128, 4, 4), (128, 64, 128, 4, 4), (64, 64, 128, 4, 4), (128, 256, 64, 8, 4),
-            (128, 256, 128, 8, 3), (256, 128, 64, 8, 4), (256, 128, 128, 8, 3),
+            (128, 256, 128, 8, 3), (256, 128, 64, 8, 4), (256, 128, 128, 8, 3), (256, 64, 64, 8, 4),
+            (256, 64, 64, 4, 4), (128, 64, 64, 4, 4),
         )
     ]  # fmt: skip
-    return {f"{t.pixels}x{t.channels}x{t.depth} w{t.warps} s{t.stages}": t for t in choices}
+    return {str(tiles): tiles for tiles in choices}
 
 
 @torch.no_grad()
 def measure(
-    shape: ConvShape, layers: tuple[str, ...], batch: int, device: str, timer: Timer, tiles: dict[str, "Tiles"],
+    shape: ConvShape, layers: tuple[str, ...], batch: int, device: str, timer: Timer, tiles: dict[str, Tiles],
     failures: Failures,
 ) -> ConvTimes:  # fmt: skip
     """Time all forms of one shape. On a CPU nothing is compiled. Tiles that fail are left out."""

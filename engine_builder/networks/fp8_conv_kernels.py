@@ -5,31 +5,12 @@ column a channel of one tap of the kernel (implicit GEMM; Chetlur et al., "cuDNN
 learning", 2014). Programs read the pixels under a tap directly, and zeros beyond the border.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor, library
 
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the work is divided: pixels and channels of a program's result, channels that it reads at once.
-
-    group: tiles of pixels that run one after the other for the same weights.
-    """
-
-    pixels: int = 128
-    channels: int = 128
-    depth: int = 128
-    group: int = 8
-    warps: int = 8
-    stages: int = 3
-
-
-# Not tuned on a GPU. The shared memory of these tiles fits compute capability 8.9, which has 99 KiB for a program.
-TILES, _TILES_NARROW = Tiles(), Tiles(depth=64, stages=4)  # the latter if 128 does not divide the channels
+from engine_builder.networks.fp8_conv_tiles import Tiles, choose_tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -91,23 +72,22 @@ def fp8_conv(
     out], contiguous in channels, or None. residual: of the result's shape, contiguous, or None. padding: pixels of
     zeros on each side. Returns [batch, (height + 2 padding - kernel) / stride + 1, the same of width, out].
     """
-    return run_fp8_conv(
-        x, weight, input_scale, weight_scale, bias, entry_bias, residual, stride, padding, dtype,
-        TILES if x.shape[3] % TILES.depth == 0 else _TILES_NARROW,
-    )  # fmt: skip
+    return run_fp8_conv(x, weight, input_scale, weight_scale, bias, entry_bias, residual, stride, padding, dtype)
 
 
 def run_fp8_conv(
     x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor, entry_bias: Tensor | None,
-    residual: Tensor | None, stride: int, padding: int, dtype: torch.dtype, tiles: Tiles,
+    residual: Tensor | None, stride: int, padding: int, dtype: torch.dtype, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run `fp8_conv` with given tiles."""
+    """Run `fp8_conv` with given tiles. None: those of `choose_tiles`."""
     batch, height, width, depth = x.shape
     channels, kernel = weight.shape[:2]
     out_height, out_width = ((size + 2 * padding - kernel) // stride + 1 for size in (height, width))
     out = torch.empty(batch, out_height, out_width, channels, dtype=dtype, device=x.device)
     assert max(x.numel(), out.numel()) < 2**31
     pixels = batch * out_height * out_width
+    if tiles is None:
+        tiles = choose_tiles(pixels, depth, channels, torch.cuda.get_device_capability(x.device))
     programs = -(-pixels // tiles.pixels) * -(-channels // tiles.channels)
     library.wrap_triton(_fp8_conv_kernel)[(programs,)](
         x, weight, input_scale, weight_scale, bias, entry_bias, residual, out, pixels,

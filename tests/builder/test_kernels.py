@@ -96,6 +96,6 @@ def test_kernels_take_no_floats_at_run_time(interpreted: dict[str, Any]) -> None
 def test_every_kernel_compiles_for_a_gpu(folder: str, runs: dict[str, Future[dict[str, Any]]]) -> None:
     shared_bytes = runs[folder].result()
     assert shared_bytes.keys() == KERNELS
-    assert max(shared_bytes.values()) <= SHARED_BYTES_OF_A_PROGRAM
-    assert shared_bytes["_int8_linear_kernel"] <= SHARED_BYTES_ON_AN_A10G
-    assert shared_bytes["_fp8_conv_kernel"] <= SHARED_BYTES_ON_AN_L4
+    assert max(most["90"] for most in shared_bytes.values()) <= SHARED_BYTES_OF_A_PROGRAM
+    assert shared_bytes["_int8_linear_kernel"]["86"] <= SHARED_BYTES_ON_AN_A10G
+    assert shared_bytes["_fp8_conv_kernel"]["89"] <= SHARED_BYTES_ON_AN_L4

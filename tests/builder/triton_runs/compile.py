@@ -1,8 +1,8 @@
 """Compiles every kernel for a GPU with tensor memory accelerators, in SDXL's shapes. Needs no GPU.
 
-The kernels that run on other GPUs with FP8, too, are also compiled for compute capability 8.9, and the kernel
-of INT8 for 8.0 and 8.6. Prints JSON: the most
-bytes of shared memory that each kernel takes.
+The kernels that run on other GPUs with FP8, too, are also compiled for compute capability 8.9, and the kernel of INT8
+for 8.0 and 8.6. The kernel of FP8 convolutions has other tiles on each GPU, and is compiled for that one. Prints JSON:
+the most bytes of shared memory that each kernel takes, by compute capability ("90").
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.builder.triton_runs.launches import Launch, intercept
 TYPES = {torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
 FP8 = torch.float8_e4m3fn
 scale = torch.ones(())
-shared_bytes: dict[str, int] = {}
+shared_bytes: dict[str, dict[str, int]] = {}
 
 
 def type_of(value: object) -> str:
@@ -37,23 +37,28 @@ def compile_kernel(launch: Launch) -> None:
     # Memory begins at multiples of 16 bytes. Otherwise loads are not asynchronous, and stages take no shared memory.
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(types) if types[name].startswith("*")}
     source = triton.compiler.ASTSource(launch.kernel, types, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
-    assert compiled.asm["cubin"]
-    if launch.name == "_int8_linear_kernel":  # for GPUs without FP8
-        for capability in (80, 86):
-            assert triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.options).asm["cubin"]
-    if launch.name == "_fp8_conv_kernel":  # products of E4M3 numbers, and loads that do not wait
-        assert "e4m3.e4m3" in compiled.asm["ptx"] and "cp.async.cg" in compiled.asm["ptx"]
-    if launch.name == "_fp8_attention_kernel":  # both products are of E4M3 numbers
-        products = [line for line in compiled.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
-        assert len(products) >= 2 and all("e4m3.e4m3" in line for line in products)
-    if launch.name not in (
-        "_geglu_kernel",
-        "_low_rank_linear_kernel",
-        "_fp8_attention_kernel",
-    ):  # GPUs with tensor memory accelerators
-        assert triton.compile(source, target=GPUTarget("cuda", 89, 32), options=launch.options).asm["cubin"]
-    shared_bytes[launch.name] = max(compiled.metadata.shared, shared_bytes.get(launch.name, 0))
+    for target in targets(launch.name):
+        compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=launch.options)
+        assert compiled.asm["cubin"]
+        if launch.name == "_fp8_conv_kernel":  # products of E4M3 numbers, and loads that do not wait
+            assert "e4m3.e4m3" in compiled.asm["ptx"] and "cp.async.cg" in compiled.asm["ptx"]
+        if launch.name == "_fp8_attention_kernel":  # both products are of E4M3 numbers
+            products = [line for line in compiled.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
+            assert len(products) >= 2 and all("e4m3.e4m3" in line for line in products)
+        most = shared_bytes.setdefault(launch.name, {})
+        most[str(target)] = max(compiled.metadata.shared, most.get(str(target), 0))
+
+
+def targets(kernel: str) -> tuple[int, ...]:
+    """Return the compute capabilities for which a launch of this kernel is compiled."""
+    if kernel == "_fp8_conv_kernel":
+        major, minor = torch.cuda.get_device_capability(None)
+        return (10 * major + minor,)
+    if kernel == "_int8_linear_kernel":  # for GPUs without FP8
+        return 80, 86, 89, 90
+    if kernel in ("_geglu_kernel", "_low_rank_linear_kernel", "_fp8_attention_kernel"):
+        return (90,)  # GPUs with tensor memory accelerators
+    return 89, 90
 
 
 def fp16(*shape: int) -> Tensor:
@@ -89,16 +94,19 @@ if __name__ == "__main__":
         winograd_kernels.winograd_tiles(hidden, groups, groups, fp16(1280), fp16(1280))
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, fp16(2, 1280), None)
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
-    for size, depth, width, kernel, stride in (
-        (128, 320, 320, 3, 1), (128, 320, 320, 3, 2), (128, 960, 320, 3, 1), (64, 1920, 640, 3, 1),
-        (64, 640, 640, 3, 2), (64, 640, 2560, 2, 1), (32, 2560, 1280, 3, 1),
-    ):  # fmt: skip
-        numbers, weight = fp16(2, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
-        out_size = (size + 2 - kernel) // stride + 1
-        for added in ((None, None), (fp16(2, width), fp16(2, out_size, out_size, width))):
-            fp8_conv_kernels.fp8_conv(
-                numbers, weight, scale, torch.ones(width), fp16(width), *added, stride, 1, torch.float16
-            )
+    for capability in ((8, 9), (9, 0)):
+        torch.cuda.get_device_capability = lambda device, found=capability: found
+        for batch, size, depth, width, kernel, stride in (
+            (2, 128, 320, 320, 3, 1), (2, 128, 320, 320, 3, 2), (2, 128, 960, 320, 3, 1), (2, 128, 640, 320, 3, 1),
+            (2, 64, 1920, 640, 3, 1), (2, 64, 640, 640, 3, 2), (2, 64, 640, 2560, 2, 1), (2, 32, 2560, 1280, 3, 1),
+            (1, 256, 512, 512, 3, 1), (1, 1024, 256, 128, 3, 1),
+        ):  # fmt: skip
+            numbers, weight = fp16(batch, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
+            out_size = (size + 2 - kernel) // stride + 1
+            for added in ((None, None), (fp16(batch, width), fp16(batch, out_size, out_size, width))):
+                fp8_conv_kernels.fp8_conv(
+                    numbers, weight, scale, torch.ones(width), fp16(width), *added, stride, 1, torch.float16
+                )
     for out_scale in (None, scale):
         kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20, out_scale)
     for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):

@@ -300,6 +300,7 @@ if __name__ == "__main__":
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter._convert_float = convert_as_pytorch
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=3)
+    torch.cuda.get_device_capability = lambda device: (8, 9)
     library.wrap_triton = intercept(record_types)
     torch.manual_seed(0)
     with torch.no_grad():
