@@ -18,7 +18,7 @@ and their error is printed. The table comes last, after the rows as JSON.
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_builder.benchmarks.graph_timing import Failures, Timer, Work, time_choices, time_on_gpu
-from engine_builder.benchmarks.rows import Row, finish, make_row
+from engine_builder.benchmarks.rows import Row, append_rows, finish, make_row
 from engine_builder.checkpoints.random_sdxl import make_network
 from engine_builder.networks.blocks import norm_silu_conv
 from engine_builder.networks.fp8_conv import QuantizedConv, conv_channels, quantize_conv, suits_kernel
@@ -320,12 +320,40 @@ def rows_of(times: Sequence[ConvTimes], batch: int) -> list[Row]:
     return rows
 
 
+def measure_all(
+    shapes: Mapping[ConvShape, tuple[str, ...]],
+    measure_shape: Callable[[ConvShape, tuple[str, ...]], ConvTimes],
+    batch: int,
+    out: Path | None,
+    failures: Failures,
+) -> tuple[list[ConvTimes], list[Row]]:
+    """Measure every shape and print its line of the table. Shapes that fail are left out.
+
+    Its rows are appended to the file `out` at once, unless that is None: a run that is stopped loses no shape.
+    """
+    times: list[ConvTimes] = []
+    rows: list[Row] = []
+    print(_HEADING, flush=True)
+    for shape, layers in shapes.items():
+        try:
+            times.append(measure_shape(shape, layers))
+        except Exception as error:
+            failures.print(str(shape), error)
+            continue
+        print(table_line(times[-1], batch), flush=True)
+        added = rows_of(times[-1:], batch)
+        rows += added
+        if out is not None:
+            append_rows(out, added)
+    return times, rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", choices=sorted(_BATCHES), default="unet")
     parser.add_argument("--batch", type=int, help="entries of the network's batch; default: those of one image")
     parser.add_argument("--size", default="1024x1024", help="WIDTHxHEIGHT of the image")
-    parser.add_argument("--out", type=Path, help="file of rows to append to")
+    parser.add_argument("--out", type=Path, help="file of rows to append to, after each shape")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
         parser.error("this benchmark needs a GPU of compute capability 8.9 or newer")
@@ -336,24 +364,27 @@ def main() -> None:
         name: t for name, t in candidate_tiles().items() if (t.pixels + t.channels) * t.depth * t.stages <= largest
     }
     failures = Failures()
-    times: list[ConvTimes] = []
-    print(_HEADING, flush=True)
-    for shape, layers in network_convolutions(arguments.network, height, width).items():
+
+    def measure_on_gpu(shape: ConvShape, layers: tuple[str, ...]) -> ConvTimes:
         try:
-            times.append(measure(shape, layers, batch, "cuda", time_on_gpu, tiles, failures))
-            print(table_line(times[-1], batch), flush=True)
-        except Exception as error:  # the other shapes are measured all the same
-            failures.print(str(shape), error)
-        torch._dynamo.reset()
-    rows = rows_of(times, batch)
+            return measure(shape, layers, batch, "cuda", time_on_gpu, tiles, failures)
+        finally:
+            torch._dynamo.reset()
+
+    shapes = network_convolutions(arguments.network, height, width)
+    times, rows = measure_all(shapes, measure_on_gpu, batch, arguments.out, failures)
     whole: list[float] = []
     if arguments.network == "vae_decoder":
         try:
             whole = time_vae_decoder(batch, height, width, time_on_gpu)
-            rows.append(make_row("vae_decoder", whole, "us", "float16", 1, batch, digits=2))
         except Exception as error:
             failures.print("vae_decoder", error)
-    finish(rows, arguments.out)
+        else:
+            row = make_row("vae_decoder", whole, "us", "float16", 1, batch, digits=2)
+            rows.append(row)
+            if arguments.out is not None:
+                append_rows(arguments.out, [row])
+    finish(rows, None)
     print(report(times, batch, whole), flush=True)
 
 

@@ -1,5 +1,7 @@
 """Convolutions in FP8: the arithmetic, the policy, networks, keys and reports. The CPU convolves the same numbers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,13 @@ from engine_builder.benchmarks.fp8_convolutions import (
     ConvShape,
     ConvTimes,
     compile_module,
+    measure_all,
     network_convolutions,
     report,
     rows_of,
 )
 from engine_builder.benchmarks.graph_timing import Failures, time_choices
+from engine_builder.benchmarks.rows import read_rows
 from engine_builder.checkpoints.folder import Checkpoint
 from engine_builder.networks import blocks
 from engine_builder.networks.fp8_conv import QuantizedConv, can_quantize_conv, quantize_conv
@@ -355,3 +359,27 @@ def test_benchmark_names_the_layers_that_fp8_makes_slower() -> None:
     found = [(row.precision, row.value) for row in rows]
     assert found == [("float16", 80.0), ("fp8", 50.0), ("float16", 40.0), ("fp8", 50.0)]
     assert rows[1].extra["alone_by_tiles"] == {"small": 40.0, "large": 30.0}
+
+
+def test_benchmark_stores_each_shape_before_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shapes that fail are left out, and a run that is stopped keeps those that it has measured."""
+    sizes = (8, 16, 32, 64)
+    shapes = {ConvShape(64, 64, size, 8, 3, 1, 1, True, True, False, False): ("a.conv1",) for size in sizes}
+    out, stored = tmp_path / "rows.json", []
+
+    def measure_shape(shape: ConvShape, layers: tuple[str, ...]) -> ConvTimes:
+        stored.append(len(read_rows(out)) if out.exists() else 0)
+        if shape.height == 16:
+            raise RuntimeError("too little shared memory")
+        if shape.height == 64:
+            raise KeyboardInterrupt
+        return ConvTimes(shape, layers, [60.0], None, {"small": [40.0]}, [80.0], [50.0], 1e-4)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_all(shapes, measure_shape, 2, out, Failures())
+    assert stored == [0, 2, 2, 4]
+    first, last = list(shapes)[0], list(shapes)[2]
+    assert [(row.case, row.value) for row in read_rows(out)] == [
+        (str(shape), value) for shape in (first, last) for value in (80.0, 50.0)
+    ]
+    assert "failed: RuntimeError: too little shared memory" in capsys.readouterr().out
