@@ -180,6 +180,8 @@ def upsample(upsampler: Any, hidden: Tensor) -> Tensor:
 
         upsampled: Tensor = interleave_phases(upsampler.phases(hidden))
         return upsampled
+    if isinstance(upsampler.phases, QuantizedConv) and has_kernels(hidden):
+        return upsampler.phases.upsample(hidden)  # The kernel stores each phase at its pixels.
     batch, _, height, width = hidden.shape
     phases = (
         convolve(upsampler.phases, hidden).permute(0, 2, 3, 1).chunk(4, dim=-1)

@@ -75,14 +75,15 @@ def interpreted(runs: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
 # A number whose last bits differ may be rounded to the next E4M3 number, an eighth away. It happens to few of them.
 LIMITS = {
     "text": 1e-5, "images": 1e-5, "self": 1e-5, "geglu": 1e-5, "low rank": 1e-5, "winograd": 1e-5, "int8": 1e-6,
-    "fp8 conv": 1e-5, "benchmark": 1e-5, "fp8 attention": 3e-3, "e4m3": 0.12, "scaled": 3e-3, "nan": 0.5,
+    "fp8 conv": 1e-5, "fp8 upsample": 1e-5, "benchmark": 1e-5, "fp8 attention": 3e-3, "e4m3": 0.12, "scaled": 3e-3,
+    "nan": 0.5,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kernel", LIMITS)
 def test_kernel_equals_pytorch(kernel: str, interpreted: dict[str, Any]) -> None:
     errors = {case: error for case, error in interpreted["errors"].items() if case.startswith(f"{kernel},")}
-    assert len(errors) >= 2 and max(errors.values()) < LIMITS[kernel], errors
+    assert len(errors) >= 2 and all(error < LIMITS[kernel] for error in errors.values()), errors  # NaN is not less
 
 
 def test_kernels_take_no_floats_at_run_time(interpreted: dict[str, Any]) -> None:

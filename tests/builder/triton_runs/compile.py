@@ -96,17 +96,19 @@ if __name__ == "__main__":
         winograd_kernels.winograd_pixels(products, fp16(1280), height, width, None, hidden)
     for capability in ((8, 9), (9, 0)):
         torch.cuda.get_device_capability = lambda device, found=capability: found
-        for batch, size, depth, width, kernel, stride in (
-            (2, 128, 320, 320, 3, 1), (2, 128, 320, 320, 3, 2), (2, 128, 960, 320, 3, 1), (2, 128, 640, 320, 3, 1),
-            (2, 64, 1920, 640, 3, 1), (2, 64, 640, 640, 3, 2), (2, 64, 640, 2560, 2, 1), (2, 32, 2560, 1280, 3, 1),
-            (1, 256, 512, 512, 3, 1), (1, 1024, 256, 128, 3, 1),
+        for size, depth, width, kernel, stride in (
+            (128, 320, 320, 3, 1), (128, 320, 320, 3, 2), (128, 640, 320, 3, 1), (64, 1920, 640, 3, 1),
+            (64, 640, 640, 3, 2), (32, 2560, 1280, 3, 1),
         ):  # fmt: skip
-            numbers, weight = fp16(batch, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
+            numbers, weight = fp16(2, size, size, depth).to(FP8), fp16(width, kernel, kernel, depth).to(FP8)
             out_size = (size + 2 - kernel) // stride + 1
-            for added in ((None, None), (fp16(batch, width), fp16(batch, out_size, out_size, width))):
+            for added in ((None, None), (fp16(2, width), fp16(2, out_size, out_size, width))):
                 fp8_conv_kernels.fp8_conv(
                     numbers, weight, scale, torch.ones(width), fp16(width), *added, stride, 1, torch.float16
                 )
+        for size, width in ((32, 1280), (64, 640)):
+            numbers, weight = fp16(2, size, size, width).to(FP8), fp16(4 * width, 2, 2, width).to(FP8)
+            fp8_conv_kernels.fp8_upsample(numbers, weight, scale, torch.ones(4 * width), fp16(4 * width), torch.float16)
     for out_scale in (None, scale):
         kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20, out_scale)
     for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):

@@ -9,6 +9,7 @@ import json
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -182,6 +183,32 @@ def run_fp8_conv() -> None:
     compare("fp8 conv, other tiles", actual.permute(0, 3, 1, 2), layer(hidden).half())
 
 
+def run_fp8_upsample() -> None:
+    """Odd sizes, one row, several tiles of pixels, phases of several tiles and channels that are no multiple of one."""
+    sizes = (2, 64, 48, 3, 5), (1, 16, 272, 5, 3), (3, 128, 16, 1, 1), (2, 320, 144, 9, 11)
+    for batch, before, after, height, width in sizes:
+        upsampler = SimpleNamespace(conv=nn.Conv2d(before, after, 3, padding=1))
+        blocks.subpixel_upsample(upsampler)
+        upsampler.phases.bias.add_(torch.randn(4 * after))  # each phase has its own
+        upsampler.phases = quantize_conv(upsampler.phases, 2.0)
+        upsampler.phases.weight_scale *= torch.rand(4 * after) + 0.5
+        hidden = torch.randn(batch, before, height, width)
+        expected = blocks.upsample(upsampler, hidden)
+        with (
+            mock.patch.object(blocks, "has_kernels", return_value=True),
+            mock.patch.object(torch, "empty", empty_of_nan),
+            mock.patch.object(torch, "stack", side_effect=AssertionError("The phases are interleaved by PyTorch.")),
+        ):
+            actual = blocks.upsample(upsampler, hidden)
+        assert actual.shape == expected.shape and actual.is_contiguous(memory_format=torch.channels_last)
+        compare(f"fp8 upsample, {batch} x {before} to {after} x {height} x {width}", actual, expected)
+
+
+def empty_of_nan(*sizes: int, **options: Any) -> Tensor:
+    """Replaces torch.empty, so that no pixel that the kernel leaves out is right by chance."""
+    return torch.full(sizes, torch.nan, **options)
+
+
 def attend_in_fp8(queries: Tensor, keys: Tensor, values: Tensor, scales: Tensor, tile: int) -> Tensor:
     """Return what `fp8_attention` returns, with a running maximum over tiles of keys: E4M3 rounds by the maximum."""
     scores = queries.float() @ keys.float().transpose(2, 3) * (scales[0] * scales[1] / 8)
@@ -311,6 +338,7 @@ if __name__ == "__main__":
         run_low_rank()
         run_int8()
         run_fp8_conv()
+        run_fp8_upsample()
         run_fp8_attention()
         run_attention_benchmark()
         run_benchmark()
