@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine_builder.networks.kernel_form import has_kernels
 from model.weights.int8 import INT8_MAX, quantize
 
-INT8_LINEAR_VERSION = 1  # part of every INT8 engine's key; raise it when the code of a quantized network changes
+INT8_LINEAR_VERSION = 2  # part of every INT8 engine's key; raise it when the code of a quantized network changes
 DEPTH_MULTIPLE = 64  # of the products that the Triton kernel computes
 _SMALLEST_MAXIMUM = 1e-5  # of a channel that was always zero
 
