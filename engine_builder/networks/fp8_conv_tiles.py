@@ -47,8 +47,8 @@ def choose_tiles(pixels: int, depth: int, channels: int, capability: tuple[int, 
     - 128x128, 64 deep: from 320 to 640 channels at 64x64 and batch 2. 320 channels with a stride of 2 have as many
       pixels. 128x256 was the fastest for them, and is not chosen.
 
-    Not measured: 256x128 that is 128 deep, for at most 320 output channels. GPUs of capability 10.x get the tiles of
-    9.0. Others get tiles that fit 8.9. Only the H100 was measured.
+    Other shapes were not measured, and 256x128 that is 128 deep, for at most 320 output channels, is a guess. GPUs of
+    capability 10.x get the tiles of 9.0. Others get tiles that fit 8.9. Only the H100 was measured.
     """
 
     def count(tiles: Tiles) -> int:
