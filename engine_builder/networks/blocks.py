@@ -30,6 +30,9 @@ _SMALL_ELEMENTS = 4_000_000  # up to this size `_affine_via_store` is faster
 # Where the Triton kernels are faster, as measured on an H200.
 _MAX_SELF_ATTENTION_TOKENS = 1024  # tokens of a batch; above it cuDNN's attention is faster
 _MIN_GEGLU_TOKENS, _MIN_GEGLU_TOKENS_WIDE = 3696, 924  # tokens of a batch; the latter for 1,280 channels or more
+# Not measured; the benchmark `fp8_convolutions` times both forms. A larger number than any tensor has switches the
+# kernel of `fp8_norm_kernels` off.
+_MIN_NORM_KERNEL_ELEMENTS = 0
 
 
 def group_norm(norm: Any, hidden: Tensor) -> Tensor:
@@ -119,19 +122,47 @@ def resnet(block: Any, hidden: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_silu_conv(
-    norm: Any, conv: Any, hidden: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+    norm: Any,
+    conv: Any,
+    hidden: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    norm_kernel: bool | None = None,
 ) -> Tensor:
-    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape."""
+    """Return conv(silu(norm(hidden))), plus `bias` [batch, channels] at every pixel, plus `residual` of its shape.
+
+    norm_kernel: whether the kernel of `fp8_norm_kernels` computes the norm before a convolution in FP8. None:
+    `uses_norm_kernel` decides.
+    """
     if isinstance(conv, WinogradConv) and not is_plain():
         return _winograd_conv(norm, conv, hidden, bias, residual)
-    activated = F.silu(group_norm(norm, hidden))
+    if isinstance(conv, QuantizedConv) and (uses_norm_kernel(hidden) if norm_kernel is None else norm_kernel):
+        activated = _norm_silu_e4m3(norm, conv, hidden)
+    else:
+        activated = F.silu(group_norm(norm, hidden))  # the compiler fuses the quantization with it
     if isinstance(conv, QuantizedConv) and (bias is None or bias.shape[0] == hidden.shape[0]):
-        # The compiler fuses the quantization with the norm, and the kernel adds the rest to its sums.
+        # The kernel adds the rest to its sums.
         return cast(Tensor, conv(activated, bias, residual))
     out = convolve(conv, activated)
     if bias is not None:
         out = repeat_batch(out, bias.shape[0]) + bias[:, :, None, None]
     return out if residual is None else residual + out
+
+
+def uses_norm_kernel(hidden: Tensor) -> bool:
+    """True if the kernel of `fp8_norm_kernels` computes the norm of `hidden` before a convolution in FP8."""
+    return has_half_kernels(hidden) and hidden.numel() >= _MIN_NORM_KERNEL_ELEMENTS
+
+
+def _norm_silu_e4m3(norm: Any, conv: QuantizedConv, hidden: Tensor) -> Tensor:
+    """Return silu(norm(hidden)) as the E4M3 numbers that `conv` takes, [batch, channels, height, width]."""
+    from engine_builder.networks.fp8_norm_kernels import norm_silu_e4m3
+
+    mean, variance = image_statistics(*_statistics(norm, hidden))
+    deviation = (variance + norm.eps).sqrt()
+    pixels = hidden.permute(0, 2, 3, 1).contiguous()
+    numbers: Tensor = norm_silu_e4m3(pixels, mean, deviation, norm.weight, norm.bias, conv.input_scale)
+    return numbers.permute(0, 3, 1, 2)
 
 
 def _winograd_conv(

@@ -6,6 +6,11 @@ the most bytes of shared memory that each kernel takes, by compute capability ("
 """
 
 import json
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -14,7 +19,7 @@ from torch import Tensor, library
 from triton.backends.compiler import GPUTarget
 
 from engine_builder.benchmarks import fp8_attention_kernels
-from engine_builder.networks import fp8_conv_kernels, int8_kernels, kernels, winograd_kernels
+from engine_builder.networks import fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd_kernels
 from tests.builder.triton_runs.launches import Launch, intercept
 
 TYPES = {torch.int8: "*i8", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv"}
@@ -28,6 +33,22 @@ def type_of(value: object) -> str:
     if isinstance(value, fp8_attention_kernels.TensorDescriptor):
         return f"tensordesc<{TYPES[value.base.dtype].removeprefix('*')}{value.block_shape}>"
     return TYPES[value.dtype] if torch.is_tensor(value) else "i32"
+
+
+def check_norm(compiled: triton.compiler.CompiledKernel, constants: dict[str, int]) -> None:
+    """Check that each thread moves 16 bytes of pixels at once, computes one scale and shift, and needs no memory."""
+    moves = Counter(re.findall(r"(?:ld|st)\.global\.(?:\w+\.)*b\d+", compiled.asm["ptx"]))
+    loops = 2 if constants["BLOCKS"] > 1 else 1  # loads before and in the loop
+    assert moves.pop("ld.global.v4.b32") == 4 * loops and moves.pop("st.global.v4.b32") == 2, moves
+    # The others read a number each: input_scale, weight, bias, mean and deviation.
+    assert not any(move.startswith("st") for move in moves) and moves.total() == 5, moves
+    assert compiled.metadata.shared <= 4 * constants["SLICE"]  # threads exchange scale and shift, and no pixels
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "STACK:0 " in usage.stdout + usage.stderr, usage
 
 
 def compile_kernel(launch: Launch) -> None:
@@ -45,6 +66,8 @@ def compile_kernel(launch: Launch) -> None:
         if launch.name == "_fp8_attention_kernel":  # both products are of E4M3 numbers
             products = [line for line in compiled.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
             assert len(products) >= 2 and all("e4m3.e4m3" in line for line in products)
+        if launch.name == "_norm_silu_e4m3_kernel":
+            check_norm(compiled, constants)
         most = shared_bytes.setdefault(launch.name, {})
         most[str(target)] = max(compiled.metadata.shared, most.get(str(target), 0))
 
@@ -109,6 +132,12 @@ if __name__ == "__main__":
         for size, width in ((32, 1280), (64, 640)):
             numbers, weight = fp16(2, size, size, width).to(FP8), fp16(4 * width, 2, 2, width).to(FP8)
             fp8_conv_kernels.fp8_upsample(numbers, weight, scale, torch.ones(4 * width), fp16(4 * width), torch.float16)
+    for batch, height, width, channels in (
+        (1, 1024, 1024, 128), (1, 512, 512, 256), (1, 128, 128, 512), (2, 128, 128, 320), (2, 64, 64, 640),
+        (2, 76, 52, 960), (2, 38, 26, 1920),
+    ):  # fmt: skip
+        hidden, groups = torch.empty(batch, height, width, channels, dtype=torch.float16), torch.ones(batch, 32)
+        fp8_norm_kernels.norm_silu_e4m3(hidden, groups, groups, fp16(channels), fp16(channels), scale)
     for out_scale in (None, scale):
         kernels.attend_to_itself(fp16(1, 256, 3 * 1280), 20, out_scale)
     for depth, width, bias in ((1280, 3840, None), (5120, 1280, fp16(1280)), (640, 5120, fp16(5120))):

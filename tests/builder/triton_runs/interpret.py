@@ -6,6 +6,7 @@ time.
 
 import io
 import json
+from collections import Counter
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from triton.runtime import interpreter
 
 from engine_builder.benchmarks import fp8_attention, fp8_attention_kernels, fp8_convolutions
 from engine_builder.benchmarks.graph_timing import Failures
-from engine_builder.networks import blocks, fp8_conv_kernels, int8_kernels, kernels, winograd
+from engine_builder.networks import blocks, fp8_conv_kernels, fp8_norm_kernels, int8_kernels, kernels, winograd
 from engine_builder.networks.fp8_conv import quantize_conv
 from engine_builder.networks.low_rank_linear import LowRankLinear, LowRankVectors
 from model.adapters.layers import Layer
@@ -31,6 +32,7 @@ from tests.builder.triton_runs.launches import Launch, intercept
 OUT_SCALE = torch.tensor(0.25)
 errors: dict[str, float] = {}
 types: dict[str, set[str]] = {}
+launches: Counter[str] = Counter()
 wrap_triton = library.wrap_triton
 patch_tensor = interpreter._patch_lang_tensor
 convert_float = interpreter._convert_float
@@ -61,6 +63,7 @@ def convert_as_pytorch(values: Any, from_type: Any, to_type: Any, rounding: Any)
 
 
 def record_types(launch: Launch) -> object:
+    launches[launch.name] += 1
     given = {name: value for name, value in launch.arguments.items() if value is not None}
     values = [value for name, value in given.items() if name not in launch.constants]
     is_tensor = torch.is_tensor, lambda value: isinstance(value, fp8_attention_kernels.TensorDescriptor)
@@ -209,6 +212,83 @@ def empty_of_nan(*sizes: int, **options: Any) -> Tensor:
     return torch.full(sizes, torch.nan, **options)
 
 
+def compare_e4m3(case: str, actual: Tensor, expected: Tensor) -> None:
+    """Record the largest difference in steps of E4M3, and the share of numbers that differ."""
+
+    def places(numbers: Tensor) -> Tensor:
+        """Return each number's place among all of E4M3; 0: zero."""
+        codes = numbers.contiguous().view(torch.uint8).int()
+        return torch.where(codes < 128, codes, 128 - codes)
+
+    steps = (places(actual) - places(expected)).abs()
+    errors[f"norm steps, {case}"] = float(steps.max())
+    errors[f"norm share, {case}"] = float((steps > 0).double().mean())
+
+
+def run_norm() -> None:
+    """Slices of 16 to 128 channels, pixels that no block divides, one block for a program and several, clipping."""
+    # batch, channels, groups, height, width, type, the least programs
+    cases = (
+        (2, 96, 32, 7, 5, torch.float32, 4096), (1, 128, 32, 13, 11, torch.float16, 2),
+        (2, 320, 32, 9, 7, torch.float16, 1), (3, 48, 8, 3, 3, torch.bfloat16, 4096),
+        (2, 256, 32, 16, 12, torch.float32, 12), (1, 1920, 32, 8, 9, torch.float16, 1),
+    )  # fmt: skip
+    for batch, channels, groups, height, width, dtype, programs in cases:
+        fp8_norm_kernels._MIN_PROGRAMS = programs
+        norm, hidden = nn.GroupNorm(groups, channels), torch.randn(batch, height, width, channels)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        # Each entry and each group has its own statistics.
+        hidden *= torch.rand(batch, 1, 1, groups, 1).expand(-1, -1, -1, -1, channels // groups).flatten(3) + 0.5
+        hidden = (hidden + torch.randn(batch, 1, 1, 1)).to(dtype)
+        norm = norm.to(dtype)
+        input_scale = torch.tensor(2 / 448)
+        by_group = hidden.float().unflatten(3, (groups, -1))
+        variance, mean = torch.var_mean(by_group, (1, 2, 4), correction=0)
+        deviation = (variance + norm.eps).sqrt()
+        actual = fp8_norm_kernels.norm_silu_e4m3(hidden, mean, deviation, norm.weight, norm.bias, input_scale)
+        expected = quantize(nn.functional.silu(norm.float()(hidden.float().permute(0, 3, 1, 2))), input_scale)
+        assert not actual.float().isnan().any()  # the last place before NaN is 448
+        assert 0 < int((expected.float().abs() == 448).sum()) < expected.numel() / 2
+        compare_e4m3(f"{channels}, {height} x {width}", actual.permute(0, 3, 1, 2), expected)
+
+
+def run_end_of_norm() -> None:
+    """The last block writes no pixels of the next entry. Its own programs would replace them here, but not on a GPU."""
+    kernel, ones, hidden = fp8_norm_kernels._norm_silu_e4m3_kernel, torch.ones(32), torch.ones(35, 32)
+    for blocks_of_program in (1, 2, 4):
+        out = torch.zeros(256, 32).to(torch.float8_e4m3fn)
+        library.wrap_triton(kernel)[(2, 1, 1)](
+            hidden, 0 * ones, ones, ones, ones, ones[0], out, PIXELS=35, CHANNELS=32, GROUPS=32, BLOCK=32,
+            BLOCKS=blocks_of_program, SLICE=32,
+        )  # fmt: skip
+        assert bool(out[:35].float().all()) and not out[35:].float().any()
+
+
+def run_norm_in_blocks() -> None:
+    """`norm_silu_conv` with the kernel and without, also where the bias has more entries than the pixels."""
+    norm, conv = nn.GroupNorm(8, 48), quantize_conv(nn.Conv2d(48, 32, 3, padding=1), 3.0)
+    nn.init.normal_(norm.weight)
+    hidden = torch.randn(2, 48, 6, 5).to(memory_format=torch.channels_last)
+    name, has_half_kernels = "_norm_silu_e4m3_kernel", blocks.has_half_kernels
+    for entries in (2, 4):
+        around = torch.randn(entries, 32), torch.randn(entries, 32, 6, 5)
+        before = launches[name]
+        expected = blocks.norm_silu_conv(norm, conv, hidden, *around)
+        assert launches[name] == before
+        compare(f"scaled, norm, {entries}", blocks.norm_silu_conv(norm, conv, hidden, *around, True), expected)
+        assert launches[name] == before + 1
+        try:  # as on a GPU
+            blocks.has_half_kernels = lambda tensor: True
+            compare(f"scaled, norm by default, {entries}", blocks.norm_silu_conv(norm, conv, hidden, *around), expected)
+            assert launches[name] == before + 2
+            blocks.norm_silu_conv(norm, conv, hidden, *around, False)
+            blocks.norm_silu_conv(norm, nn.Conv2d(48, 32, 3, padding=1), hidden, *around)
+            assert launches[name] == before + 2
+        finally:
+            blocks.has_half_kernels = has_half_kernels
+
+
 def attend_in_fp8(queries: Tensor, keys: Tensor, values: Tensor, scales: Tensor, tile: int) -> Tensor:
     """Return what `fp8_attention` returns, with a running maximum over tiles of keys: E4M3 rounds by the maximum."""
     scores = queries.float() @ keys.float().transpose(2, 3) * (scales[0] * scales[1] / 8)
@@ -292,7 +372,10 @@ def run_nan() -> None:
     image[0, 5, 1, 1] = torch.nan
     layer = quantize_conv(nn.Conv2d(16, 16, 3, padding=1), 1.0)
     convolved = layer._run_kernel(layer.quantize_inputs(image), None, None)[:, :, :3, :3]
-    for case, found in (("geglu", gated[0, 3]), ("self", mixed), ("conv", convolved)):
+    ones, pixels = torch.ones(32), image.permute(0, 2, 3, 1).contiguous()
+    normed = fp8_norm_kernels.norm_silu_e4m3(pixels, 0 * ones[None, :8], ones[None, :8], ones, ones, OUT_SCALE)
+    assert int(normed.float().isnan().sum()) == 1
+    for case, found in (("geglu", gated[0, 3]), ("self", mixed), ("conv", convolved), ("norm", normed[0, 1, 1, 5])):
         errors[f"nan, {case}"] = float(not found.float().isnan().all())
 
 
@@ -339,6 +422,9 @@ if __name__ == "__main__":
         run_int8()
         run_fp8_conv()
         run_fp8_upsample()
+        run_norm()
+        run_end_of_norm()
+        run_norm_in_blocks()
         run_fp8_attention()
         run_attention_benchmark()
         run_benchmark()
